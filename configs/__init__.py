@@ -1,0 +1,1 @@
+"""Schema, slices and yaml files of the configuration."""

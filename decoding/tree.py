@@ -1,0 +1,117 @@
+"""Draft trees as arrays: the one shape in which every drafter speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int8Array = npt.NDArray[np.int8]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Tokens to compute below the committed sequence. Row 0 is the root: the last committed token, whose KV is not cached yet.
+
+    ``parents[i] < i``, so one pass from the left yields depths, mask and paths. Parents are the truth; the mask is derived.
+    Plain decoding is the tree of one row.
+
+    Example: root 7 with the branches 1 2 and 3 is ``tokens=[7, 1, 2, 3]``, ``parents=[-1, 0, 1, 0]``, ``depths=[0, 1, 2, 1]``.
+    """
+
+    tokens: Int32Array  # [n]
+    parents: Int32Array  # [n], parents[0] == -1
+    sources: Int8Array  # [n], which drafter proposed the row: survives merging, feeds metrics
+    num_candidates: int  # rows below this may be accepted; later rows only feed the drafter (jacobi window)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, root: int, draft: Sequence[int] | Int32Array, source: int = 0) -> DraftTree:
+        """The tree of one branch; an empty ``draft`` gives the root alone.
+
+        Args:
+            root: the last committed token.
+            draft: [n - 1] token ids that may follow it.
+            source: the id of the drafter (see ``decoding.drafters.base.SOURCES``).
+        """
+        n = len(draft) + 1
+        tokens = np.empty(n, np.int32)
+        tokens[0] = root
+        tokens[1:] = draft
+        return cls(tokens, np.arange(-1, n - 1, dtype=np.int32), np.full(n, source, np.int8), n)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row continues the row before it."""
+        n = len(self.parents)
+        return n == 1 or bool((self.parents[1:] == np.arange(n - 1, dtype=np.int32)).all())
+
+    def depths(self) -> Int32Array:
+        """[n] int32, the number of edges from the root."""
+        depths = np.zeros(len(self.parents), np.int32)
+        for row in range(1, len(self.parents)):
+            depths[row] = depths[self.parents[row]] + 1
+        return depths
+
+    def ancestor_mask(self) -> BoolArray:
+        """[n, n] bool: row i sees row j if j is i or an ancestor of i."""
+        n = len(self.parents)
+        if self.is_chain:
+            return np.tri(n, dtype=np.bool_)
+        mask = np.zeros((n, n), np.bool_)
+        mask[0, 0] = True
+        for row in range(1, n):
+            mask[row] = mask[self.parents[row]]
+            mask[row, row] = True
+        return mask
+
+    def path(self, row: int) -> list[int]:
+        """Rows from below the root down to ``row``; empty for the root."""
+        rows = []
+        while row > 0:
+            rows.append(row)
+            row = int(self.parents[row])
+        return rows[::-1]
+
+    def child(self, row: int, token: int) -> int | None:
+        """The first candidate child of ``row`` that holds ``token``, or None."""
+        end = self.num_candidates
+        hits = np.flatnonzero((self.parents[1:end] == row) & (self.tokens[1:end] == token))
+        return int(hits[0]) + 1 if len(hits) else None
+
+    def clipped(self, max_rows: int, max_depth: int, vocab_size: int) -> DraftTree:
+        """The tree without rows that must not be computed: outside the vocabulary, too deep, too many, or below such a row.
+
+        What a drafter proposes is a hint: whatever it holds, the engine computes a valid tree. Rows keep their order, so that
+        parents still come first.
+        """
+        if len(self.tokens) == 1:
+            return self
+        valid = (self.tokens >= 0) & (self.tokens < vocab_size) & (self.depths() <= max_depth)
+        if valid.all() and len(self.tokens) <= max_rows:
+            return self
+        kept = np.zeros(len(self.tokens), np.bool_)
+        kept[0] = True
+        count = 1
+        for row in range(1, len(self.tokens)):
+            if count < max_rows and valid[row] and kept[self.parents[row]]:
+                kept[row] = True
+                count += 1
+        renumbered = np.cumsum(kept, dtype=np.int32) - 1
+        parents = np.where(self.parents >= 0, renumbered[self.parents], -1).astype(np.int32)[kept]
+        candidates = int(kept[: self.num_candidates].sum())
+        return DraftTree(self.tokens[kept], parents, self.sources[kept], candidates)
+
+    def check(self) -> None:
+        """Asserts the invariants of the arrays."""
+        n = len(self.tokens)
+        assert n >= 1 and len(self.parents) == n and len(self.sources) == n, (n, len(self.parents), len(self.sources))
+        assert self.parents[0] == -1, self.parents[0]
+        assert ((self.parents[1:] >= 0) & (self.parents[1:] < np.arange(1, n))).all(), self.parents
+        assert 1 <= self.num_candidates <= n, (self.num_candidates, n)
