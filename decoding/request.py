@@ -95,6 +95,7 @@ class StepOutput:
     text: str
     finish_reason: FinishReason | None = None
     error: str | None = None  # set with FinishReason.ERROR
+    stats: SpecStats | None = None  # set with the finish reason
 
 
 class RequestState(enum.Enum):

@@ -1,0 +1,47 @@
+"""Drafters by name. A strategy is chosen here, at build time, and nowhere else."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from decoding.drafters.autoregressive import AutoregressiveDrafter
+from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.llma import LlmaDrafter
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+
+__all__ = ["LOSSLESS", "SOURCES", "STRATEGIES", "Drafter", "build_drafter"]
+
+STRATEGIES: dict[str, Callable[..., Drafter]] = {
+    "autoregressive": AutoregressiveDrafter,
+    "prompt_lookup": PromptLookupDrafter,
+    "llma": LlmaDrafter,
+}
+LOSSLESS = frozenset({"autoregressive", "prompt_lookup", "llma"})  # strategies that preserve the target's law
+
+
+def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
+    """The drafter of a strategy.
+
+    Args:
+        strategy: a key of ``STRATEGIES``.
+        options: arguments of the drafter.
+
+    Raises:
+        ValueError: an unknown strategy or option (the message names the nearest known one), or a value outside its range.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, STRATEGIES)}; known: {', '.join(STRATEGIES)}")
+    known = inspect.signature(STRATEGIES[strategy]).parameters
+    for name in options:
+        if name not in known:
+            choices = ", ".join(known) or "none"
+            raise ValueError(f"{strategy} has no option {name!r}{_nearest(name, known)}; its options: {choices}")
+    return STRATEGIES[strategy](**options)
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,40 @@
+"""What to accept of a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+from decoding.request import Acceptance
+from decoding.tree import DraftTree
+
+
+def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int, end_tokens: Set[int]) -> Acceptance:
+    """Choose, then match: at each row the target's own token is emitted, and the walk descends if a child holds it.
+
+    Lossless for any draft, greedy and sampled, as long as ``choose`` is a function of the row's prefix alone (with position-keyed
+    randomness, see ``decoding.sampling``): every emitted token is the target's own choice. It has the law of the published
+    multi-candidate rule (Lookahead Decoding, arXiv 2402.02057, Algorithm 4) with one draw per visited row.
+
+    Example: root 7 with branches 1 2 and 3; the target chooses 1 at the root, 2 after 1, 9 after 1 2. The rows of 1 and 2 are
+    accepted and 9 is the bonus token: three tokens for one forward.
+
+    Args:
+        tree: the tree that was computed.
+        choose: row -> the target's token after the path to that row. Called for visited rows only, each once, from the root down.
+        max_tokens: tokens that may be emitted, at least 1.
+        end_tokens: tokens after which nothing is emitted; the walk stops at them even where a child holds them.
+
+    Returns:
+        The accepted rows and the bonus token: between 1 and ``max_tokens`` tokens.
+    """
+    rows: list[int] = []
+    row = 0
+    while True:
+        token = choose(row)
+        if token in end_tokens or len(rows) + 1 >= max_tokens:
+            return Acceptance(tuple(rows), token)
+        child = tree.child(row, token)
+        if child is None:
+            return Acceptance(tuple(rows), token)
+        rows.append(child)
+        row = child

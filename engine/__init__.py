@@ -1,0 +1,1 @@
+"""How one step is computed: scheduling, packing, the forward of a stock model over KV slots, committing."""

@@ -1,0 +1,123 @@
+"""Tree attention over KV slots, as an attention function that stock transformers models call.
+
+A model loaded with ``attn_implementation=TREE_ATTENTION`` hands this function the query, key and value of the new rows of all
+requests, already rotated to their tree positions. It stores the keys and values in the slots and lets each row see its own
+sequence and its own ancestors. Nothing of the model is changed or copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface
+
+from engine.batch import Batch, Segment
+from engine.errors import ModelLoadError
+from engine.kv_cache import SlotCache
+
+TREE_ATTENTION = "outrider_tree"
+# Arguments by which a model asks for attention that this function does not compute.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+class StepContext:
+    """What the attention of one forward needs besides query, key and value. Masks are built once and shared by the layers."""
+
+    def __init__(self, batch: Batch, cache: SlotCache, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        """
+        Args:
+            batch: the rows.
+            cache: where keys and values are kept.
+            positions: [rows] int64 on the device of the model.
+            dtype: of the queries.
+        """
+        self.segments, self.cache = batch.segments, cache
+        self.positions, self._dtype = positions, dtype
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self.layers_seen: set[int] = set()
+
+    def mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
+        """Additive mask [rows, start + rows] of a segment, or None where a row sees everything or plain causality holds.
+
+        Args:
+            segment: of the batch.
+            window: a row sees only keys less than this many positions before it (sliding-window layers).
+        """
+        if window is not None and segment.start + segment.rows <= window:
+            window = None
+        key = (segment.offset, window)
+        if key not in self._masks:
+            self._masks[key] = self._build(segment, window)
+        return self._masks[key]
+
+    def _build(self, segment: Segment, window: int | None) -> torch.Tensor | None:
+        start, rows = segment.start, segment.rows
+        if segment.mask is None and window is None and (rows == 1 or start == 0):
+            return None
+        device = self.positions.device
+        visible = torch.ones(rows, start + rows, dtype=torch.bool, device=device)
+        if segment.mask is None:
+            visible[:, start:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+        else:
+            visible[:, start:] = torch.from_numpy(segment.mask).to(device)
+        if window is not None:
+            own = self.positions[segment.offset : segment.offset + rows]
+            keys = torch.cat([torch.arange(start, device=device), own])
+            visible &= own[:, None] - keys[None, :] < window
+        return torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree_step: StepContext | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer.
+
+    Args:
+        module: the attention module; its ``layer_idx`` names the layer.
+        query: [1, heads, rows, head_dim].
+        key: [1, kv_heads, rows, head_dim].
+        value: as key.
+        attention_mask: not used; visibility comes from ``tree_step``.
+        scaling: of the scores; 1 / sqrt(head_dim) when None.
+        sliding_window: see ``StepContext.mask``.
+        tree_step: the running step.
+
+    Returns:
+        [1, rows, heads, head_dim], and None for the weights.
+
+    Raises:
+        ModelLoadError: the model does not hand ``tree_step`` down, or asks for attention of another kind.
+    """
+    if tree_step is None:
+        raise ModelLoadError(f"{type(module).__name__} does not pass arguments on to its attention function: the model cannot be served")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    tree_step.layers_seen.add(layer)
+    outputs = []
+    for segment in tree_step.segments:
+        rows = slice(segment.offset, segment.offset + segment.rows)
+        keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])
+        mask = tree_step.mask(segment, sliding_window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, rows],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=mask is None and segment.rows > 1,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(attended.transpose(1, 2))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+AttentionInterface.register(TREE_ATTENTION, tree_attention)

@@ -1,0 +1,241 @@
+"""The step loop: schedule, propose, pack, execute, commit, observe, over several requests at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters import LOSSLESS, SOURCES, Drafter, build_drafter
+from decoding.request import FinishReason, Request, StepOutput
+from decoding.tree import DraftTree
+from engine.batch import Work
+from engine.detokenizer import Detokenizer
+from engine.errors import ContextLengthError, ModelLoadError, RequestError
+from engine.executor import Executor, LocalExecutor, Outcome
+from engine.loading import ModelInfo, load_model
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Requests and slots at this moment."""
+
+    running: int
+    waiting: int
+    free_slots: int
+
+
+class Engine:
+    """Serves requests step by step. Not thread-safe: one thread calls it.
+
+    A request's output is a function of its prompt, parameters and seed: the strategy, the other requests of a step and preemptions
+    change when tokens come, not which.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        info: ModelInfo,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> None:
+        """
+        Args:
+            executor: computes steps.
+            drafter: guesses continuations.
+            scheduler: new; the engine owns it.
+            info: of the model.
+            tokenizer: without one, outputs carry token ids and no text, and stop strings are refused.
+        """
+        self.info, self.tokenizer = info, tokenizer
+        self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
+        self._requests: dict[str, Request] = {}
+        self._detokenizers: dict[str, Detokenizer] = {}
+        self._end_tokens: dict[str, frozenset[int]] = {}
+
+    @classmethod
+    def load(cls, model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions) -> Engine:
+        """An engine with its model in this process.
+
+        Raises:
+            ModelLoadError: the model cannot be used.
+            ValueError: an option outside its range, or an unknown strategy.
+        """
+        if speculation.max_draft_tokens < 0:
+            raise ValueError(f"speculation.max_draft_tokens must not be negative, got {speculation.max_draft_tokens}")
+        drafter = build_drafter(speculation.strategy, speculation.options)
+        scheduler = Scheduler(options, speculation.max_draft_tokens)
+        loaded = load_model(model)
+        runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + speculation.max_draft_tokens)
+        info = ModelInfo(
+            served_name=loaded.served_name,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.model.config.get_text_config().vocab_size,
+            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            device=str(loaded.model.device),
+            num_parameters=loaded.model.num_parameters(),
+            eos_token_ids=loaded.eos_token_ids,
+            strategy=speculation.strategy,
+            lossless=speculation.strategy in LOSSLESS,
+        )
+        return cls(LocalExecutor(runner), drafter, scheduler, info, loaded.tokenizer)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request runs or waits."""
+        return bool(self._requests)
+
+    def counts(self) -> EngineCounts:
+        """Requests and slots at this moment."""
+        return EngineCounts(len(self._scheduler.running), self._scheduler.num_waiting, self._scheduler.num_free_slots)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises:
+            ContextLengthError: prompt and ``max_tokens`` exceed the context.
+            RequestError: a token outside the vocabulary, stop strings without a tokenizer, or an id in use.
+            QueueFullError: too many wait.
+        """
+        params, limit = request.params, self.info.max_model_len
+        if request.request_id in self._requests:
+            raise RequestError("request_id", f"{request.request_id!r} is in use by a live request")
+        if request.num_prompt + params.max_tokens > limit:
+            field = "prompt" if request.num_prompt >= limit else "max_tokens"
+            raise ContextLengthError(
+                field, f"the context is {limit} tokens, but the prompt has {request.num_prompt} and max_tokens is {params.max_tokens}"
+            )
+        if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self.info.vocab_size:
+            raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop", "stop strings need a tokenizer")
+        self._scheduler.add(request)
+        self._requests[request.request_id] = request
+        own = () if params.ignore_eos else self.info.eos_token_ids
+        self._end_tokens[request.request_id] = frozenset((*own, *params.stop_token_ids))
+        if self.tokenizer is not None:
+            self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, params.stop)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request without further output; its slot is free at once. False when it is not live."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._release(request, FinishReason.ABORT)
+        return True
+
+    def fail_all(self, message: str) -> list[StepOutput]:
+        """Ends every live request with an error, after a step that failed; the engine is empty then."""
+        outputs = []
+        for request in list(self._requests.values()):
+            self._release(request, FinishReason.ERROR)
+            outputs.append(StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats))
+        return outputs
+
+    def step(self) -> list[StepOutput]:
+        """One forward for all running requests.
+
+        Returns:
+            An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
+        """
+        works = self._propose()
+        if not works:
+            return []
+        started = time.perf_counter()
+        outcomes = self._executor.execute(works)
+        forward_s = time.perf_counter() - started
+        outputs = []
+        for work, outcome in zip(works, outcomes, strict=True):
+            work.request.stats.forward_s += forward_s
+            if outcome is None:
+                work.request.num_computed = work.end
+            else:
+                outputs.append(self._commit(work, outcome))
+        return outputs
+
+    def _propose(self) -> list[Work]:
+        """The work of the next step: who runs, with which tree."""
+        shares = self._scheduler.schedule()
+        now = time.perf_counter()
+        for share in shares:
+            share.request.times.setdefault("admitted", now)
+        drafting = [share for share in shares if share.draft_rows > 0]
+        trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
+        propose_s = time.perf_counter() - now
+        drafts: dict[str, DraftTree] = {}
+        for share, tree in zip(drafting, trees, strict=True):
+            drafts[share.request.request_id] = tree.clipped(share.draft_rows + 1, share.request.remaining - 1, self.info.vocab_size)
+            share.request.stats.propose_s += propose_s
+        works = []
+        for share in shares:
+            request = share.request
+            reaches_end = share.end == request.num_tokens
+            tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
+            end_tokens = self._end_tokens[request.request_id]
+            works.append(Work(request, request.num_computed, share.end, tree if reaches_end else None, end_tokens))
+        return works
+
+    def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
+        """Appends what was accepted, as far as the request goes, and ends it where it ends."""
+        request, tree, acceptance = work.request, work.tree, outcome.acceptance
+        assert tree is not None
+        tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
+        kept, text, reason = self._read(request, tokens, work.end_tokens)
+        request.commit(tokens[:kept])
+        request.num_computed = work.end + len(acceptance.rows)
+        self._count(request, tree, acceptance.rows[:kept])
+        if reason is None:
+            self._drafter.observe(request, tree, outcome.target_ids, acceptance)
+            return StepOutput(request.request_id, tuple(tokens[:kept]), text)
+        self._release(request, reason)
+        return StepOutput(request.request_id, tuple(tokens[:kept]), text, reason, None, request.stats)
+
+    def _read(self, request: Request, tokens: list[int], end_tokens: frozenset[int]) -> tuple[int, str, FinishReason | None]:
+        """How many of the emitted tokens belong to the output, the text they add, and why it ends there, if it does."""
+        detokenizer = self._detokenizers.get(request.request_id)
+        text = ""
+        reason: FinishReason | None = None
+        for kept, token in enumerate(tokens, start=1):
+            if token in end_tokens:
+                reason = FinishReason.STOP
+                break
+            if detokenizer is not None:
+                piece, stopped = detokenizer.push(token)
+                text += piece
+                if stopped:
+                    return kept, text, FinishReason.STOP
+            if kept == request.remaining:
+                reason = FinishReason.LENGTH
+                break
+        if reason is not None and detokenizer is not None:
+            text += detokenizer.flush()
+        return kept, text, reason
+
+    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...]) -> None:
+        stats, now = request.stats, time.perf_counter()
+        if "first_token" not in request.times:
+            request.times["first_token"] = now
+            stats.prefill_s = now - request.times["admitted"]
+        stats.decode_s = now - request.times["first_token"]
+        stats.steps += 1
+        stats.drafted += tree.num_candidates - 1
+        stats.accepted += len(accepted)
+        for row in accepted:
+            source = SOURCES[tree.sources[row]]
+            stats.accepted_by_source[source] = stats.accepted_by_source.get(source, 0) + 1
+
+    def _release(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+        del self._end_tokens[request.request_id]
+        self._detokenizers.pop(request.request_id, None)
+        self._drafter.finish(request.request_id)
+
+
+__all__ = ["Engine", "EngineCounts", "ModelLoadError"]

@@ -1,0 +1,78 @@
+"""Keys and values of the running requests: one preallocated slot each, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a model stores per token."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class SlotCache:
+    """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
+
+    Memory is taken once. A slot needs no clearing: entries are written before they are read.
+    """
+
+    def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
+        """
+        Args:
+            shape: per-token sizes.
+            slots: sequences held at once.
+            capacity: entries of one slot; the longest sequence and the draft rows behind it.
+        """
+        size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
+        self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        self.capacity = capacity
+
+    def write(
+        self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new rows behind ``start`` entries and returns all entries up to and including them.
+
+        Args:
+            layer: index of the layer.
+            slot: of the sequence.
+            start: entries that are valid.
+            keys: [kv_heads, rows, head_dim].
+            values: as keys.
+
+        Returns:
+            Views of keys and values, [kv_heads, start + rows, head_dim].
+        """
+        end = start + keys.shape[1]
+        slot_keys, slot_values = self._keys[layer, slot], self._values[layer, slot]
+        slot_keys[:, start:end] = keys
+        slot_values[:, start:end] = values
+        return slot_keys[:, :end], slot_values[:, :end]
+
+    def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """Moves accepted rows together: entry ``start + rows[i]`` becomes entry ``start + i``, in all layers.
+
+        Rows increase. Nothing is copied when they already lie at ``start``.
+        """
+        if list(rows) == list(range(len(rows))):
+            return
+        source = torch.tensor(rows, device=self._keys.device) + start
+        for entries in (self._keys[:, slot], self._values[:, slot]):
+            entries[:, :, start : start + len(rows)] = entries.index_select(2, source)
+
+    def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""
+        return self._keys[:, slot, :, :length].clone(), self._values[:, slot, :, :length].clone()

@@ -1,0 +1,164 @@
+"""Model and tokenizer from a folder or the hub, refused early and in one line when they cannot be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from configs.slices import ModelOptions
+from engine.attention import TREE_ATTENTION
+from engine.errors import ModelLoadError
+
+# Layers whose state cannot be rolled back to an earlier token once drafts were refused.
+_KEPT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a running engine says of itself."""
+
+    served_name: str
+    max_model_len: int  # tokens of prompt and output together
+    vocab_size: int
+    dtype: str
+    device: str
+    num_parameters: int
+    eos_token_ids: tuple[int, ...]  # each of them ends a text
+    strategy: str
+    lossless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, with what the engine must know of it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    served_name: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Loads a stock causal language model with tree attention.
+
+    Raises:
+        ModelLoadError: no such model, a broken checkpoint, or an architecture that cannot be served; the message says which.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    config = _load_config(options.path)
+    _refuse_unsupported(config, options.path)
+    device = _device(options.device)
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.path, dtype=dtype, attn_implementation=TREE_ATTENTION)
+        model = model.to(device).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"model {options.path!r} could not be loaded: {_first_line(error)}") from error
+    name = options.served_name or Path(options.path).name
+    return LoadedModel(
+        model, load_tokenizer(options.path), name, _context(config, options), _end_tokens(model, load_tokenizer(options.path))
+    )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model.
+
+    Args:
+        path: folder or name on the hub.
+
+    Raises:
+        ModelLoadError: there is none, or it has no fast implementation, which streaming text needs.
+    """
+    _refuse_missing_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the tokenizer of {path!r} could not be loaded: {_first_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelLoadError(f"the tokenizer of {path!r} has no fast implementation: add a tokenizer.json to the model")
+    return tokenizer
+
+
+def _refuse_missing_folder(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not Path(path).exists() and "/" in path:
+        raise ModelLoadError(f"model path {path!r} does not exist: give a folder with config.json, or a name on the hub")
+
+
+def _load_config(path: str) -> PreTrainedConfig:
+    _refuse_missing_folder(path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"model {path!r} could not be found or read: give a folder with config.json, or a name on the hub ({_first_line(error)})"
+        ) from error
+    return config
+
+
+def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
+    """Refuses, by name, what tree attention cannot serve, before any weight is read."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(f"model {path!r} is of type {config.model_type!r}, which is not a causal language model")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = architecture.__name__
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise ModelLoadError(f"{name} cannot be served: its attention does not go through transformers' AttentionInterface")
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - _KEPT_LAYERS
+    if getattr(architecture, "_is_stateful", False) or others:
+        raise ModelLoadError(f"{name} cannot be served: it has layers that cannot roll back refused drafts ({', '.join(sorted(others)) or 'recurrent state'})")
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ModelLoadError(f"{name} cannot be served: chunked attention is not supported")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"model.device {name!r} is not known: give cpu, cuda, cuda:1, ... or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("model.device is cuda, but torch sees no GPU: run `outrider doctor`, or set model.device=cpu")
+    return device
+
+
+def _context(config: PreTrainedConfig, options: ModelOptions) -> int:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if options.max_model_len is None:
+        if own is None:
+            raise ModelLoadError(f"model {options.path!r} does not say how long its context is: set model.max_model_len")
+        return int(own)
+    if options.max_model_len < 2:
+        raise ModelLoadError(f"model.max_model_len must be at least 2, got {options.max_model_len}")
+    if own is not None and options.max_model_len > own:
+        raise ModelLoadError(f"model.max_model_len is {options.max_model_len}, but the context of {options.path!r} is {own} tokens")
+    return options.max_model_len
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """All end tokens: those `generate` would stop at, else those of the configuration, else the tokenizer's."""
+    sources: tuple[Any, ...] = (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    for ids in sources:
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,82 @@
+"""One forward of a stock model over the rows of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import StepContext
+from engine.batch import Batch, Segment
+from engine.errors import ModelLoadError
+from engine.kv_cache import KVShape, SlotCache
+
+
+class ModelRunner:
+    """A causal language model and the KV slots of the sequences it works on."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
+        """
+        Args:
+            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode.
+            slots: sequences held at once.
+            capacity: entries of one slot: longest sequence and draft rows.
+
+        Raises:
+            ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
+        """
+        self.model = model
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        shape = KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        try:
+            self.cache = SlotCache(shape, slots, capacity)
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
+            size = shape.bytes_per_token() * slots * capacity / 2**30
+            raise ModelLoadError(
+                f"the KV slots need {size:.1f} GiB, which {model.device} does not have: lower model.max_model_len or engine.max_running"
+            ) from error
+        self._probe(shape)
+
+    def _probe(self, shape: KVShape) -> None:
+        """Runs one row, so that a model that cannot be served fails at start and not in a request."""
+        zero = np.zeros(1, np.int64)
+        context = self._context(Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,)))
+        try:
+            self._forward(context, zero, zero)
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, ModelLoadError):
+                raise
+            raise ModelLoadError(f"{type(self.model).__name__} cannot be served: a first forward failed: {error}") from error
+        if context.layers_seen != set(range(shape.layers)):
+            skipped = sorted(set(range(shape.layers)) - context.layers_seen)
+            raise ModelLoadError(
+                f"{type(self.model).__name__} cannot be served: layers {skipped} do not use attention that can be rolled back"
+            )
+
+    def _context(self, batch: Batch) -> StepContext:
+        positions = torch.from_numpy(batch.positions).to(self.model.device)
+        return StepContext(batch, self.cache, positions, self.model.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab]."""
+        return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
+
+    @torch.inference_mode()
+    def _forward(self, context: StepContext, token_ids: np.ndarray, logit_rows: np.ndarray) -> torch.Tensor:
+        device = self.model.device
+        output = self.model(
+            input_ids=torch.from_numpy(token_ids)[None].to(device),
+            position_ids=context.positions[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(logit_rows).to(device),
+            tree_step=context,
+        )
+        return output.logits[0]
