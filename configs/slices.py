@@ -45,3 +45,20 @@ class SpeculationOptions:
     strategy: str = "llma"
     max_draft_tokens: int = 16  # drafted rows of one request in one step
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where the service listens and what each engine replica is given."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
+    port: int = 8000
+    replicas: int = 1  # engines, each with its own copy of the model
+    cpus_per_replica: float = 1.0  # what Ray reserves; the threads that torch uses are model.threads
+    gpus_per_replica: float | None = None  # what Ray reserves; one when the model is on cuda, else none, when absent
+    max_ongoing_requests: int = 512  # requests that Serve hands to a replica at once; the engine's own queue does the admission
+    start_timeout_s: float = 600.0  # a model that is not ready by then is an error
+    stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops
+    ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.errors import RequestError
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # developer: the newer word for system
+# What a client may write, and what templates call it; "developer" is OpenAI's newer word for "system".
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
@@ -31,7 +32,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
         RequestError: no messages, an unknown role, or an order of roles that the template refuses.
     """
     if not messages:
-        raise RequestError("messages", "messages must hold at least one message")
+        raise RequestError("messages", "must hold at least one message")
     turns = [{"role": _role(index, message["role"]), "content": message["content"]} for index, message in enumerate(messages)]
     template = None if tokenizer.chat_template else DEFAULT_TEMPLATE
     try:
@@ -45,7 +46,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
 
 def _role(index: int, role: str) -> str:
     if role not in ROLES:
-        raise RequestError(f"messages[{index}].role", f"messages[{index}].role is {role!r}; allowed: {', '.join(ROLES)}")
+        raise RequestError(f"messages[{index}].role", f"{role!r} is not a role; allowed: {', '.join(ROLES)}")
     return ROLES[role]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -66,7 +67,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(options.path, dtype=dtype, attn_implementation=TREE_ATTENTION)
         model = model.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"model {options.path!r} could not be loaded: {_first_line(error)}") from error
     name = options.served_name or Path(options.path).name
     return LoadedModel(

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from demo_data import END_OF_TEXT, Windows, encode, read_records, train_tokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from experiments.demo_data import END_OF_TEXT, Windows, encode, read_records, train_tokenizer
+
 CONTEXT = 2048
+ROPE_THETA = 500_000.0
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ message['content'] }}" + END_OF_TEXT + "\n\n"
@@ -36,11 +38,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train-*.jsonl.gz and valid.jsonl.gz")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, metrics and the finished model")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--decay-steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=4800)
+    parser.add_argument("--decay-steps", type=int, default=1300)
     parser.add_argument("--rows", type=int, default=4, help="windows per step")
     parser.add_argument("--window", type=int, default=1024, help="tokens per window")
-    parser.add_argument("--copy-steps", type=int, default=600, help="first steps, with half the text generated for copying")
+    parser.add_argument("--copy-steps", type=int, default=300, help="first steps, with half the text generated for copying")
     parser.add_argument("--copy-share", type=float, default=0.15, help="share of generated copying afterwards")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--vocab-size", type=int, default=4096)
@@ -66,6 +68,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
             num_attention_heads=args.hidden_size // 64,
             num_key_value_heads=max(1, args.hidden_size // 128),
             max_position_embeddings=CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=0,
@@ -73,6 +76,53 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
             attn_implementation="sdpa",
         )
     )
+
+
+@torch.no_grad()
+def start_with_induction(model: LlamaForCausalLM, seed: int) -> None:
+    """Sets the first two layers so that the model copies before it has learned anything.
+
+    An induction circuit (Olsson et al., 2022, arXiv 2209.11895) arises by itself only after far more text than there is here. Layer
+    0 attends to the previous token: all embeddings share one constant coordinate, whose query and key are a fixed vector and the
+    same vector turned by one position, so that their rotary product is largest at distance 1; it copies the first half of that
+    token's embedding into the second half of the residual. Layer 1 looks for the current token among those copies, in the rotary
+    frequencies that hardly turn within the context, and writes the embedding of the token found there. All of it is trained on.
+    """
+    config, (first, second) = model.config, (layer.self_attn for layer in model.model.layers[:2])
+    width, half, size = config.hidden_size, config.hidden_size // 2, 64
+    constant, spread, pairs = width - 1, 0.1, size // 2
+    generator = torch.Generator().manual_seed(seed)
+    embedding = model.model.embed_tokens.weight
+    embedding.normal_(0.0, spread, generator=generator)
+    embedding[:, half:] *= 0.1
+    embedding[:, constant] = 5 * spread
+    frequencies = ROPE_THETA ** (-torch.arange(pairs) / pairs)
+    for projection in (first.q_proj, first.k_proj, first.o_proj, second.o_proj):
+        projection.weight *= 0.1
+    root = torch.zeros(pairs)
+    root[:7] = torch.tensor([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0]).sqrt()
+    turned = torch.cat([root * frequencies.cos(), root * frequencies.sin()])
+    gain = math.sqrt(20.0) / (5 * spread / embedding.pow(2).mean().sqrt())  # the constant after the norm, taken out
+    first.q_proj.weight[:, constant] = torch.cat([root, torch.zeros(pairs)]).repeat(config.num_attention_heads) * gain
+    first.k_proj.weight[:, constant] = turned.repeat(config.num_key_value_heads) * gain
+    slow = (frequencies < 0.01).nonzero().flatten()
+    dims = torch.cat([slow, slow + pairs])
+    group = config.num_attention_heads // config.num_key_value_heads
+    for kv in range(config.num_key_value_heads):
+        keys, queries = slice(kv * size, (kv + 1) * size), slice(kv * group * size, (kv * group + 1) * size)
+        identity = torch.zeros(size, width)
+        identity[:, keys] = torch.eye(size)
+        first.v_proj.weight[keys] = second.v_proj.weight[keys] = identity
+        shifted = identity.roll(half, dims=1)
+        shifted[:, constant] = 0.0
+        first.o_proj.weight[:, queries] += spread * shifted.T
+        second.o_proj.weight[:, queries] += 8 * spread * identity.T
+        match = torch.randn(len(dims), half, generator=generator) * 2.0 / math.sqrt(half)
+        second.q_proj.weight[queries] = 0.0
+        second.k_proj.weight[keys] = 0.0
+        second.q_proj.weight[queries.start + dims, :half] = match
+        second.k_proj.weight[keys.start + dims, half:] = match
+        second.k_proj.weight[keys.start + dims, constant] = 0.0
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -131,11 +181,13 @@ class Training:
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, records: list[dict[str, str]]) -> None:
         torch.manual_seed(args.seed)
-        self.args, self.model = args, build_model(args).to(args.device)
+        self.args, self.model = args, build_model(args)
+        start_with_induction(self.model, args.seed)
+        self.model.to(args.device)
         hidden = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
         self.optimizers = [
-            torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.Muon(hidden, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.step, self.tokens_seen, self.seconds = 0, 0, 0.0
@@ -169,7 +221,7 @@ class Training:
         self.step += 1
         self.tokens_seen += weights.size
         self.seconds += time.perf_counter() - started
-        return float(loss)
+        return float(loss.detach())
 
     def save(self, path: Path) -> None:
         """Writes the checkpoint; a cut never leaves half a file."""

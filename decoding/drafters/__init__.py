@@ -35,10 +35,13 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, STRATEGIES)}; known: {', '.join(STRATEGIES)}")
     known = inspect.signature(STRATEGIES[strategy]).parameters
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             choices = ", ".join(known) or "none"
             raise ValueError(f"{strategy} has no option {name!r}{_nearest(name, known)}; its options: {choices}")
+        expected = type(known[name].default)
+        if type(value) is not expected:
+            raise ValueError(f"option {name!r} of {strategy} must be of type {expected.__name__}, got {value!r}")
     return STRATEGIES[strategy](**options)
 
 

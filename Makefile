@@ -1,0 +1,60 @@
+# make serve, make test: each does all of its set-up itself. PYTHON=python3.12 chooses the interpreter, ARGS="server.port=8001" goes to serve.
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
+NEEDED_MIB := 4096
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint lock clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+install: $(STAMP) ## the virtual environment .venv with every pinned version; a moment when it is there already
+	@echo "install: $(VENV) holds the versions of constraints.txt"
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || { echo "install: $(PYTHON) not found: install Python 3.11 or newer, or say make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "install: $$($(PYTHON) -V) is too old: install Python 3.11 or newer, then make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@free=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); [ -d $(VENV)/lib ] || [ "$$free" -ge $(NEEDED_MIB) ] \
+	  || { echo "install: $$free MiB free in $$PWD, $(NEEDED_MIB) needed: free some space" >&2; exit 1; }
+	@echo "install: creating $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) || { echo "install: venv failed: on Debian and Ubuntu, apt-get install python3-venv" >&2; exit 1; }
+	@echo "install: installing the versions of constraints.txt (a minute or more the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt pip setuptools
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+	@echo "install: $$(du -sm $(VENV) | cut -f1) MiB in $(VENV)"
+
+serve: install ## the demo model at http://127.0.0.1:8000 until Ctrl-C
+	@exec $(BIN)/outrider serve $(ARGS)
+
+lint: install ## ruff and mypy
+	@echo "lint: ruff check"
+	@$(BIN)/python -m ruff check .
+	@echo "lint: mypy"
+	@$(BIN)/python -m mypy
+
+test: lint ## lint, then every test that this machine can run
+	@echo "test: pytest"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lock: ## a fresh resolution of pyproject.toml into constraints.txt
+	@rm -rf .venv-lock
+	@$(PYTHON) -m venv .venv-lock
+	@echo "lock: resolving pyproject.toml"
+	@.venv-lock/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --upgrade pip 'setuptools>=77' $(if $(TORCH),torch==$(TORCH))
+	@.venv-lock/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --no-build-isolation -e '.[dev]'
+	@{ sed -n '/^#/p' constraints.txt; .venv-lock/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | sort -f; } > constraints.new
+	@mv constraints.new constraints.txt
+	@rm -rf .venv-lock
+	@echo "lock: constraints.txt rewritten; make test checks it"
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

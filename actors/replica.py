@@ -1,0 +1,243 @@
+"""One engine and the one thread that steps it, behind an async generator.
+
+An engine is not thread-safe and a step is long, so the event loop never calls it: requests travel to the engine's thread through
+an inbox, outputs travel back through ``loop.call_soon_threadsafe``. With nothing to compute the thread sleeps on the inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import FinishReason, Request, RequestState, StepOutput
+from engine.engine import Engine, EngineCounts
+from engine.errors import QueueFullError, RequestError
+from engine.loading import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
+STALL_S = 120.0  # a step that takes longer is taken for a hang
+
+
+class ReplicaError(RuntimeError):
+    """The replica cannot serve: its engine failed for good, hangs, or was stopped. It has to be replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a replica serves and how busy it is."""
+
+    info: ModelInfo
+    counts: EngineCounts
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request and the queue of the event loop that waits for its outputs."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[StepOutput | Exception]
+
+    def put(self, item: StepOutput | Exception) -> bool:
+        """Hands an item to the event loop from another thread; False when that loop is closed and nobody waits any more."""
+        try:
+            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class Replica:
+    """An engine that serves many requests at once from any event loop of this process."""
+
+    def __init__(self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions) -> None:
+        """Loads the model and starts the thread.
+
+        Raises:
+            engine.errors.ModelLoadError: the model cannot be loaded.
+        """
+        self._engine = Engine.load(model, engine, speculation)
+        self._info = self._engine.info
+        self._counts = self._engine.counts()
+        self._inbox: queue.SimpleQueue[_Live | _Abort | None] = queue.SimpleQueue()  # None: stop
+        self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
+        self._fault: str | None = None  # why nothing is taken any more
+        self._failed_steps = 0
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        """The outputs of one request as they are computed; the last has a finish reason.
+
+        The first output is empty: it says that the engine took the request. A consumer that goes away (cancelled, or ``aclose``)
+        frees the slot at the next step.
+
+        Raises:
+            engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
+            ReplicaError: the replica does not serve any more.
+        """
+        live = _Live(request, asyncio.get_running_loop(), asyncio.Queue())
+        if not self._send(live):
+            raise ReplicaError(self._fault)
+        finished = False
+        try:
+            while not finished:
+                item = await live.items.get()
+                finished = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._send(_Abort(request.request_id))
+
+    def describe(self) -> Description:
+        """The model and the counts after the last step. Raises as ``check_health`` does."""
+        self.check_health()
+        return Description(self._info, self._counts)
+
+    def check_health(self) -> None:
+        """Returns when the replica serves.
+
+        Raises:
+            ReplicaError: the engine's thread has ended, or one step has been running for ``STALL_S``.
+        """
+        if self._fault is not None or not self._thread.is_alive():
+            raise ReplicaError(self._fault or "the engine's thread has ended")
+        began = self._step_began
+        if began is not None and time.monotonic() - began > STALL_S:
+            raise ReplicaError(f"one step of the engine has been running for {time.monotonic() - began:.0f} s")
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the thread after the step it is in; requests that are still live get an error. Harmless when repeated."""
+        self._send(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise ReplicaError(f"the engine's thread did not end within {timeout_s:.0f} s")
+
+    def _send(self, command: _Live | _Abort | None) -> bool:
+        with self._closing:
+            if self._fault is None:
+                self._inbox.put(command)
+            return self._fault is None
+
+    # ---- below: the engine's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fault = "the replica was stopped"
+        try:
+            while self._take_commands():
+                self._counts = self._engine.counts()
+                if self._engine.has_work:
+                    self._step()
+                    self._counts = self._engine.counts()
+        except Exception as error:
+            logger.exception("the engine's thread ends")
+            fault = f"the engine failed: {_one_line(error)}"
+        finally:
+            self._close(fault)
+
+    def _take_commands(self) -> bool:
+        """Does what the inbox holds, waiting for something when there is nothing to compute; False to stop."""
+        wait = not self._engine.has_work
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if command is None:
+                return False
+            if isinstance(command, _Abort):
+                self._abort(command.request_id)
+            else:
+                self._add(command)
+
+    def _add(self, live: _Live) -> None:
+        request_id = live.request.request_id
+        try:
+            if request_id in self._live:
+                raise RequestError("request_id", f"{request_id!r} is in use by a live request")
+            self._engine.add(live.request)
+        except (QueueFullError, RequestError) as error:
+            live.put(error)
+            return
+        except Exception as error:
+            logger.exception("the engine could not take request %s", request_id)
+            live.put(_failure(request_id, error))
+            return
+        self._live[request_id] = live
+        live.put(StepOutput(request_id, (), ""))
+
+    def _abort(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            logger.exception("a step failed")
+            self._fail_step(error)
+            return
+        finally:
+            self._step_began = None
+        self._failed_steps = 0
+        for output in outputs:
+            self._deliver(output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return  # aborted
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+            live.put(output)
+        elif not live.put(output):
+            self._abort(output.request_id)
+
+    def _fail_step(self, error: Exception) -> None:
+        """Ends the requests that were in the failed step; those that wait for a slot get their turn."""
+        in_step = [key for key, live in self._live.items() if live.request.state is RequestState.RUNNING] or list(self._live)
+        for request_id in in_step:
+            live = self._live.pop(request_id)
+            self._engine.abort(request_id)
+            live.put(_failure(request_id, error))
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {_one_line(error)}") from error
+
+    def _close(self, fault: str) -> None:
+        with self._closing:
+            self._fault = fault
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Live):
+                command.put(ReplicaError(fault))
+        for request_id, live in self._live.items():
+            live.put(StepOutput(request_id, (), "", FinishReason.ERROR, fault))
+        self._live.clear()
+
+
+def _failure(request_id: str, error: Exception) -> StepOutput:
+    return StepOutput(request_id, (), "", FinishReason.ERROR, f"the engine failed: {_one_line(error)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,1 @@
+"""The door: command line, HTTP interface, and the Serve application."""

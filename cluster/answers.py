@@ -1,0 +1,111 @@
+"""Answers in OpenAI's shapes, whole and in chunks.
+
+Only fields that were set are written, so that one class serves every shape: a ``None`` that was set is written as null.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class Usage(BaseModel):
+    """Tokens of a response. Emitted tokens count, the end token included, whether or not they show as text."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    """One answer, or what a chunk adds to it: ``message`` of a chat, ``delta`` of its stream, ``text`` of a completion."""
+
+    index: int
+    message: Delta = Delta()
+    delta: Delta = Delta()
+    text: str = ""
+    logprobs: None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Answer(BaseModel):
+    """An answer, or one chunk of it."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    created: int  # seconds since 1970
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+    def to_json(self) -> str:
+        """The fields that were set."""
+        return self.model_dump_json(exclude_unset=True)
+
+    def to_event(self, with_usage: bool) -> str:
+        """The chunk as a server-sent event. Where usage was asked for, the chunks before it say null, as OpenAI's do."""
+        if with_usage and self.usage is None:
+            self.usage = None
+        return f"data: {self.to_json()}\n\n"
+
+
+class AnswerBuilder:
+    """Builds the objects of one answer: all have its id."""
+
+    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str) -> None:
+        self._kind, self._model = kind, model
+        self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    def whole(self, texts: list[str], reasons: list[Any], usage: Usage) -> Answer:
+        """The answer that is not streamed."""
+        choices = []
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+            if self._kind == "chat":
+                message = Delta(role="assistant", content=text, refusal=None)
+                choices.append(Choice(index=index, message=message, logprobs=None, finish_reason=reason))
+            else:
+                choices.append(Choice(index=index, text=text, logprobs=None, finish_reason=reason))
+        return self._object(choices, streamed=False, usage=usage)
+
+    def opening(self, index: int) -> Answer | None:
+        """The first chunk of a choice of a chat, which says who speaks; a completion has none."""
+        if self._kind == "text":
+            return None
+        delta = Delta(role="assistant", content="", refusal=None)
+        return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
+
+    def piece(self, index: int, text: str) -> Answer:
+        """A chunk with text."""
+        if self._kind == "chat":
+            return self._object([Choice(index=index, delta=Delta(content=text), logprobs=None, finish_reason=None)])
+        return self._object([Choice(index=index, text=text, logprobs=None, finish_reason=None)])
+
+    def end(self, index: int, reason: Any) -> Answer:
+        """The last chunk of a choice."""
+        if self._kind == "chat":
+            return self._object([Choice(index=index, delta=Delta(), logprobs=None, finish_reason=reason)])
+        return self._object([Choice(index=index, text="", logprobs=None, finish_reason=reason)])
+
+    def usage(self, usage: Usage) -> Answer:
+        """The chunk after the last one, when the client asked for it."""
+        return self._object([], usage=usage)
+
+    def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:
+        name: Any = "text_completion"
+        if self._kind == "chat":
+            name = "chat.completion.chunk" if streamed else "chat.completion"
+        answer = Answer(id=self._id, object=name, created=self._created, model=self._model, choices=choices)
+        if usage is not None:
+            answer.usage = usage
+        return answer

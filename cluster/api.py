@@ -1,0 +1,172 @@
+"""The HTTP interface: OpenAI's routes on top of an ``EnginePort``. It knows nothing of Ray."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers import PreTrainedTokenizerFast
+
+from actors.replica import Description
+from cluster import errors
+from cluster.answers import AnswerBuilder, Usage
+from cluster.errors import ApiError
+from cluster.generation import EnginePort, Generation, Planner
+from cluster.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from engine.loading import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+# A proxy must not collect chunks before it passes them on.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Service:
+    """What the routes do."""
+
+    def __init__(self, engine: EnginePort, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._info: ModelInfo | None = None  # asked for once
+        self._started = int(time.time())
+
+    async def health(self) -> Response:
+        """200 with the load of all replicas, or 503 while none answers."""
+        replicas = await self._replicas()
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": replicas[0].info.served_name,
+                "replicas": len(replicas),
+                "running": sum(replica.counts.running for replica in replicas),
+                "waiting": sum(replica.counts.waiting for replica in replicas),
+                "free_slots": sum(replica.counts.free_slots for replica in replicas),
+            }
+        )
+
+    async def models(self) -> dict[str, Any]:
+        """The list of the one model."""
+        return {"object": "list", "data": [self._card(await self._model())]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model by its name."""
+        return self._card(await self._model(name))
+
+    async def chat(self, body: ChatCompletionRequest) -> Response:
+        """The assistant's next message."""
+        info = await self._model(body.model)
+        generation = Generation(self._engine, Planner(self._tokenizer, info).chat(body))
+        answer = AnswerBuilder("chat", "chatcmpl", info.served_name)
+        return await _respond(answer, generation, 1, bool(body.stream), body.include_usage)
+
+    async def completion(self, body: CompletionRequest) -> Response:
+        """The text that follows each prompt."""
+        info = await self._model(body.model)
+        generation = Generation(self._engine, Planner(self._tokenizer, info).completion(body))
+        answer = AnswerBuilder("text", "cmpl", info.served_name)
+        return await _respond(answer, generation, len(body.prompt), bool(body.stream), body.include_usage)
+
+    async def _model(self, name: str | None = None) -> ModelInfo:
+        """What is served; a 404 when the caller named something else."""
+        if self._info is None:
+            self._info = (await self._replicas())[0].info
+        if name is not None and name != self._info.served_name:
+            message = f"the model {name!r} does not exist; this server has {self._info.served_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self._info
+
+    async def _replicas(self) -> list[Description]:
+        """At least one."""
+        replicas = await self._engine.describe()
+        if not replicas:
+            raise ApiError(503, "no engine replica is answering; it may be starting", code="engine_unavailable")
+        return replicas
+
+    def _card(self, info: ModelInfo) -> dict[str, Any]:
+        return {
+            "id": info.served_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "outrider",
+            "max_model_len": info.max_model_len,
+        }
+
+
+def create_api(service: Service) -> FastAPI:
+    """The application. Routes are the only thing it has: they unpack a request and call the service."""
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    errors.install(app)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return await service.health()
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return await service.models()
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return await service.model(name)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completion(body: CompletionRequest) -> Response:
+        return await service.completion(body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatCompletionRequest) -> Response:
+        return await service.chat(body)
+
+    return app
+
+
+async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, stream: bool, include_usage: bool) -> Response:
+    """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
+    if stream:
+        await generation.__aenter__()
+        events = _events(answer, generation, choices, include_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    reasons: list[Any] = [None] * choices
+    async with generation:
+        async for index, output in generation.outputs():
+            texts[index].append(output.text)
+            reasons[index] = output.finish_reason
+    whole = answer.whole(["".join(pieces) for pieces in texts], reasons, _usage(generation))
+    return Response(whole.to_json(), media_type="application/json")
+
+
+async def _events(answer: AnswerBuilder, generation: Generation, choices: int, include_usage: bool) -> AsyncIterator[str]:
+    """The server-sent events of a started generation. A failure is an event with the error, and no ``[DONE]`` follows it."""
+    opened = [False] * choices
+    try:
+        async for index, output in generation.outputs():
+            if not opened[index]:
+                opened[index] = True
+                opening = answer.opening(index)
+                if opening is not None:
+                    yield opening.to_event(include_usage)
+            if output.text:
+                yield answer.piece(index, output.text).to_event(include_usage)
+            if output.finish_reason is not None:
+                yield answer.end(index, output.finish_reason).to_event(include_usage)
+        if include_usage:
+            yield answer.usage(_usage(generation)).to_event(include_usage)
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        logger.exception("a stream broke off")
+        yield f"data: {json.dumps(errors.api_error(error).body())}\n\n"
+    finally:
+        await generation.__aexit__()
+
+
+def _usage(generation: Generation) -> Usage:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

@@ -1,0 +1,169 @@
+"""``outrider doctor``: what this machine has, what is missing, and the command that installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cluster.preflight import ray_folder
+
+GIB = 2**30
+MIN_MEMORY_GIB = 4
+MIN_DISK_GIB = 4
+
+Status = Literal["ok", "optional", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table. ``optional``: not there and not needed; ``missing``: the server does not run without it."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""  # the command, or what to do; empty when nothing is to be done
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+    """Tell what this machine has and what is missing. Exit code 1 when the server cannot run."""
+    findings = examine()
+    healthy = all(finding.status != "missing" for finding in findings)
+    if as_json:
+        typer.echo(json.dumps({"ok": healthy, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print_table(findings)
+    raise typer.Exit(0 if healthy else 1)
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which they matter."""
+    gpus = list_gpus()
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        lambda: _gpus(gpus),
+        lambda: _torch(bool(gpus)),
+        lambda: _package("transformers"),
+        lambda: _package("ray"),
+        _redis,
+        _flash_attention,
+        lambda: _package("deepspeed", "pip install deepspeed", needed=False),
+        lambda: _package("accelerate", "pip install accelerate", needed=False),
+        _memory,
+        lambda: _disk("disk (Ray)", ray_folder(), 1),
+        lambda: _disk("disk (here)", Path.cwd(), MIN_DISK_GIB),
+    ]
+    return [check() for check in checks]
+
+
+def list_gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, as its driver reports them; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return []  # the tool is there, no working driver is
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(name: str, command: str = "make install", needed: bool = True) -> Finding:
+    version = _version(name)
+    if version is not None:
+        return Finding(name, "ok", version)
+    return Finding(name, "missing" if needed else "optional", "not installed", command)
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
+
+
+def _gpus(gpus: list[str]) -> Finding:
+    if gpus:
+        return Finding("gpu", "ok", "; ".join(gpus))
+    return Finding("gpu", "optional", "none: models run on the CPU", "an NVIDIA driver, if this machine has a GPU")
+
+
+def _torch(has_gpu: bool) -> Finding:
+    if _version("torch") is None:
+        return Finding("torch", "missing", "not installed", "make install")
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    if not has_gpu:
+        return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
+    if not torch.version.cuda:
+        release = torch.__version__.split("+")[0]
+        remedy = f"pip install --force-reinstall torch=={release} (from an index with the CUDA build)"
+        return Finding("torch", "optional", f"{torch.__version__} ({build}): the GPU is not used", remedy)
+    if not torch.cuda.is_available():
+        return Finding("torch", "optional", f"{torch.__version__} ({build}) sees no GPU", "update the NVIDIA driver")
+    return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.cuda.device_count()} GPUs visible")
+
+
+def _redis() -> Finding:
+    from cache_service.embedded import find_redis_server
+
+    binary = find_redis_server()
+    if binary is None:
+        return Finding("redis", "missing", "no redis-server", "apt-get install redis-server (or set redis_url)")
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return Finding("redis", "missing", f"{binary} does not run: {error}", "apt-get install redis-server (or set redis_url)")
+    words = dict(word.split("=", 1) for word in answer.stdout.split() if "=" in word)
+    return Finding("redis", "ok", f"{words.get('v', 'version unknown')} ({binary})")
+
+
+def _flash_attention() -> Finding:
+    # Found by its module, too: builds under other distribution names exist.
+    if importlib.util.find_spec("flash_attn") is not None:
+        return Finding("flash-attn", "ok", _version("flash-attn") or "installed")
+    return Finding("flash-attn", "optional", "not installed", "pip install --no-build-isolation flash-attn")
+
+
+def _memory() -> Finding:
+    total_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    found = f"{total_gib:.1f} GiB, {os.cpu_count()} CPU cores"
+    if total_gib >= MIN_MEMORY_GIB:
+        return Finding("memory", "ok", found)
+    return Finding("memory", "missing", found, f"at least {MIN_MEMORY_GIB} GiB")
+
+
+def _disk(name: str, folder: Path, needed_gib: int) -> Finding:
+    free_gib = shutil.disk_usage(folder).free / GIB
+    found = f"{free_gib:.1f} GiB free in {folder}"
+    return Finding(name, "ok", found) if free_gib >= needed_gib else Finding(name, "missing", found, f"free {needed_gib} GiB")
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "optional": "yellow", "missing": "bold red"}
+    table = Table("what", "", "found", "to get it")
+    for finding in findings:
+        status = Text(finding.status, styles[finding.status])
+        table.add_row(finding.name, status, Text(finding.found, overflow="fold"), Text(finding.remedy, overflow="fold"))
+    Console().print(table)

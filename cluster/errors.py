@@ -1,0 +1,140 @@
+"""Every error that leaves the service, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from cluster.openai_types import known_names
+from engine.errors import ContextLengthError, QueueFullError, RequestError
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` is the path of the field at fault, such as ``messages[0].content``."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """OpenAI's class of the error, which follows from the status."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        # What a client sent may hold half of a surrogate pair, which no encoder takes.
+        message = self.message.encode("utf-8", "replace").decode()
+        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told about an exception; of one that is not expected, only that it is a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        return ApiError(400, str(error), param=error.field, code=code)
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Gives all errors of the application OpenAI's shape, those of its framework included."""
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            return _answer(_invalid(error.errors(), error.body, request.url.path))
+        if isinstance(error, HTTPException):
+            return _answer(_refused(error, request))
+        return _answer(api_error(error))
+
+    for kind in (ApiError, QueueFullError, RequestError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def _refused(error: HTTPException, request: Request) -> ApiError:
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return ApiError(404, f"unknown URL ({where})", code="unknown_url")
+    if error.status_code == 405:
+        return ApiError(405, f"method not allowed ({where})", code="method_not_allowed", headers=error.headers)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
+    """The 400 for what pydantic found: one finding, the one that reaches deepest into the body."""
+    paths = [_resolve(finding["loc"][1:], body) for finding in findings]
+    best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
+    finding, path = findings[best], paths[best]
+    kind, context = finding["type"], finding.get("ctx", {})
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {context.get('error', finding['msg'])}", code="invalid_json")
+    if kind == "string_unicode" and finding["loc"] == ("body",):  # a name that is no text
+        name = finding["input"]
+        return ApiError(400, f"unknown parameter {name!r}; remove it", param=name, code="unknown_parameter")
+    if finding["loc"] == ("body",) and "param" not in context:
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json")
+    if kind == "unsupported_parameter":
+        return ApiError(400, finding["msg"], param=_dotted([*path, context["param"]]), code=kind)
+    param = _dotted(path)
+    if kind == "extra_forbidden":
+        return ApiError(400, _unknown(param, path, url_path), param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
+    message = finding["msg"].removeprefix("Value error, ")
+    message = f"{param}: {message[:1].lower()}{message[1:]}, got {_shown(finding['input'])}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _resolve(loc: Sequence[int | str], body: Any) -> list[int | str]:
+    """The path of a finding in the body: pydantic's names of union members are left out."""
+    path: list[int | str] = []
+    node = body
+    for position, step in enumerate(loc):
+        try:
+            node = node[step]
+        except (KeyError, IndexError, TypeError):
+            if position == len(loc) - 1 and isinstance(node, dict):
+                path.append(step)  # a field that is missing
+            continue
+        path.append(step)
+    return path
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def _unknown(param: str, path: Sequence[int | str], url_path: str) -> str:
+    near = difflib.get_close_matches(str(path[-1]), known_names(url_path, path), n=1)
+    advice = f"did you mean {near[0]}?" if near else "remove it"
+    return f"unknown parameter {param}; {advice}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

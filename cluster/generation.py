@@ -1,0 +1,190 @@
+"""From a checked API request to engine requests, and from their outputs to the choices of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from actors.replica import Description
+from cluster.errors import ApiError
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from decoding.request import FinishReason, SamplingParams, StepOutput
+from decoding.tree import Int32Array
+from engine.chat import render_chat
+from engine.errors import ContextLengthError, RequestError
+from engine.loading import ModelInfo
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a replica needs for one choice."""
+
+    prompt_ids: Int32Array  # [n]
+    params: SamplingParams
+    references: tuple[Int32Array, ...] = ()
+
+
+class EnginePort(Protocol):
+    """The engine replicas as the API sees them."""
+
+    def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        """The outputs of a job; the first is empty and says that an engine took it. ``aclose`` frees the slot.
+
+        Raises:
+            engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
+            cluster.errors.ApiError: 503, no engine answers.
+        """
+        ...
+
+    async def describe(self) -> list[Description]:
+        """One description for each replica that serves; empty when none does."""
+        ...
+
+
+class Planner:
+    """Tokenizes requests and settles what they leave open."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, info: ModelInfo) -> None:
+        self._tokenizer, self._info = tokenizer, info
+
+    def chat(self, body: ChatCompletionRequest) -> list[Job]:
+        """The one job of a chat. Raises ``RequestError`` naming the field that cannot be served."""
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        wanted = body.max_completion_tokens or body.max_tokens
+        return [self._job(body, "messages", render_chat(self._tokenizer, messages), field, wanted, self._info.max_model_len)]
+
+    def completion(self, body: CompletionRequest) -> list[Job]:
+        """One job for each prompt. Raises ``RequestError`` naming the field that cannot be served."""
+        jobs = []
+        for prompt in body.prompt:
+            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            jobs.append(self._job(body, "prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS))
+        return jobs
+
+    def _job(
+        self,
+        body: ChatCompletionRequest | CompletionRequest,
+        prompt: str,
+        ids: list[int],
+        field: str,
+        wanted: int | None,
+        default: int,
+    ) -> Job:
+        """``wanted`` is the value of ``field``; without one, ``default`` or what is left of the context."""
+        self._check_ids(prompt, ids)
+        self._check_ids("stop_token_ids", body.stop_token_ids or ())
+        if not ids:
+            raise RequestError(prompt, "must not be empty")
+        context = self._info.max_model_len
+        left = context - len(ids)
+        if left < 1:
+            raise ContextLengthError(prompt, f"the context is {context} tokens, but the prompt has {len(ids)}: shorten it")
+        if wanted is not None and wanted > left:
+            raise ContextLengthError(
+                field,
+                f"the context is {context} tokens, but the prompt's {len(ids)} and {wanted} more make {len(ids) + wanted}: "
+                f"at most {left} can be asked for",
+            )
+        params = SamplingParams(
+            max_tokens=wanted if wanted is not None else min(default, left),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=max(0, body.top_k or 0),
+            seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+        documents = body.reference_documents or ()
+        references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
+        return Job(np.asarray(ids, np.int32), params, references)
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= self._info.vocab_size:
+            raise RequestError(field, f"token ids must be between 0 and {self._info.vocab_size - 1}, got {max(ids)}")
+
+
+class Generation:
+    """The choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
+
+    def __init__(self, engine: EnginePort, jobs: Sequence[Job]) -> None:
+        self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
+        self.completion_tokens = 0
+        self._streams = [engine.generate(job) for job in jobs]
+        self._open = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Generation:
+        """Returns when an engine has taken every job. Raises what ``EnginePort.generate`` does."""
+        try:
+            for stream in self._streams:
+                await self._open.enter_async_context(contextlib.aclosing(stream))
+            async with asyncio.TaskGroup() as group:
+                for stream in self._streams:
+                    group.create_task(self._accepted(stream))
+        except ExceptionGroup as refusals:
+            await self._open.aclose()
+            raise refusals.exceptions[0] from None
+        except BaseException:  # a cancelled request, above all: nothing may keep running
+            await self._open.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, StepOutput]]:
+        """The outputs of all choices as they come, with the number of the choice.
+
+        Raises:
+            ApiError: a choice failed.
+        """
+        async for index, output in _merge(self._streams):
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
+            self.completion_tokens += len(output.token_ids)
+            yield index, output
+
+    @staticmethod
+    async def _accepted(stream: AsyncIterator[StepOutput]) -> None:
+        await anext(stream)
+
+
+async def _merge(streams: Sequence[AsyncIterator[StepOutput]]) -> AsyncIterator[tuple[int, StepOutput]]:
+    """What several streams give, in the order in which it comes; the first failure is raised."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    items: asyncio.Queue[tuple[int, StepOutput | None]] = asyncio.Queue()  # None: the stream has ended
+
+    async def pump(index: int, stream: AsyncIterator[StepOutput]) -> None:
+        try:
+            async for output in stream:
+                items.put_nowait((index, output))
+        finally:
+            items.put_nowait((index, None))
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        live = len(pumps)
+        while live:
+            index, item = await items.get()
+            if item is not None:
+                yield index, item
+            else:
+                live -= 1
+                await pumps[index]  # raises what the stream raised
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

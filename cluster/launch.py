@@ -1,0 +1,267 @@
+"""What ``outrider serve`` starts, in order, and stops in reverse: Redis, Ray, Serve, the application."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+import ray
+import redis
+from ray import serve
+from rich.console import Console
+
+from cache_service.embedded import WATCHER_NAME, EmbeddedRedis, EmbeddedRedisError
+from cluster.preflight import LaunchError
+from configs.schema import Config
+
+APPLICATION = "outrider"
+NAMESPACE = "outrider"
+OBJECT_STORE_BYTES = 128 * 2**20  # requests travel inside calls, only unusually long prompts pass through the store
+POLL_S = 0.2
+_EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
+_WORDED_FOR_USERS = {"ModelLoadError", "RequestError", "ConfigError", "ValueError"}
+
+
+class _StopRequested(Exception):
+    """Ctrl-C or SIGTERM came before the server was up."""
+
+
+class _Progress:
+    """Lines on stderr that start with the seconds since the beginning."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._began = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _StopSignals:
+    """Takes SIGINT and SIGTERM: the first asks for an orderly stop, the second ends the process at once.
+
+    The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.requested = False
+        self._say = say
+
+    def install(self) -> None:
+        """Also to be called after ``ray.init``, which installs a handler of its own."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def check(self) -> None:
+        """Raises ``_StopRequested`` once a signal has come."""
+        if self.requested:
+            raise _StopRequested
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            _kill_ray()
+            os._exit(128 + number)
+        self.requested = True
+        self._say("stopping (Ctrl-C again ends everything at once)")
+
+
+def _kill_ray() -> None:
+    """Ends Ray's processes: left alone, some of them outlive this one by a minute. Redis has a watcher, which cleans up after it."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if WATCHER_NAME not in child.cmdline():
+                child.kill()
+
+
+def serve_until_stopped(config: Config) -> None:
+    """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
+
+    To be called from the main thread, because it takes the signals.
+
+    Raises:
+        LaunchError: something is missing or does not start. What had been started is stopped by then.
+    """
+    say = _Progress()
+    signals = _StopSignals(say)
+    signals.install()
+    # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
+    threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True).start()
+    with contextlib.ExitStack() as started:
+        try:
+            url = started.enter_context(_redis(config.redis_url, say))
+            signals.check()
+            started.enter_context(_ray(config.server.ray_address, say))
+            signals.install()
+            signals.check()
+            config = config.model_copy(update={"redis_url": url})
+            started.enter_context(_application(config, say, signals))
+            _wait_until_loaded(config, say, signals)
+            _announce(config, say)
+            while not signals.requested:
+                time.sleep(POLL_S)
+        except _StopRequested:
+            pass  # the stack stops what has been started
+    say("stopped")
+
+
+@contextlib.contextmanager
+def _redis(url: str | None, say: Callable[[str], None]) -> Iterator[str]:
+    if url is not None:
+        try:
+            with redis.Redis.from_url(url, socket_connect_timeout=5, socket_timeout=5) as client:
+                client.ping()
+        except (redis.RedisError, ValueError) as error:
+            shown = re.sub(r"//[^@/]*@", "//***@", url)
+            raise LaunchError(f"redis_url {shown}: {error}; start that server, or leave redis_url out to get one") from None
+        say("Redis answers at redis_url")
+        yield url
+        return
+    try:
+        embedded = EmbeddedRedis.start()
+    except EmbeddedRedisError as error:
+        raise LaunchError(str(error)) from None
+    say(f"Redis started (embedded, 127.0.0.1:{embedded.port})")
+    try:
+        yield embedded.url
+    finally:
+        embedded.stop()
+        say("Redis stopped")
+
+
+@contextlib.contextmanager
+def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
+    say(f"Ray: joining {address}" if address else "Ray: starting")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
+    own: dict[str, Any] = {}
+    if not address:
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
+    try:
+        # "local" starts a Ray of our own even where one runs already.
+        ray.init(address or "local", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
+        raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None
+    except SystemExit:  # the handler that ray.init puts in place of ours; Ray ends what it has started when this process exits
+        say("stopping")
+        raise _StopRequested from None
+    say("Ray joined" if address else "Ray started")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        say("Ray left" if address else "Ray stopped")
+
+
+@contextlib.contextmanager
+def _application(config: Config, say: Callable[[str], None], signals: _StopSignals) -> Iterator[None]:
+    try:
+        _deploy(config, say, signals)
+        yield
+    finally:
+        say("Serve: stopping")
+        # The application alone: others of a cluster that was joined go on, and Serve itself ends with a Ray of our own.
+        serve.delete(APPLICATION)
+        say("Serve stopped")
+
+
+def _deploy(config: Config, say: Callable[[str], None], signals: _StopSignals) -> None:
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        serve.start(http_options={"host": config.server.host, "port": config.server.port}, logging_config=quiet)
+        say("Serve started")
+        signals.check()
+        from cluster.app import build_app
+
+        target = serve.RunTarget(build_app(config), name=APPLICATION, route_prefix="/", logging_config=quiet)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise LaunchError(_reason(str(error))) from None
+
+
+def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: _StopSignals) -> None:
+    """Returns when the service is healthy; a line each second until then."""
+    began = time.monotonic()
+    next_line = began + 1.0
+    say(f"loading {config.model.path}")
+    with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
+        while True:
+            signals.check()
+            now = time.monotonic()
+            if _is_running() and _is_healthy(client):
+                return
+            if now - began > config.server.start_timeout_s:
+                raise LaunchError(
+                    f"not ready after {config.server.start_timeout_s:.0f} s: {_pending()}; allow more with server.start_timeout_s"
+                )
+            if now >= next_line:
+                say(f"loading {config.model.path}, {now - began:.0f} s")
+                next_line += 1.0
+            time.sleep(POLL_S)
+
+
+def _is_running() -> bool:
+    """Whether the application runs. Raises LaunchError when it never will."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None:
+        return False
+    failed = application.status == "DEPLOY_FAILED"
+    for message in (*(deployment.message for deployment in application.deployments.values()), application.message):
+        # What a constructor raised it will raise at Serve's next attempt too; a process that merely died may do better then.
+        if (failed and message) or "Traceback (most recent call last)" in message:
+            raise LaunchError(_reason(message))
+    return application.status == "RUNNING"
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False  # the proxy does not listen yet
+
+
+def _pending() -> str:
+    application = serve.status().applications.get(APPLICATION)
+    return _one_line(application.message) if application and application.message else "still loading"
+
+
+def _announce(config: Config, say: Callable[[str], None]) -> None:
+    url = base_url(config)
+    model = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status().json()["data"][0]["id"]
+    body = {"model": model, "messages": [{"role": "user", "content": "What is a draft tree?"}], "max_tokens": 64}
+    say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
+    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
+
+
+def base_url(config: Config) -> str:
+    """Where a client on this machine finds the service."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
+    return f"http://{host}:{config.server.port}"
+
+
+def _reason(message: str) -> str:
+    """The line that matters of what Serve says about a failure: the last exception of the traceback in it."""
+    found = _EXCEPTION_LINE.findall(message)
+    if not found:
+        return _one_line(message)
+    name, text = found[-1]
+    return text.strip() if name in _WORDED_FOR_USERS else f"{name}: {text.strip()}"
+
+
+def _one_line(message: object) -> str:
+    text = " ".join(str(message).split())
+    return text if len(text) <= 400 else f"{text[:397]}..."

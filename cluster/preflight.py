@@ -1,0 +1,64 @@
+"""What is checked before anything is started: cheap, without Ray or torch, each fault one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from configs.schema import Config
+
+MIN_FREE_MIB = 512  # for Ray's logs and sockets
+
+
+class LaunchError(RuntimeError):
+    """The server cannot start; the message is one line that says what to do."""
+
+
+def check(config: Config) -> None:
+    """Raises LaunchError when the server cannot start for a reason that can be seen from here."""
+    check_port(config.server.host, config.server.port)
+    check_disk(ray_folder())
+    check_model(config.model.path)
+
+
+def ray_folder() -> Path:
+    """The folder in which Ray keeps its logs and sockets."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises LaunchError unless a server can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError:
+            raise LaunchError(f"port {port} needs root: choose one above 1023, server.port=8000") from None
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or "assign" in str(error):
+                raise LaunchError(f"server.host {host!r} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
+            advice = f"stop what listens there, or choose another with server.port={port + 1}"
+            raise LaunchError(f"port {port} on {host} is in use: {advice}") from None
+
+
+def check_disk(folder: Path) -> None:
+    """Raises LaunchError unless Ray has space for its files."""
+    free_mib = shutil.disk_usage(folder).free >> 20
+    if free_mib < MIN_FREE_MIB:
+        raise LaunchError(
+            f"{free_mib} MiB free in {folder}, Ray needs {MIN_FREE_MIB}: free some space, or set RAY_TMPDIR to another folder"
+        )
+
+
+def check_model(path: str) -> None:
+    """Raises LaunchError if the path can only be a folder and is none. A name may also be one on the hub: loading decides."""
+    names_folder = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if names_folder and not folder.is_dir():
+        raise LaunchError(f"model.path {path} is not a folder: give a folder with config.json, or a name on the hub")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise LaunchError(f"model.path {path} has no config.json: give the folder of a Hugging Face model")

@@ -1,0 +1,278 @@
+"""One engine behind an async generator, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import replica as replica_module
+from actors.replica import Replica, ReplicaError
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.engine import Engine, EngineCounts
+from engine.errors import ContextLengthError, ModelLoadError, QueueFullError
+from tests.models import llama_config, save_model
+
+CONTEXT = 8192
+MAX_RUNNING, MAX_WAITING = 2, 2
+OPTIONS = (EngineOptions(max_running=MAX_RUNNING, max_waiting=MAX_WAITING), SpeculationOptions(strategy="prompt_lookup"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
+    """A tiny random Llama with room for generations that take minutes."""
+    folder = save_model(tmp_path_factory.mktemp("replica"), llama_config(max_position_embeddings=CONTEXT))
+    return ModelOptions(path=str(folder), dtype="float32", threads=1)
+
+
+@pytest.fixture
+def replica(model: ModelOptions) -> Iterator[Replica]:
+    """A running replica."""
+    running = Replica(model, *OPTIONS)
+    yield running
+    running.stop()
+
+
+def request(name: str, num_tokens: int = 24, first: int = 5) -> Request:
+    """A request that ends by length only."""
+    return Request(name, [first, 6, 7, first, 6], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+
+
+def endless(name: str) -> Request:
+    """A request that outlives its test unless it is ended."""
+    return request(name, CONTEXT - 5)
+
+
+async def collect(replica: Replica, request: Request) -> list[StepOutput]:
+    """All outputs of a request."""
+    return [output async for output in replica.generate(request)]
+
+
+def ids(outputs: list[StepOutput]) -> list[int]:
+    """The emitted tokens."""
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def until(condition: Any, seconds: float = 3.0) -> None:
+    """Waits for a condition, and fails when it does not come about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        await asyncio.sleep(0.01)
+
+
+def healthy(replica: Replica) -> bool:
+    """Whether Serve would keep the replica."""
+    try:
+        replica.check_health()
+    except ReplicaError:
+        return False
+    return True
+
+
+def test_outputs_are_those_of_the_engine(replica: Replica, model: ModelOptions) -> None:
+    engine = Engine.load(model, *OPTIONS)
+    engine.add(request("direct"))
+    direct: list[StepOutput] = []
+    while engine.has_work:
+        direct += engine.step()
+    outputs = asyncio.run(collect(replica, request("a")))
+    assert outputs[0] == StepOutput("a", (), "")
+    assert ids(outputs) == ids(direct)
+    assert "".join(output.text for output in outputs) == "".join(output.text for output in direct)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert outputs[-1].stats is not None
+    assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+
+
+def test_requests_at_once_give_what_they_give_alone(replica: Replica) -> None:
+    async def run() -> None:
+        alone = [ids(await collect(replica, request(f"alone{first}", first=first))) for first in range(4)]
+        together = await asyncio.gather(*(collect(replica, request(f"together{first}", first=first)) for first in range(4)))
+        assert [ids(outputs) for outputs in together] == alone
+        assert len({tuple(tokens) for tokens in alone}) > 1
+
+    asyncio.run(run())
+
+
+def test_description(replica: Replica) -> None:
+    async def run() -> None:
+        assert replica.describe().info.max_model_len == CONTEXT
+        assert replica.describe().counts.free_slots == MAX_RUNNING
+        streams = [replica.generate(endless(f"r{index}")) for index in range(3)]
+        for stream in streams:
+            await anext(stream)
+        await until(lambda: replica.describe().counts == EngineCounts(running=MAX_RUNNING, waiting=1, free_slots=0))
+        for stream in streams:
+            await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_closing_the_generator_frees_the_slot(replica: Replica) -> None:
+    async def run() -> None:
+        stream = replica.generate(endless("a"))
+        emitted = 0
+        async for output in stream:
+            emitted += len(output.token_ids)
+            if emitted > 3:
+                break
+        await stream.aclose()
+        await until(lambda: replica.describe().counts.free_slots == MAX_RUNNING)
+
+    asyncio.run(run())
+
+
+def test_cancelling_the_task_frees_the_slot_and_the_place_in_the_queue(replica: Replica) -> None:
+    async def run() -> None:
+        tasks = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(4)]
+        await until(lambda: (replica.describe().counts.running, replica.describe().counts.waiting) == (2, 2))
+        for task in tasks[2:]:
+            task.cancel()
+        await until(lambda: replica.describe().counts.waiting == 0)
+        assert replica.describe().counts.running == MAX_RUNNING
+        for task in tasks[:2]:
+            task.cancel()
+        await until(lambda: replica.describe().counts.free_slots == MAX_RUNNING)
+        assert len(ids(await collect(replica, request("after")))) == 24
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_ended_frees_the_slot(replica: Replica) -> None:
+    loop = asyncio.new_event_loop()
+    stream = replica.generate(endless("a"))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(until(lambda: replica.describe().counts.free_slots == MAX_RUNNING))
+
+
+def test_refusals_come_before_any_output(replica: Replica) -> None:
+    async def run() -> None:
+        with pytest.raises(ContextLengthError, match="max_tokens"):
+            await collect(replica, request("long", CONTEXT))
+        streams = [replica.generate(endless(f"r{index}")) for index in range(MAX_RUNNING + MAX_WAITING)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(QueueFullError, match="max_waiting"):
+            await collect(replica, request("one too many"))
+        with pytest.raises(ValueError, match="in use"):
+            await collect(replica, request("r0"))
+        for stream in streams:
+            await stream.aclose()
+        assert len(ids(await collect(replica, request("after")))) == 24
+
+    asyncio.run(run())
+
+
+def test_a_failed_step_ends_its_requests_only(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = threading.Event()
+    step = Engine.step
+
+    def breakable(engine: Engine) -> list[StepOutput]:
+        if fail.is_set():
+            fail.clear()
+            raise RuntimeError("out of memory\nin layer 3")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", breakable)
+
+    async def run() -> None:
+        running = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(2)]
+        await until(lambda: replica.describe().counts.running == 2)
+        waiting = asyncio.create_task(collect(replica, request("waiting")))
+        await until(lambda: replica.describe().counts.waiting == 1)
+        fail.set()
+        for outputs in await asyncio.gather(*running):
+            assert outputs[-1].finish_reason is FinishReason.ERROR
+            assert outputs[-1].error == "the engine failed: RuntimeError: out of memory in layer 3"
+        assert (await waiting)[-1].finish_reason is FinishReason.LENGTH
+        replica.check_health()
+        await until(lambda: replica.describe().counts.free_slots == MAX_RUNNING)
+
+    asyncio.run(run())
+
+
+def test_steps_that_keep_failing_make_the_replica_unhealthy(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(engine: Engine) -> list[StepOutput]:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Engine, "step", broken)
+
+    async def run() -> None:
+        for index in range(replica_module.MAX_FAILED_STEPS):
+            replica.check_health()
+            outputs = await collect(replica, endless(f"r{index}"))
+            assert outputs[-1].finish_reason is FinishReason.ERROR
+        await until(lambda: not healthy(replica))
+        with pytest.raises(ReplicaError, match="device lost"):
+            await collect(replica, request("late"))
+        with pytest.raises(ReplicaError, match="device lost"):
+            replica.check_health()
+        with pytest.raises(ReplicaError):
+            replica.describe()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_step_that_hangs_makes_the_replica_unhealthy(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    step = Engine.step
+
+    def slow(engine: Engine) -> list[StepOutput]:
+        go_on.wait(30)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    monkeypatch.setattr(replica_module, "STALL_S", 0.2)
+
+    async def run() -> None:
+        task = asyncio.create_task(collect(replica, request("a")))
+        await asyncio.sleep(0.5)
+        with pytest.raises(ReplicaError, match="has been running"):
+            replica.check_health()
+        go_on.set()
+        assert (await task)[-1].finish_reason is FinishReason.LENGTH
+        replica.check_health()
+
+    asyncio.run(run())
+
+
+def test_stop_ends_the_thread_and_leaves_nobody_waiting(model: ModelOptions) -> None:
+    replica = Replica(model, *OPTIONS)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(3)]
+        await until(lambda: replica.describe().counts.running == 2)
+        await asyncio.to_thread(replica.stop)
+        for outputs in await asyncio.gather(*tasks):
+            assert outputs[-1].finish_reason is FinishReason.ERROR
+            assert outputs[-1].error == "the replica was stopped"
+        with pytest.raises(ReplicaError, match="stopped"):
+            await collect(replica, request("late"))
+
+    before = threading.active_count()
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert threading.active_count() < before
+    with pytest.raises(ReplicaError, match="stopped"):
+        replica.check_health()
+    replica.stop()
+
+
+def test_an_idle_replica_does_not_spin(replica: Replica) -> None:
+    asyncio.run(collect(replica, request("a")))
+    time.sleep(0.1)
+    used = time.process_time()
+    time.sleep(0.6)
+    assert time.process_time() - used < 0.2
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_the_constructor(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        Replica(ModelOptions(path=str(tmp_path / "nothing")), *OPTIONS)

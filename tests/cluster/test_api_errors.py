@@ -1,0 +1,213 @@
+"""What a request that cannot be served gets: a 4xx in OpenAI's shape that names the field, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+CONTEXT = 16384  # as conftest.py builds the model
+GOOD = {"model": "circle", "prompt": "<", "max_tokens": 4, "temperature": 0}
+GOOD_CHAT = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+MISSING = object()
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def _still_answers(http: httpx.Client) -> Iterator[None]:
+    yield
+    assert http.post(COMPLETIONS, json=GOOD).json()["choices"][0]["text"] == "abcd"
+
+
+def check(response: httpx.Response, status: int, param: str | None, *words: str) -> None:
+    """The error has OpenAI's shape, names the field, and says these words."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    assert body["error"]["type"] == ("invalid_request_error" if status < 429 else body["error"]["type"])
+    assert body["error"]["param"] == param, body
+    for word in words:
+        assert word in body["error"]["message"], body
+
+
+BOTH = [
+    ({"model": "gpt-9"}, 404, "model", ["gpt-9", "circle"]),
+    ({"model": MISSING}, 400, "model", ["required"]),
+    ({"model": None}, 400, "model", ["string"]),
+    ({"max_tokens": -1}, 400, "max_tokens", ["-1", "greater than or equal to 1"]),
+    ({"max_tokens": 0}, 400, "max_tokens", ["greater than or equal to 1"]),
+    ({"max_tokens": "many"}, 400, "max_tokens", ["integer", "many"]),
+    ({"max_tokens": 2.5}, 400, "max_tokens", ["integer"]),
+    ({"max_tokens": True}, 400, "max_tokens", ["integer"]),
+    ({"max_tokens": CONTEXT}, 400, "max_tokens", [str(CONTEXT)]),
+    ({"max_tokens": 10**30}, 400, "max_tokens", [str(CONTEXT)]),
+    ({"temperature": 9}, 400, "temperature", ["9", "less than or equal to 2"]),
+    ({"temperature": -0.1}, 400, "temperature", ["greater than or equal to 0"]),
+    ({"temperature": "hot"}, 400, "temperature", ["number", "hot"]),
+    ({"top_p": 0}, 400, "top_p", ["greater than 0"]),
+    ({"top_p": 1.1}, 400, "top_p", ["less than or equal to 1"]),
+    ({"top_k": -2}, 400, "top_k", ["-2"]),
+    ({"seed": -5}, 400, "seed", ["-5"]),
+    ({"seed": 2**63}, 400, "seed", ["less than"]),
+    ({"stop": ""}, 400, "stop", ["non-empty"]),
+    ({"stop": ["a", ""]}, 400, "stop", ["non-empty"]),
+    ({"stop": list("abcde")}, 400, "stop", ["at most 4"]),
+    ({"stop": 7}, 400, "stop", ["string"]),
+    ({"stop_token_ids": [258]}, 400, "stop_token_ids", ["257", "258"]),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids[0]", ["-1"]),
+    ({"n": 2}, 400, "n", ["not supported", "1"]),
+    ({"stream": "yes"}, 400, "stream", ["boolean"]),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", ["stream is true"]),
+    ({"stream": True, "stream_options": {"include_use": True}}, 400, "stream_options.include_use", ["include_usage"]),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, 400, "stream_options.include_usage", ["boolean"]),
+    ({"reference_documents": "one"}, 400, "reference_documents", ["list"]),
+    ({"reference_documents": ["one", 2]}, 400, "reference_documents[1]", ["string"]),
+    ({"temprature": 1}, 400, "temprature", ["temperature"]),
+    ({"wibble": 1}, 400, "wibble", ["unknown parameter wibble"]),
+    ({"\ud800": 1}, 400, "?", ["unknown parameter"]),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias", ["not supported"]),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", ["not supported", "0"]),
+    ({"presence_penalty": -1}, 400, "presence_penalty", ["not supported"]),
+    ({"repetition_penalty": 1.1}, 400, "repetition_penalty", ["not supported", "1"]),
+    ({"min_p": 0.1}, 400, "min_p", ["not supported"]),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", ["not supported"]),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize(("change", "status", "param", "words"), BOTH)
+def test_what_both_refuse(
+    http: httpx.Client, path: str, change: dict[str, Any], status: int, param: str, words: list[str]
+) -> None:
+    body = (GOOD if path == COMPLETIONS else GOOD_CHAT) | change
+    body = {name: value for name, value in body.items() if value is not MISSING}
+    check(http.post(path, content=json.dumps(body), headers=JSON), status, param, *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"prompt": ""}, "prompt", ["empty"]),
+        ({"prompt": []}, "prompt", ["empty"]),
+        ({"prompt": ["<", ""]}, "prompt", ["empty"]),
+        ({"prompt": [[]]}, "prompt", ["list of token ids"]),
+        ({"prompt": MISSING}, "prompt", ["required"]),
+        ({"prompt": None}, "prompt", ["must be a string"]),
+        ({"prompt": {"text": "<"}}, "prompt", ["must be a string"]),
+        ({"prompt": ["<", 5]}, "prompt", ["must be a string"]),
+        ({"prompt": [5, -1]}, "prompt", ["must be a string"]),
+        ({"prompt": [5, 258]}, "prompt", ["257", "258"]),
+        ({"prompt": [2**40]}, "prompt", ["257"]),
+        ({"prompt": ["<"] * 129}, "prompt", ["at most 128"]),
+        ({"prompt": "x" * CONTEXT}, "prompt", [str(CONTEXT), "shorten"]),
+        ({"prompt": "x" * CONTEXT, "stream": True}, "prompt", [str(CONTEXT)]),
+        ({"prompt": "x" * (CONTEXT - 3)}, "max_tokens", [str(CONTEXT), str(CONTEXT + 1), "at most 3"]),
+        ({"messages": []}, "messages", ["unknown parameter"]),
+        ({"echo": True}, "echo", ["not supported"]),
+        ({"best_of": 3}, "best_of", ["not supported"]),
+        ({"suffix": "end"}, "suffix", ["not supported"]),
+        ({"logprobs": 0}, "logprobs", ["not supported"]),
+    ],
+)
+def test_what_completions_refuse(http: httpx.Client, change: dict[str, Any], param: str, words: list[str]) -> None:
+    body = {name: value for name, value in (GOOD | change).items() if value is not MISSING}
+    check(http.post(COMPLETIONS, json=body), 400, param, *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"messages": []}, "messages", ["at least 1"]),
+        ({"messages": "hi"}, "messages", ["list"]),
+        ({"messages": MISSING}, "messages", ["required"]),
+        ({"messages": ["hi"]}, "messages[0]", ["hi"]),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", ["required"]),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", ["required"]),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", ["string"]),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", ["robot", "assistant"]),
+        ({"messages": [{"role": "user", "content": "hi", "contents": "x"}]}, "messages[0].contents", ["content"]),
+        ({"messages": [{"role": "user", "content": "hi", "name": "Ann"}]}, "messages[0].name", ["not supported"]),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "messages", ["must come first"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            ["text", "image_url"],
+        ),
+        ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages", [str(CONTEXT)]),
+        ({"max_tokens": MISSING, "max_completion_tokens": CONTEXT}, "max_completion_tokens", [str(CONTEXT)]),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", ["differ"]),
+        ({"prompt": "hi"}, "prompt", ["unknown parameter"]),
+        ({"logprobs": True}, "logprobs", ["not supported"]),
+        ({"top_logprobs": 2}, "top_logprobs", ["not supported"]),
+        ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+    ],
+)
+def test_what_chats_refuse(http: httpx.Client, change: dict[str, Any], param: str, words: list[str]) -> None:
+    body = {name: value for name, value in (GOOD_CHAT | change).items() if value is not MISSING}
+    check(http.post(CHATS, json=body), 400, param, *words)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"not json", b"[1, 2]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"model": "circle", "prompt": NaN}'],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_bodies_that_are_no_request(http: httpx.Client, path: str, content: bytes) -> None:
+    response = http.post(path, content=content, headers=JSON)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_not_json_is_called_that(http: httpx.Client) -> None:
+    check(http.post(COMPLETIONS, content=b"{nope", headers=JSON), 400, None, "the body is not JSON")
+    check(http.post(COMPLETIONS, data={"prompt": "<"}), 400, None, "JSON object", "application/json")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none(http: httpx.Client, value: str) -> None:
+    content = json.dumps(GOOD | {"temperature": "@"}).replace('"@"', value)
+    check(http.post(COMPLETIONS, content=content, headers=JSON), 400, "temperature")
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt", '"a\\ud800b"'), ("model", '"\\ud800"'), ("stop", '"\\udfff"')])
+def test_half_of_a_surrogate_pair(http: httpx.Client, field: str, value: str) -> None:
+    content = json.dumps(GOOD | {field: "@"}).replace('"@"', value)
+    response = http.post(COMPLETIONS, content=content, headers=JSON)
+    assert response.status_code in (400, 404)
+    assert response.json()["error"]["param"].startswith(field)
+
+
+def test_routes(http: httpx.Client) -> None:
+    check(http.get("/v1/nothing"), 404, None, "GET /v1/nothing")
+    check(http.get(COMPLETIONS), 405, None, "GET /v1/completions")
+    check(http.delete("/v1/models"), 405, None, "DELETE")
+    check(http.get("/v1/models/gpt-9"), 404, "model", "gpt-9")
+
+
+def test_codes(http: httpx.Client) -> None:
+    def code(change: dict[str, Any]) -> str:
+        return str(http.post(COMPLETIONS, json=GOOD | change).json()["error"]["code"])
+
+    assert code({"model": "gpt-9"}) == "model_not_found"
+    assert code({"max_tokens": CONTEXT}) == "context_length_exceeded"
+    assert code({"prompt": "x" * CONTEXT}) == "context_length_exceeded"
+    assert code({"wibble": 1}) == "unknown_parameter"
+    assert code({"echo": True}) == "unsupported_parameter"
+    assert code({"temperature": 9}) == "invalid_value"
+
+
+def test_the_client_understands(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-9", prompt="<")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="circle", messages=[{"role": "user", "content": "hi"}], temperature=9, stream=True)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")

@@ -1,0 +1,197 @@
+"""``outrider serve`` from the first line to the last: what it prints, what it starts, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cache_service.embedded import EmbeddedRedis
+from cluster.launch import base_url
+from cluster.preflight import LaunchError, check_disk, check_model, check_port
+from configs.schema import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Serving:
+    """``outrider serve`` in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.port, self._log = free_port(), log
+        self.files = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: Ray keeps sockets in it
+        command = [sys.executable, "-m", "cluster.cli", "serve", f"server.port={self.port}", "model.threads=1", *arguments]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files)},
+            )  # fmt: skip
+        self.started: set[psutil.Process] = set()  # everything below the process, ever seen
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            self.look()
+            time.sleep(0.1)
+        self.look()
+
+    def look(self) -> None:
+        self.started.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def press_ctrl_c(self) -> None:
+        """A terminal sends SIGINT to the whole group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left(self, timeout_s: float = 10.0) -> list[psutil.Process]:
+        """What still lives of all that was started, after some time to end in."""
+        _, alive = psutil.wait_procs(self.started, timeout_s)
+        return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def end(self) -> None:
+        for process in (*self.started, self.process):
+            if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
+                process.kill()
+        self.process.wait()
+        shutil.rmtree(self.files)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "serve.log"
+
+
+@pytest.fixture
+def serving(log: Path, circle_model: Path) -> Iterator[Serving]:
+    serving = Serving(log, "--model", str(circle_model))
+    yield serving
+    serving.end()
+
+
+def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(serving: Serving) -> None:
+    serving.wait_for("max_tokens\": 64}")
+    output = serving.output()
+    assert "Redis started" in output
+    assert "Ray started" in output
+    assert "loading" in output
+    assert f"http://127.0.0.1:{serving.port}\n" in output
+    curl = next(line for line in output.splitlines() if line.startswith("curl "))
+    answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+    assert '"finish_reason":"length"' in answer.stdout.replace(" ", ""), answer
+    serving.look()
+    assert len(serving.started) > 5
+
+    serving.press_ctrl_c()
+    assert serving.process.wait(60) == 0, serving.output()
+    assert serving.left() == []
+    assert not list(serving.files.glob("outrider-redis-*"))
+    check_port("127.0.0.1", serving.port)
+    lines = [line.split("] ")[-1] for line in serving.output().splitlines()]
+    positions = [lines.index(line) for line in ("Serve stopped", "Ray stopped", "Redis stopped", "stopped")]
+    assert positions == sorted(positions)
+    assert "Traceback" not in serving.output()
+
+
+def test_second_ctrl_c_ends_everything_at_once(serving: Serving) -> None:
+    serving.wait_for("max_tokens\": 64}")
+    serving.press_ctrl_c()
+    serving.wait_for("Serve: stopping")
+    serving.press_ctrl_c()
+    assert serving.process.wait(5) == 130
+    assert serving.left() == []
+    assert not list(serving.files.glob("outrider-redis-*"))
+    check_port("127.0.0.1", serving.port)
+
+
+def test_terminate_during_the_start_leaves_nothing(serving: Serving) -> None:
+    serving.wait_for("Ray: starting")
+    serving.process.send_signal(signal.SIGTERM)
+    serving.look()
+    assert serving.process.wait(60) == 0, serving.output()
+    assert serving.left() == []
+    assert "curl" not in serving.output()
+
+
+def test_model_that_does_not_load_is_one_line(log: Path, circle_model: Path) -> None:
+    broken = log.parent / "broken"
+    shutil.copytree(circle_model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    serving = Serving(log, "--model", str(broken))
+    try:
+        assert serving.process.wait(120) == 1
+        errors = [line for line in serving.output().splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert str(broken) in errors[0]
+        assert "Traceback" not in serving.output()
+    finally:
+        serving.end()
+
+
+def test_given_redis_is_used_and_left_alone(log: Path, circle_model: Path) -> None:
+    with EmbeddedRedis.start() as redis_server:
+        serving = Serving(log, "--model", str(circle_model), f"redis_url={redis_server.url}")
+        try:
+            serving.wait_for("Redis answers at redis_url")
+            assert "embedded" not in serving.output()
+            serving.press_ctrl_c()
+            assert serving.process.wait(60) == 0
+            assert redis_server.running
+            assert serving.left() == []
+        finally:
+            serving.end()
+
+
+def test_check_port() -> None:
+    check_port("127.0.0.1", free_port())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LaunchError, match=r"is in use: stop what listens there, or choose another"):
+            check_port("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(LaunchError, match="is not an address of this machine"):
+        check_port("203.0.113.7", 18999)
+
+
+def test_check_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_disk(tmp_path)
+    monkeypatch.setattr("cluster.preflight.MIN_FREE_MIB", 2**40)
+    with pytest.raises(LaunchError, match="free some space, or set RAY_TMPDIR"):
+        check_disk(tmp_path)
+
+
+def test_check_model(tmp_path: Path) -> None:
+    check_model("organisation/name")
+    check_model("name")
+    for path in ("/absent/model", "./absent", "a/b/c", "~/absent-model"):
+        with pytest.raises(LaunchError, match="is not a folder"):
+            check_model(path)
+    with pytest.raises(LaunchError, match=r"no config\.json"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+
+
+def test_base_url_is_one_that_a_client_can_use() -> None:
+    assert base_url(load_config(None, ["server.host=0.0.0.0", "server.port=81"])) == "http://127.0.0.1:81"
+    assert base_url(load_config(None, ["server.host=127.0.0.1", "server.port=82"])) == "http://127.0.0.1:82"

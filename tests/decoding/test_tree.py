@@ -1,0 +1,78 @@
+"""Draft trees against naive walks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.tree import DraftTree
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_rows: int = 12, vocab: int = 5) -> DraftTree:
+    """A random tree with tokens around the vocabulary [0, vocab)."""
+    n = draw(st.integers(1, max_rows))
+    parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
+    tokens = draw(st.lists(st.integers(-1, vocab), min_size=n, max_size=n))
+    candidates = draw(st.integers(1, n))
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(n, np.int8), candidates)
+
+
+def naive_ancestors(tree: DraftTree, row: int) -> list[int]:
+    rows = []
+    while row != -1:
+        rows.append(row)
+        row = int(tree.parents[row])
+    return rows
+
+
+@given(trees())
+def test_mask_depths_and_paths_follow_the_parents(tree: DraftTree) -> None:
+    tree.check()
+    mask, depths = tree.ancestor_mask(), tree.depths()
+    for row in range(len(tree)):
+        ancestors = naive_ancestors(tree, row)
+        assert sorted(np.flatnonzero(mask[row])) == sorted(ancestors)
+        assert depths[row] == len(ancestors) - 1
+        assert tree.path(row) == ancestors[::-1][1:]
+    assert tree.is_chain == all(tree.parents[i] == i - 1 for i in range(len(tree)))
+
+
+@given(trees(), st.integers(1, 12), st.integers(0, 6))
+def test_clipped_keeps_exactly_what_may_be_computed(tree: DraftTree, max_rows: int, max_depth: int) -> None:
+    vocab = 5
+    clipped = tree.clipped(max_rows, max_depth, vocab)
+    clipped.check()
+    assert len(clipped) <= max_rows
+    valid = {
+        row
+        for row in range(1, len(tree))
+        if all(0 <= tree.tokens[a] < vocab for a in naive_ancestors(tree, row)[:-1]) and tree.depths()[row] <= max_depth
+    }
+    assert len(clipped) == min(max_rows, len(valid) + 1)
+    kept = [tuple(tree.tokens[tree.path(row)]) for row in [0, *sorted(valid)][:max_rows]]
+    assert [tuple(clipped.tokens[clipped.path(row)]) for row in range(len(clipped))] == kept
+    assert clipped.num_candidates <= tree.num_candidates
+
+
+@given(trees(), st.integers(0, 11), st.integers(0, 4))
+def test_child_is_the_first_candidate_that_holds_the_token(tree: DraftTree, row: int, token: int) -> None:
+    expected = [i for i in range(1, tree.num_candidates) if tree.parents[i] == row and tree.tokens[i] == token]
+    assert tree.child(row, token) == (expected[0] if expected else None)
+
+
+def test_chain() -> None:
+    tree = DraftTree.chain(7, [1, 2], source=2)
+    assert tree.tokens.tolist() == [7, 1, 2]
+    assert tree.parents.tolist() == [-1, 0, 1]
+    assert tree.sources.tolist() == [2, 2, 2]
+    assert tree.is_chain and tree.num_candidates == 3
+    assert len(DraftTree.chain(7, ())) == 1
+
+
+def test_check_names_broken_parents() -> None:
+    broken = DraftTree(np.array([1, 2], np.int32), np.array([-1, 1], np.int32), np.zeros(2, np.int8), 2)
+    with pytest.raises(AssertionError):
+        broken.check()

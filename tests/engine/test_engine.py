@@ -1,0 +1,241 @@
+"""The step loop: ends, limits, faults, preemption, abort."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.engine import Engine
+from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
+from engine.loading import load_model
+from tests.models import VOCAB, llama_config, save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config()))
+
+
+def load(folder: str, strategy: str = "llma", **options: int) -> Engine:
+    return Engine.load(ModelOptions(folder, dtype="float64"), EngineOptions(**options), SpeculationOptions(strategy))
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def text(outputs: list[StepOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+PROMPT = [10, 20, 30, 10, 20, 40]
+
+
+def greedy(engine: Engine, **changes: object) -> Request:
+    request = Request("a", PROMPT, SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **changes}))  # type: ignore[arg-type]
+    run(engine, request)
+    return request
+
+
+def test_last_output_carries_reason_and_counters(folder: str) -> None:
+    request = Request("a", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+    outputs = run(load(folder), request)["a"]
+    assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH and outputs[-1].stats is request.stats
+    emitted = [token for output in outputs for token in output.token_ids]
+    assert emitted == request.output_ids.tolist() and len(emitted) == 5
+    stats = request.stats
+    assert len(emitted) == stats.steps + stats.accepted  # every step emits one token of the target's own
+    assert stats.accepted == sum(stats.accepted_by_source.values()) <= stats.drafted
+    assert stats.prefill_s > 0 and stats.forward_s > 0
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
+def test_every_end_token_ends_the_output_and_belongs_to_it(folder: str, strategy: str) -> None:
+    whole = greedy(load(folder, strategy)).output_ids.tolist()
+    for at in (0, 3, 17):
+        first = whole.index(whole[at])
+        ended = greedy(load(folder, strategy), stop_token_ids=(VOCAB + 5, whole[at]))
+        assert ended.output_ids.tolist() == whole[: first + 1]
+        assert ended.finish_reason is FinishReason.STOP
+
+
+def test_the_models_own_end_tokens_are_all_of_its_list(tmp_path: Path, folder: str) -> None:
+    whole = greedy(load(folder)).output_ids.tolist()
+    model_folder = save_model(tmp_path / "model", llama_config())
+    config = model_folder / "generation_config.json"
+    config.write_text(config.read_text().replace('"eos_token_id": 0', f'"eos_token_id": [0, {whole[6]}]'))
+    engine = load(str(model_folder))
+    assert engine.info.eos_token_ids == (0, whole[6])
+    assert greedy(engine, ignore_eos=False).output_ids.tolist() == whole[: whole.index(whole[6]) + 1]
+    assert greedy(load(str(model_folder))).output_ids.tolist() == whole
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
+def test_stop_string_ends_text_and_usage_at_the_token_that_completes_it(folder: str, strategy: str) -> None:
+    engine = load(folder, strategy)
+    assert engine.tokenizer is not None
+    whole = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
+    ids = [token for output in whole for token in output.token_ids]
+    full = text(whole)
+    stop = next(full[i : i + 2] for i in range(8, len(full)) if full[i : i + 2].isascii())
+    request = Request("b", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True, stop=(stop, "never there")))
+    outputs = run(engine, request)["b"]
+    assert text(outputs) == full[: full.index(stop)]
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    kept = request.output_ids.tolist()
+    assert kept == ids[: len(kept)]
+    assert stop in engine.tokenizer.decode(kept) and stop not in engine.tokenizer.decode(kept[:-1])
+
+
+def test_max_tokens_is_exact_at_every_length(folder: str) -> None:
+    whole = greedy(load(folder)).output_ids.tolist()
+    engine = load(folder)
+    for length in range(1, 12):
+        request = greedy(engine, max_tokens=length)
+        assert request.output_ids.tolist() == whole[:length] and request.finish_reason is FinishReason.LENGTH
+
+
+def test_the_whole_context_can_be_used(folder: str) -> None:
+    engine = load(folder)
+    request = Request("a", [7] * 250, SamplingParams(max_tokens=6, ignore_eos=True))
+    run(engine, request)
+    assert request.num_tokens == engine.info.max_model_len == 256
+
+
+def test_requests_that_cannot_be_served_name_the_field(folder: str) -> None:
+    engine = load(folder)
+    for field, prompt, limit in [("max_tokens", [1] * 250, 7), ("prompt", [1] * 256, 1), ("prompt", [1] * 300, 1)]:
+        with pytest.raises(ContextLengthError) as raised:
+            engine.add(Request("a", prompt, SamplingParams(max_tokens=limit)))
+        assert raised.value.field == field and "256" in str(raised.value)
+    for token in (-1, VOCAB):
+        with pytest.raises(RequestError, match="prompt"):
+            engine.add(Request("a", [1, token], SamplingParams()))
+    engine.add(Request("a", [1], SamplingParams(max_tokens=3)))
+    with pytest.raises(RequestError, match="request_id"):
+        engine.add(Request("a", [1], SamplingParams(max_tokens=3)))
+    assert engine.counts().waiting == 1
+
+
+def test_full_queue_is_refused_and_leaves_no_trace(folder: str) -> None:
+    engine = load(folder, max_running=1, max_waiting=1)
+    for name in "ab":
+        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=3)))
+    with pytest.raises(QueueFullError):
+        engine.add(Request("c", PROMPT, SamplingParams(max_tokens=3)))
+    assert not engine.abort("c")
+    while engine.has_work:
+        engine.step()
+
+
+def test_abort_frees_the_slot_at_once(folder: str) -> None:
+    engine = load(folder, max_running=2)
+    for name in "abc":
+        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=40)))
+    engine.step()
+    assert (engine.counts().running, engine.counts().waiting, engine.counts().free_slots) == (2, 1, 0)
+    assert engine.abort("a") and engine.abort("c") and not engine.abort("a")
+    assert (engine.counts().running, engine.counts().waiting, engine.counts().free_slots) == (1, 0, 1)
+    seen = {output.request_id for output in engine.step()}
+    assert seen <= {"b"}
+    assert engine.abort("b") and not engine.has_work and engine.step() == []
+
+
+def test_preempted_requests_give_the_same_output(folder: str) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)
+    undisturbed = Request("a", PROMPT, params)
+    run(load(folder), undisturbed)
+    engine = load(folder, max_running=1)
+    slow = Request("slow", PROMPT, params, priority=1)
+    engine.add(slow)
+    for number in range(3):
+        for _ in range(6):
+            engine.step()
+        engine.add(Request(f"urgent{number}", [number + 1, 2], SamplingParams(max_tokens=2, ignore_eos=True), priority=0))
+    while engine.has_work:
+        engine.step()
+    assert slow.stats.preemptions >= 2
+    assert slow.output_ids.tolist() == undisturbed.output_ids.tolist()
+
+
+def test_chunked_prefill_gives_the_same_output(folder: str) -> None:
+    prompt = torch.randint(1, VOCAB, (200,), generator=torch.Generator().manual_seed(3)).tolist()
+    outputs = []
+    for step_tokens in (512, 16, 37):
+        engine = load(folder, max_step_tokens=step_tokens)
+        request = Request("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+        run(engine, request, Request("b", PROMPT, SamplingParams(max_tokens=30, ignore_eos=True)))
+        outputs.append(request.output_ids.tolist())
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_fail_all_ends_every_request_and_leaves_a_working_engine(folder: str) -> None:
+    engine = load(folder, max_running=1)
+    for name in "ab":
+        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=40)))
+    engine.step()
+    outputs = engine.fail_all("the device is gone")
+    assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {(n, FinishReason.ERROR, "the device is gone") for n in "ab"}
+    assert not engine.has_work and engine.counts().free_slots == 1
+    assert greedy(engine, max_tokens=4).num_output == 4
+
+
+def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, folder: str) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{not json")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    weightless = save_model(tmp_path / "weightless", llama_config())
+    (weightless / "model.safetensors").write_bytes(b"no weights")
+    bloom = tmp_path / "bloom"
+    bloom.mkdir()
+    (bloom / "config.json").write_text('{"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}')
+    mamba = tmp_path / "mamba"
+    mamba.mkdir()
+    (mamba / "config.json").write_text('{"model_type": "mamba"}')
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text('{"model_type": "vit"}')
+    cases = [("/no/such/folder", "does not exist"), (str(broken), "broken"), (str(empty), "empty"), (str(weightless), "weightless")]
+    cases += [(str(bloom), "BloomForCausalLM"), (str(mamba), "MambaForCausalLM"), (str(encoder), "vit")]
+    for path, part in cases:
+        with pytest.raises(ModelLoadError, match=part) as raised:
+            load_model(ModelOptions(path))
+        assert "\n" not in str(raised.value)
+
+
+def test_model_options_out_of_range_name_the_field(folder: str) -> None:
+    for options, part in [
+        (ModelOptions(folder, max_model_len=257), "max_model_len"),
+        (ModelOptions(folder, max_model_len=1), "max_model_len"),
+        (ModelOptions(folder, device="gpu"), "device"),
+    ]:
+        with pytest.raises(ModelLoadError, match=part):
+            load_model(options)
+    with pytest.raises(ValueError, match="max_draft_tokens"):
+        Engine.load(ModelOptions(folder), EngineOptions(), SpeculationOptions(max_draft_tokens=-1))
+
+
+def test_kv_slots_that_do_not_fit_say_what_to_lower(tmp_path: Path) -> None:
+    huge = save_model(tmp_path / "huge", llama_config(max_position_embeddings=2**40))
+    with pytest.raises(ModelLoadError, match="max_model_len or engine.max_running"):
+        Engine.load(ModelOptions(str(huge)), EngineOptions(), SpeculationOptions())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_all_dtypes_run(folder: str, dtype: str) -> None:
+    engine = Engine.load(ModelOptions(folder, dtype=dtype), EngineOptions(), SpeculationOptions())  # type: ignore[arg-type]
+    assert engine.info.dtype == dtype
+    assert greedy(engine, max_tokens=12).num_output == 12

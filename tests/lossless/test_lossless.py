@@ -1,0 +1,162 @@
+"""Exactness: every strategy gives, token for token, what plain decoding gives, for every kind of request it meets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters import STRATEGIES
+from decoding.request import Acceptance, Request, SamplingParams
+from decoding.tree import DraftTree, Int32Array
+from engine.engine import Engine
+from tests.models import VOCAB, llama_config, save_model
+
+STRATEGY_NAMES = sorted(STRATEGIES)
+DTYPES = ("float32", "float64")
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Tied embeddings make the model repeat tokens it has just seen, so that looking them up succeeds in places.
+    return str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config(tie_word_embeddings=True, initializer_range=0.15), seed=4))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    lengths = (1, 2, 3, 17, 40, 64, 90, 120)
+    made = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
+    return [*made, [5] * 30, [1, 2, 3] * 20]
+
+
+PROMPTS = prompts()
+SAMPLINGS = (
+    {"temperature": 0.8},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def reference(request: pytest.FixtureRequest, folder: str) -> tuple[str, list[list[int]]]:
+    """transformers' greedy outputs, with the stock model and its own cache."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, request.param)).eval()
+    outputs = []
+    for prompt in PROMPTS:
+        with torch.inference_mode():
+            ids = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return request.param, outputs
+
+
+def nearly(output: list[int]) -> list[int]:
+    """A reference that is right in places: the output with every seventh token changed."""
+    return [(token + 1) % VOCAB if at % 7 == 6 else token for at, token in enumerate(output)]
+
+
+def generate(engine: Engine, all_params: Sequence[SamplingParams], expected: Sequence[list[int]] = ()) -> list[list[int]]:
+    """The outputs of all prompts; ``expected`` makes references of which parts can be copied."""
+    requests = [
+        Request(str(i), prompt, params, references=[prompt[::-1], *(nearly(output) for output in expected[i : i + 1])])
+        for i, (prompt, params) in enumerate(zip(PROMPTS, all_params, strict=True))
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    if expected and engine.info.strategy != "autoregressive":
+        assert sum(request.stats.accepted for request in requests) > 20  # else the comparison would show nothing
+    return [request.output_ids.tolist() for request in requests]
+
+
+def load(folder: str, dtype: str, strategy: str, batch: int, step_tokens: int = 512) -> Engine:
+    options = EngineOptions(max_running=batch, max_step_tokens=step_tokens)
+    return Engine.load(ModelOptions(folder, dtype=dtype), options, SpeculationOptions(strategy))  # type: ignore[arg-type]
+
+
+GREEDY = [SamplingParams(max_tokens=MAX_TOKENS)] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_greedy_is_transformers_generate(folder: str, reference: tuple[str, list[list[int]]], strategy: str, batch: int) -> None:
+    dtype, expected = reference
+    assert generate(load(folder, dtype, strategy, batch), GREEDY, expected) == expected
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_seed_gives_the_same_text_under_every_strategy_and_batch(folder: str, dtype: str, strategy: str, batch: int) -> None:
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, **SAMPLINGS[i % len(SAMPLINGS)])  # type: ignore[arg-type]
+        for i in range(len(PROMPTS))
+    ]
+    plain = generate(load(folder, dtype, "autoregressive", 1), params)
+    assert generate(load(folder, dtype, strategy, batch), params, plain) == plain
+    assert len({tuple(output) for output in plain}) == len(plain)
+    other_seeds = [SamplingParams(**{**_fields(p), "seed": p.seed + 1}) for p in params]
+    assert generate(load(folder, dtype, strategy, batch), other_seeds) != plain
+
+
+def _fields(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_chunked_prefill_changes_nothing(folder: str, reference: tuple[str, list[list[int]]], strategy: str) -> None:
+    dtype, expected = reference
+    assert generate(load(folder, dtype, strategy, batch=4, step_tokens=16), GREEDY, expected) == expected
+
+
+class HostileDrafter:
+    """Trees of any shape and content: the right continuation in places, wrong, invalid, too deep or too many tokens elsewhere."""
+
+    def __init__(self, answers: dict[str, list[int]], seed: int) -> None:
+        self._answers, self._rng = answers, np.random.default_rng(seed)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        return [self._tree(request, self._answers[request.request_id]) for request in requests]
+
+    def _tree(self, request: Request, answer: list[int]) -> DraftTree:
+        rng, kind = self._rng, int(self._rng.integers(5))
+        rows = int(rng.integers(1, 40))
+        if kind == 0:  # one token over and over, the end token among them
+            return DraftTree.chain(request.root, [int(rng.integers(0, 3))] * rows, 1)
+        if kind == 1:  # ids that no embedding has
+            return DraftTree.chain(request.root, rng.integers(-5, VOCAB + 500, rows).tolist(), 1)
+        parents, tokens, depths = [-1], [request.root], [0]
+        for row in range(1, rows):
+            parent = int(rng.integers(0, row)) if rng.random() < 0.5 else row - 1
+            depth = depths[parent] + 1
+            at = request.num_output + depth - 1
+            right = answer[at] if at < len(answer) else 0
+            parents.append(parent)
+            depths.append(depth)
+            tokens.append(right if rng.random() < 0.6 else int(rng.integers(0, VOCAB)))
+        candidates = int(rng.integers(1, rows + 1))
+        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(rows, np.int8), candidates)
+
+    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
+        pass
+
+    def finish(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_hostile_trees_change_nothing(folder: str, sampled: bool, batch: int, seed: int) -> None:
+    params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8 if sampled else 0.0, seed=i) for i in range(len(PROMPTS))]
+    plain = generate(load(folder, "float64", "autoregressive", 1), params)
+    engine = load(folder, "float64", "llma", batch)
+    engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(plain)}, seed)
+    assert generate(engine, params) == plain

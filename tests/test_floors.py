@@ -1,0 +1,157 @@
+"""Imports go down only, siblings do not see each other, and each room keeps to the libraries it may know."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A room may import itself and these.
+BELOW: dict[str, set[str]] = {
+    "decoding": set(),
+    "configs": set(),
+    "engine": {"decoding", "configs"},
+    "cache_service": {"decoding", "configs"},
+    "actors": {"engine", "cache_service", "decoding", "configs"},
+    "cluster": {"actors", "engine", "cache_service", "decoding", "configs"},
+    "experiments": {"cluster", "actors", "engine", "cache_service", "decoding", "configs"},
+}
+
+_NUMBERS = {"numpy", "torch"}
+_MODELS = _NUMBERS | {"transformers", "tokenizers", "safetensors", "flash_attn", "jinja2"}
+_SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgpack", "prometheus_client"}
+LIBRARIES: dict[str, set[str]] = {
+    "decoding": _NUMBERS,
+    "configs": {"pydantic", "pydantic_core", "yaml"},
+    "engine": _MODELS,
+    "cache_service": {"numpy", "redis", "msgpack"},
+    "actors": _SERVING,
+    "cluster": _SERVING | {"fastapi", "starlette", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml"},
+    "experiments": (_SERVING - {"ray"}) | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib"},
+}
+
+WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}
+
+# Files with a stricter rule than their room: the engine's slices load where pydantic and yaml are not installed.
+FILES: dict[str, set[str]] = {"configs/slices.py": set(), "configs/__init__.py": set()}
+
+
+def violations(file: str, source: str) -> list[str]:
+    """What is wrong with the imports of one file, wherever in it they stand.
+
+    Args:
+        file: path from the repository, such as ``engine/engine.py``.
+        source: the text of the file.
+    """
+    room = file.split("/")[0]
+    libraries = FILES.get(file, LIBRARIES[room])
+    rooms = BELOW[room] | {room}
+    found = []
+    for line, name in imported(ast.parse(source), file):
+        top = name.split(".")[0]
+        bad = (top not in rooms or file in FILES) if top in BELOW else top not in libraries | sys.stdlib_module_names
+        # The room of the slices holds pydantic too: what runs without pydantic imports the slices alone.
+        bad |= room in WITHOUT_PYDANTIC and top == "configs" and not name.startswith("configs.slices")
+        if bad:
+            found.append(f"{file}:{line} imports {name}")
+    return found
+
+
+def imported(tree: ast.AST, file: str) -> list[tuple[int, str]]:
+    """Line and full name of every import: ``from configs import schema`` is ``configs.schema``."""
+    names = []
+    package = file.split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                names.append((node.lineno, name.value))
+    return names
+
+
+def _called(function: ast.expr) -> str | None:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else None
+
+
+def sources() -> list[Path]:
+    return sorted(path for room in BELOW for path in (REPOSITORY / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_imports_go_down_only(path: Path) -> None:
+    assert violations(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8")) == []
+
+
+def test_every_room_has_files() -> None:
+    for room in BELOW:
+        assert (REPOSITORY / room / "__init__.py").is_file(), f"{room} is a package"
+
+
+def test_floors_have_no_cycle() -> None:
+    for room, below in BELOW.items():
+        assert room not in below
+        assert all(room not in BELOW[other] for other in below)
+        assert all(BELOW[other] <= below for other in below)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("decoding/a.py", "import engine.batch"),
+        ("decoding/a.py", "from configs.schema import Config"),
+        ("decoding/a.py", "import redis"),
+        ("decoding/a.py", "import transformers"),
+        ("decoding/a.py", "def f():\n    import ray"),
+        ("decoding/drafters/a.py", "from ...engine import batch"),
+        ("decoding/a.py", "import importlib\nimportlib.import_module('ray')"),
+        ("engine/a.py", "import ray"),
+        ("engine/a.py", "from pydantic import BaseModel"),
+        ("engine/a.py", "from configs.schema import load_config"),
+        ("engine/a.py", "from configs import schema"),
+        ("engine/a.py", "from cache_service.embedded import EmbeddedRedis"),
+        ("engine/a.py", "if True:\n    from actors import replica"),
+        ("cache_service/a.py", "import engine"),
+        ("cache_service/a.py", "import ray"),
+        ("cache_service/a.py", "import torch"),
+        ("actors/a.py", "from cluster.app import build_app"),
+        ("actors/a.py", "import fastapi"),
+        ("cluster/a.py", "import experiments.record"),
+        ("cluster/a.py", "import requests"),
+        ("experiments/a.py", "from ray import serve"),
+        ("configs/slices.py", "import pydantic"),
+        ("configs/slices.py", "import yaml"),
+        ("configs/slices.py", "from configs.schema import Config"),
+        ("configs/schema.py", "import torch"),
+        ("configs/schema.py", "import decoding.tree"),
+    ],
+)
+def test_checker_sees_a_bad_import(file: str, source: str) -> None:
+    assert len(violations(file, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("decoding/drafters/a.py", "from ..tree import DraftTree\nimport numpy as np\nimport torch"),
+        ("engine/a.py", "from configs.slices import EngineOptions\nimport transformers\nimport decoding.tree"),
+        ("cache_service/a.py", "import redis, socket\nimport numpy"),
+        ("actors/a.py", "import ray\nfrom engine.engine import Engine\nimport cache_service.embedded"),
+        ("cluster/a.py", "import ray, fastapi, httpx\nfrom configs.schema import Config\nimport actors.replica"),
+        ("configs/schema.py", "import yaml\nfrom pydantic import BaseModel\nfrom configs.slices import ModelOptions"),
+        ("configs/slices.py", "from __future__ import annotations\nfrom dataclasses import dataclass"),
+    ],
+)
+def test_checker_lets_good_imports_pass(file: str, source: str) -> None:
+    assert violations(file, source) == []
