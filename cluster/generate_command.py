@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.terminal import fail, fail_input
+from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ class _Record:
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")] = _MODEL.path,
-    prompts: Annotated[Path, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")] = ...,  # type: ignore[assignment]
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")
+    ] = ...,  # type: ignore[assignment]
     strategy: Annotated[str, typer.Option(help="autoregressive, prompt_lookup or llma.")] = _SPECULATION.strategy,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each output.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -66,19 +69,25 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens that hold this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of every record. Same seed, same text, whatever the strategy and batch size.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message in the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user message in the model's chat template.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = _MODEL.dtype,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _MODEL.device,
     threads: Annotated[int | None, typer.Option(help="Torch threads on a CPU; all cores when absent.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests in one step.")] = _ENGINE.max_running,
-    max_draft_tokens: Annotated[int, typer.Option(help="Most drafted rows of a request in a step.")] = _SPECULATION.max_draft_tokens,
-    option: Annotated[list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")] = None,
+    max_draft_tokens: Annotated[
+        int, typer.Option(help="Most drafted rows of a request in a step.")
+    ] = _SPECULATION.max_draft_tokens,
+    option: Annotated[
+        list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout, the last one a summary.")] = False,
 ) -> None:
     """Generate for every record of a file, in this process.
 
-    A record that does not fit the context gets a line with `error`; the others are generated. Outputs come in the order of the file.
+    A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
     from decoding.request import SamplingParams
     from engine.errors import ModelLoadError
@@ -89,7 +98,7 @@ def generate(
         fail_input(f"--dtype {dtype!r} is not known: give one of {', '.join(known)}")
     try:
         params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-        model_options = ModelOptions(path=model, dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
+        model_options = ModelOptions(path=find_model(model), dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
         engine_options = EngineOptions(
             max_running=batch_size, max_step_tokens=max(_ENGINE.max_step_tokens, 2 * batch_size), max_waiting=len(records)
         )
@@ -153,7 +162,13 @@ def _run(engine: Engine, records: list[_Record], params: SamplingParams, chat: b
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     by_id = {str(index): record for index, record in enumerate(records)}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
         bar = progress.add_task("generating", total=len(records), speed="")
         for index, record in enumerate(records):
@@ -184,7 +199,11 @@ def _add(engine: Engine, request_id: str, record: _Record, params: SamplingParam
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     try:
-        ids = render_chat(tokenizer, [{"role": "user", "content": record.prompt}]) if chat else tokenizer(record.prompt)["input_ids"]
+        ids = (
+            render_chat(tokenizer, [{"role": "user", "content": record.prompt}])
+            if chat
+            else tokenizer(record.prompt)["input_ids"]
+        )
         if not ids:
             raise RequestError("prompt", "it holds no token")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.references]
@@ -224,14 +243,18 @@ def _summary(records: list[_Record], wall_s: float) -> dict[str, Any]:
 def _readable(record: _Record) -> str:
     if record.request is None:
         return f"[{record.id}] not generated: {record.error}\n"
-    stats = record.request.stats
-    rate = stats.tokens_per_step(record.request.num_output)
-    return f"[{record.id}] {record.text.strip()}\n  ({record.request.num_output} tokens, {rate:.2f} per step, {record.request.finish_reason})\n"
+    count, reason = record.request.num_output, record.request.finish_reason
+    rate = record.request.stats.tokens_per_step(count)
+    return f"[{record.id}] {record.text.strip()}\n  ({count} tokens, {rate:.2f} per step, {reason})\n"
 
 
 def _readable_summary(summary: dict[str, Any]) -> str:
-    return (
-        f"{summary['records']} records, {summary['output_tokens']} tokens in {summary['wall_s']:.1f} s: {summary['tokens_per_s']:.1f} tokens/s, "
-        f"{summary['tokens_per_step']:.2f} tokens per step, {summary['accepted']} of {summary['drafted']} drafted tokens accepted"
-        + (f"; {summary['failed']} records failed" if summary["failed"] else "")
-    )
+    parts = [
+        f"{summary['records']} records, {summary['output_tokens']} tokens in {summary['wall_s']:.1f} s",
+        f"{summary['tokens_per_s']:.1f} tokens/s",
+        f"{summary['tokens_per_step']:.2f} tokens per step",
+        f"{summary['accepted']} of {summary['drafted']} drafted tokens accepted",
+    ]
+    if summary["failed"]:
+        parts.append(f"{summary['failed']} records failed")
+    return ", ".join(parts)

@@ -79,7 +79,7 @@ class _StopSignals:
 
 
 def _kill_ray() -> None:
-    """Ends Ray's processes: left alone, some of them outlive this one by a minute. Redis has a watcher, which cleans up after it."""
+    """Ends Ray's processes: left alone, some outlive this one by a minute. Redis has a watcher, which cleans up after it."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if WATCHER_NAME not in child.cmdline():
@@ -242,7 +242,12 @@ def _pending() -> str:
 def _announce(config: Config, say: Callable[[str], None]) -> None:
     url = base_url(config)
     model = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status().json()["data"][0]["id"]
-    body = {"model": model, "messages": [{"role": "user", "content": "What is a draft tree?"}], "max_tokens": 64}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is a draft tree?"}],
+        "max_tokens": 64,
+        "temperature": 0,
+    }
     say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
     print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
 

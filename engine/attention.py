@@ -96,7 +96,9 @@ def tree_attention(
         ModelLoadError: the model does not hand ``tree_step`` down, or asks for attention of another kind.
     """
     if tree_step is None:
-        raise ModelLoadError(f"{type(module).__name__} does not pass arguments on to its attention function: the model cannot be served")
+        raise ModelLoadError(
+            f"{type(module).__name__} does not pass arguments on to its attention function: the model cannot be served"
+        )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 class Detokenizer:
     """The text of one request.
 
-    A token goes in, the text that is certain comes out. Text that may be the beginning of a stop string is held back until it is
-    decided. Every token is looked at alone, also inside an accepted burst, so that a stop string ends the output at the token that
-    completes it.
+    A token goes in, the text that is certain comes out. Text that may be the beginning of a stop string is held back until
+    that is decided. Every token is looked at alone, also inside an accepted burst, so that a stop string ends the output at the
+    token that completes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> None:

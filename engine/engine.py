@@ -32,8 +32,8 @@ class EngineCounts:
 class Engine:
     """Serves requests step by step. Not thread-safe: one thread calls it.
 
-    A request's output is a function of its prompt, parameters and seed: the strategy, the other requests of a step and preemptions
-    change when tokens come, not which.
+    A request's output is a function of its prompt, parameters and seed: the strategy, the other requests of a step and
+    preemptions change when tokens come, not which.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class Engine:
         if request.num_prompt + params.max_tokens > limit:
             field = "prompt" if request.num_prompt >= limit else "max_tokens"
             raise ContextLengthError(
-                field, f"the context is {limit} tokens, but the prompt has {request.num_prompt} and max_tokens is {params.max_tokens}"
+                field,
+                f"the context is {limit} tokens, but the prompt has {request.num_prompt} and max_tokens is {params.max_tokens}",
             )
         if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self.info.vocab_size:
             raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
@@ -169,7 +170,9 @@ class Engine:
         propose_s = time.perf_counter() - now
         drafts: dict[str, DraftTree] = {}
         for share, tree in zip(drafting, trees, strict=True):
-            drafts[share.request.request_id] = tree.clipped(share.draft_rows + 1, share.request.remaining - 1, self.info.vocab_size)
+            drafts[share.request.request_id] = tree.clipped(
+                share.draft_rows + 1, share.request.remaining - 1, self.info.vocab_size
+            )
             share.request.stats.propose_s += propose_s
         works = []
         for share in shares:

@@ -22,8 +22,8 @@ from configs.slices import ModelOptions
 from engine.attention import TREE_ATTENTION
 from engine.errors import ModelLoadError
 
-# Layers whose state cannot be rolled back to an earlier token once drafts were refused.
-_KEPT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
+_KEPT_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
         model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"model {options.path!r} could not be loaded: {_first_line(error)}") from error
+    tokenizer = load_tokenizer(options.path)
     name = options.served_name or Path(options.path).name
-    return LoadedModel(
-        model, load_tokenizer(options.path), name, _context(config, options), _end_tokens(model, load_tokenizer(options.path))
-    )
+    return LoadedModel(model, tokenizer, name, _context(config, options), _end_tokens(model, tokenizer))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -105,9 +104,8 @@ def _load_config(path: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"model {path!r} could not be found or read: give a folder with config.json, or a name on the hub ({_first_line(error)})"
-        ) from error
+        message = f"model {path!r} could not be found or read: give a folder with config.json, or a name on the hub"
+        raise ModelLoadError(f"{message} ({_first_line(error)})") from error
     return config
 
 
@@ -122,9 +120,8 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
     text = config.get_text_config()
     others = set(getattr(text, "layer_types", None) or ()) - _KEPT_LAYERS
     if getattr(architecture, "_is_stateful", False) or others:
-        raise ModelLoadError(f"{name} cannot be served: it has layers that cannot roll back refused drafts ({', '.join(sorted(others)) or 'recurrent state'})")
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        raise ModelLoadError(f"{name} cannot be served: chunked attention is not supported")
+        layers = ", ".join(sorted(others)) or "recurrent state"
+        raise ModelLoadError(f"{name} cannot be served: it has layers that cannot roll back refused drafts ({layers})")
 
 
 def _device(name: str) -> torch.device:
@@ -148,13 +145,19 @@ def _context(config: PreTrainedConfig, options: ModelOptions) -> int:
     if options.max_model_len < 2:
         raise ModelLoadError(f"model.max_model_len must be at least 2, got {options.max_model_len}")
     if own is not None and options.max_model_len > own:
-        raise ModelLoadError(f"model.max_model_len is {options.max_model_len}, but the context of {options.path!r} is {own} tokens")
+        raise ModelLoadError(
+            f"model.max_model_len is {options.max_model_len}, but the context of {options.path!r} is {own} tokens"
+        )
     return options.max_model_len
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """All end tokens: those `generate` would stop at, else those of the configuration, else the tokenizer's."""
-    sources: tuple[Any, ...] = (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    sources: tuple[Any, ...] = (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    )
     for ids in sources:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -39,9 +39,8 @@ class ModelRunner:
             self.cache = SlotCache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
             size = shape.bytes_per_token() * slots * capacity / 2**30
-            raise ModelLoadError(
-                f"the KV slots need {size:.1f} GiB, which {model.device} does not have: lower model.max_model_len or engine.max_running"
-            ) from error
+            need = f"the KV slots need {size:.1f} GiB, which {model.device} does not have"
+            raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
         self._probe(shape)
 
     def _probe(self, shape: KVShape) -> None:

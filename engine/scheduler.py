@@ -22,9 +22,9 @@ class Share:
 class Scheduler:
     """Admission by slots, order by priority and arrival, one row budget per step.
 
-    Decoding requests come first, one row and their drafts each; what is left of ``max_step_tokens``, and at least a quarter of it,
-    goes to prefills in order of admission, in chunks. A more urgent request that finds no slot preempts the least urgent one, which
-    later computes its tokens again: with position-keyed choices its output is the same.
+    Decoding requests come first, one row and their drafts each; what is left of ``max_step_tokens``, and at least a quarter of
+    it, goes to prefills in order of admission, in chunks. A more urgent request that finds no slot preempts the least urgent one,
+    which later computes its tokens again: with position-keyed choices its output is the same.
     """
 
     def __init__(self, options: EngineOptions, max_draft_rows: int) -> None:
@@ -42,7 +42,8 @@ class Scheduler:
             raise ValueError(f"engine.max_waiting must not be negative, got {options.max_waiting}")
         if options.max_step_tokens < 2 * options.max_running:
             raise ValueError(
-                f"engine.max_step_tokens ({options.max_step_tokens}) must be at least twice engine.max_running ({options.max_running})"
+                f"engine.max_step_tokens must be at least twice engine.max_running, "
+                f"got {options.max_step_tokens} and {options.max_running}"
             )
         self._options, self._max_draft_rows = options, max_draft_rows
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival)

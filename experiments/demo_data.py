@@ -31,7 +31,12 @@ _LAYOUTS = (
     "Use the text below to answer.\n\n{docs}\n\nQuestion: {question}\nAnswer:",
     "Text:\n{docs}\n\nTask: {question}",
 )
-_COPY_REQUESTS = ("Copy document [{k}].", "Repeat document [{k}].", "What does document [{k}] say?", "Quote document [{k}] in full.")
+_COPY_REQUESTS = (
+    "Copy document [{k}].",
+    "Repeat document [{k}].",
+    "What does document [{k}] say?",
+    "Quote document [{k}] in full.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ def relaid(text: str, rng: np.random.Generator) -> str:
 def encode(text: str, tokenizer: Tokenizer) -> Encoded:
     """Tokens and weights of a record; the end-of-text token closes every answer and the record."""
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None, END_OF_TEXT
     parts = _SPLIT.split(text)
     tokens: list[int] = []
     weights: list[float] = []

@@ -1,6 +1,6 @@
 """Trains the demo model that the repository ships: a small Llama that answers from documents in its prompt.
 
-    python experiments/train_demo_model.py --corpus ../shared/corpus --out build/demo_model
+    python -m experiments.train_demo_model --corpus ../shared/corpus --out build/demo_model
 
 The run is a function of its arguments and the seed (up to the order of floating-point sums in threads). It can be stopped at
 any time and goes on with ``--resume``. The learning rate warms up, stays, and falls linearly to zero over the last
@@ -82,7 +82,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def start_with_induction(model: LlamaForCausalLM, seed: int) -> None:
     """Sets the first two layers so that the model copies before it has learned anything.
 
-    An induction circuit (Olsson et al., 2022, arXiv 2209.11895) arises by itself only after far more text than there is here. Layer
+    An induction circuit (Olsson et al., 2022, arXiv 2209.11895) arises by itself only after more text than there is here. Layer
     0 attends to the previous token: all embeddings share one constant coordinate, whose query and key are a fixed vector and the
     same vector turned by one position, so that their rotary product is largest at distance 1; it copies the first half of that
     token's embedding into the second half of the residual. Layer 1 looks for the current token among those copies, in the rotary
@@ -268,7 +268,10 @@ def main() -> None:
             recent = loss if math.isnan(recent) else 0.95 * recent + 0.05 * loss
             if run.step % 50 == 0:
                 rate = run.tokens_seen / run.seconds
-                print(f"step {run.step}/{args.steps}  loss {recent:.3f}  {run.tokens_seen / 1e6:.1f} M tokens  {rate:.0f}/s", flush=True)
+                print(
+                    f"step {run.step}/{args.steps}  loss {recent:.3f}  {run.tokens_seen / 1e6:.1f} M tokens  {rate:.0f}/s",
+                    flush=True,
+                )
             if run.step % args.evaluate_every == 0 or run.step == args.steps:
                 run.model.eval()
                 row = {"step": run.step, "tokens": run.tokens_seen, "seconds": run.seconds, "train_loss": recent}
@@ -277,7 +280,9 @@ def main() -> None:
                 metrics.write(json.dumps(row) + "\n")
                 metrics.flush()
                 run.save(checkpoint)
-                print("held out: " + "  ".join(f"{k} {row[k]:.3f}" for k in ("loss", "answer_loss", "answer_accuracy")), flush=True)
+                print(
+                    "held out: " + "  ".join(f"{k} {row[k]:.3f}" for k in ("loss", "answer_loss", "answer_accuracy")), flush=True
+                )
     export(run.model, tokenizer, args.out / "model")
     print(f"model written to {args.out / 'model'}", flush=True)
 

@@ -21,7 +21,8 @@ def llama_config(**changes: object) -> LlamaConfig:
     """A Llama of two layers with grouped-query attention."""
     settings = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": None, "eos_token_id": 0,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": None,
+        "eos_token_id": 0,
     }  # fmt: skip
     return LlamaConfig(**{**settings, **changes})
 

@@ -89,7 +89,7 @@ def serving(log: Path, circle_model: Path) -> Iterator[Serving]:
 
 
 def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(serving: Serving) -> None:
-    serving.wait_for("max_tokens\": 64}")
+    serving.wait_for('max_tokens": 64}')
     output = serving.output()
     assert "Redis started" in output
     assert "Ray started" in output
@@ -113,7 +113,7 @@ def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(serving: Servi
 
 
 def test_second_ctrl_c_ends_everything_at_once(serving: Serving) -> None:
-    serving.wait_for("max_tokens\": 64}")
+    serving.wait_for('max_tokens": 64}')
     serving.press_ctrl_c()
     serving.wait_for("Serve: stopping")
     serving.press_ctrl_c()

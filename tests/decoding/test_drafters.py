@@ -129,7 +129,7 @@ def test_registry_names_what_is_wrong() -> None:
         build_drafter("lma", {})
     with pytest.raises(ValueError, match="did you mean 'copy_length'"):
         build_drafter("llma", {"copy_len": 3})
-    with pytest.raises(ValueError, match="copy_length.*int"):
+    with pytest.raises(ValueError, match=r"copy_length.*int"):
         build_drafter("llma", {"copy_length": "3"})
     for name, value in [("match_length", 0), ("copy_length", 0), ("max_context", 0)]:
         with pytest.raises(ValueError, match=name):

@@ -63,7 +63,7 @@ def test_accepts_the_longest_branch_there_is(case: tuple[DraftTree, int, int, fr
     prefix = (int(tree.tokens[0]),)
     acceptance = verify_exact(tree, lambda row: scripted(prefix + path_tokens(tree, row), vocab), max_tokens, end)
     expected = alone(prefix, vocab, max_tokens, end)
-    candidates = {0} | {row for row in range(1, tree.num_candidates)}
+    candidates = {0} | set(range(1, tree.num_candidates))
     unique = {path_tokens(tree, row) for row in candidates if _first_of_its_kind(tree, row)}
     longest = max(len(path) for path in unique if list(path) == expected[: len(path)] and len(path) < len(expected))
     assert acceptance.count == min(longest + 1, len(expected))
@@ -71,10 +71,7 @@ def test_accepts_the_longest_branch_there_is(case: tuple[DraftTree, int, int, fr
 
 def _first_of_its_kind(tree: DraftTree, row: int) -> bool:
     """Whether the walk can reach the row: a duplicate sibling hides the ones after it."""
-    for at in tree.path(row):
-        if tree.child(int(tree.parents[at]), int(tree.tokens[at])) != at:
-            return False
-    return True
+    return all(tree.child(int(tree.parents[at]), int(tree.tokens[at])) == at for at in tree.path(row))
 
 
 def test_bonus_token_after_a_full_match_is_kept() -> None:

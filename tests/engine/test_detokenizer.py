@@ -64,7 +64,9 @@ def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerFast) -> None
         ("x🙂y", ("🙂",), "x"),
     ],
 )
-def test_stop_string_ends_the_text_before_it(tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...], expected: str) -> None:
+def test_stop_string_ends_the_text_before_it(
+    tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...], expected: str
+) -> None:
     pieces, stopped = stream(tokenizer, text, stop)
     assert stopped and "".join(pieces) == expected
 

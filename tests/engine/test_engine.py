@@ -186,7 +186,9 @@ def test_fail_all_ends_every_request_and_leaves_a_working_engine(folder: str) ->
         engine.add(Request(name, PROMPT, SamplingParams(max_tokens=40)))
     engine.step()
     outputs = engine.fail_all("the device is gone")
-    assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {(n, FinishReason.ERROR, "the device is gone") for n in "ab"}
+    assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {
+        (n, FinishReason.ERROR, "the device is gone") for n in "ab"
+    }
     assert not engine.has_work and engine.counts().free_slots == 1
     assert greedy(engine, max_tokens=4).num_output == 4
 
@@ -208,7 +210,12 @@ def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, fo
     encoder = tmp_path / "encoder"
     encoder.mkdir()
     (encoder / "config.json").write_text('{"model_type": "vit"}')
-    cases = [("/no/such/folder", "does not exist"), (str(broken), "broken"), (str(empty), "empty"), (str(weightless), "weightless")]
+    cases = [
+        ("/no/such/folder", "does not exist"),
+        (str(broken), "broken"),
+        (str(empty), "empty"),
+        (str(weightless), "weightless"),
+    ]
     cases += [(str(bloom), "BloomForCausalLM"), (str(mamba), "MambaForCausalLM"), (str(encoder), "vit")]
     for path, part in cases:
         with pytest.raises(ModelLoadError, match=part) as raised:

@@ -138,7 +138,10 @@ def test_a_waiting_request_can_be_removed() -> None:
     assert list(plan(s)) == ["c"]
 
 
-@pytest.mark.parametrize(("field", "options"), [("max_running", {"max_running": 0}), ("max_waiting", {"max_waiting": -1}), ("max_step_tokens", {"max_step_tokens": 9})])
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [("max_running", {"max_running": 0}), ("max_waiting", {"max_waiting": -1}), ("max_step_tokens", {"max_step_tokens": 9})],
+)
 def test_options_out_of_range_name_the_field(field: str, options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=field):
         Scheduler(EngineOptions(**options), 4)

@@ -52,7 +52,7 @@ def models(request: pytest.FixtureRequest) -> Iterator[tuple[ModelRunner, torch.
     plain = AutoModelForCausalLM.from_config(plain_config, dtype=torch.float64, attn_implementation="sdpa").eval()
     tree = AutoModelForCausalLM.from_config(tree_config, dtype=torch.float64, attn_implementation=TREE_ATTENTION).eval()
     tree.load_state_dict(plain.state_dict())
-    yield ModelRunner(tree, slots=4, capacity=100), plain
+    return ModelRunner(tree, slots=4, capacity=100), plain
 
 
 def plain_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
@@ -64,7 +64,9 @@ def random_tree(root: int, rng: np.random.Generator, rows: int) -> DraftTree:
     parents = [-1] + [int(rng.integers(0, i)) for i in range(1, rows)]
     tokens = rng.integers(0, VOCAB, rows)
     tokens[0] = root
-    return DraftTree(tokens.astype(np.int32), np.array(parents, np.int32), np.zeros(rows, np.int8), rows - 1 if rows > 2 else rows)
+    return DraftTree(
+        tokens.astype(np.int32), np.array(parents, np.int32), np.zeros(rows, np.int8), rows - 1 if rows > 2 else rows
+    )
 
 
 def start(rng: np.random.Generator) -> list[Request]:
