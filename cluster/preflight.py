@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 from configs.schema import Config
+from configs.slices import SpeculationOptions
+from decoding.drafters import build_drafter
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -22,6 +24,7 @@ def check(config: Config) -> None:
     check_port(config.server.host, config.server.port)
     check_disk(ray_folder())
     check_model(config.model.path)
+    check_speculation(config.speculation)
 
 
 def ray_folder() -> Path:
@@ -62,3 +65,11 @@ def check_model(path: str) -> None:
         raise LaunchError(f"model.path {path} is not a folder: give a folder with config.json, or a name on the hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise LaunchError(f"model.path {path} has no config.json: give the folder of a Hugging Face model")
+
+
+def check_speculation(options: SpeculationOptions) -> None:
+    """Raises LaunchError for a strategy or an option of it that is not known."""
+    try:
+        build_drafter(options.strategy, options.options)
+    except ValueError as error:
+        raise LaunchError(f"speculation: {error}") from None

@@ -237,7 +237,7 @@ def test_model_options_out_of_range_name_the_field(folder: str) -> None:
 
 def test_kv_slots_that_do_not_fit_say_what_to_lower(tmp_path: Path) -> None:
     huge = save_model(tmp_path / "huge", llama_config(max_position_embeddings=2**40))
-    with pytest.raises(ModelLoadError, match="max_model_len or engine.max_running"):
+    with pytest.raises(ModelLoadError, match=r"max_model_len or engine\.max_running"):
         Engine.load(ModelOptions(str(huge)), EngineOptions(), SpeculationOptions())
 
 

@@ -1,0 +1,132 @@
+"""``outrider generate`` as a user runs it: a file in, JSON lines out, faults in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.loading import load_tokenizer
+from tests.models import llama_config, save_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+RECORDS: list[dict[str, Any]] = [
+    {"id": "first", "prompt": "The quick brown fox jumps over", "references": ["the lazy dog", ""]},
+    {"id": 2, "prompt": "line\u2028separator and\nnewline"},
+    {"prompt": "no id here"},
+    {"id": "long", "prompt": "word " * 400},
+    {"id": "last", "prompt": "A request travels"},
+]
+FIELDS = {
+    "id", "output_token_ids", "text", "finish_reason", "steps", "tokens_per_step", "drafted", "accepted", "accepted_by_source",
+    "prefill_s", "decode_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(Path(tmp_path_factory.mktemp("model")), llama_config(initializer_range=0.15, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = Path(tmp_path_factory.mktemp("prompts")) / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS) + "\n\n", encoding="utf-8")
+    return path
+
+
+def generate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cluster.cli", "generate", *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=ENVIRONMENT, timeout=120)
+
+
+def lines(run: subprocess.CompletedProcess[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    assert run.returncode == 0, run.stderr
+    parsed = [json.loads(line) for line in run.stdout.splitlines()]
+    return parsed[:-1], parsed[-1]["summary"]
+
+
+def test_one_object_a_record_then_a_summary(model: Path, prompts: Path) -> None:
+    run = generate("--model", model, "--prompts", prompts, "--max-tokens", 20, "--strategy", "prompt_lookup", "--json")
+    records, summary = lines(run)
+    assert [record["id"] for record in records] == ["first", "2", "3", "long", "last"]
+    made = [record for record in records if record["id"] != "long"]
+    assert all(set(record) == FIELDS for record in made)
+    assert "256" in records[3]["error"] and "long" in run.stderr
+    tokenizer = load_tokenizer(str(model))
+    for record in made:
+        ids = record["output_token_ids"]
+        assert record["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+        assert len(ids) == record["steps"] + record["accepted"] <= 20
+        assert record["finish_reason"] == ("stop" if ids[-1] == 0 else "length")
+        assert record["prefill_s"] > 0 and record["accepted"] == sum(record["accepted_by_source"].values())
+    assert (summary["records"], summary["failed"]) == (4, 1)
+    for name in ("steps", "drafted", "accepted"):
+        assert summary[name] == sum(record[name] for record in made)
+    assert summary["output_tokens"] == sum(len(record["output_token_ids"]) for record in made)
+    assert summary["tokens_per_s"] == pytest.approx(summary["output_tokens"] / summary["wall_s"], rel=0.05)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_batch_size_and_strategy_change_no_token(model: Path, prompts: Path, temperature: float) -> None:
+    outputs = []
+    for strategy, batch in [("autoregressive", 1), ("llma", 1), ("llma", 8)]:
+        arguments = ["--temperature", temperature, "--seed", 3, "--strategy", strategy, "--batch-size", batch]
+        run = generate("--model", model, "--prompts", prompts, "--max-tokens", 16, "--dtype", "float32", "--json", *arguments)
+        records, summary = lines(run)
+        assert (summary["strategy"], summary["batch_size"], summary["dtype"]) == (strategy, batch, "float32")
+        outputs.append([(record["id"], record.get("output_token_ids"), record.get("text")) for record in records])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_readable_output_and_limit(model: Path, prompts: Path) -> None:
+    run = generate("--model", model, "--prompts", prompts, "--max-tokens", 4, "--limit", 1)
+    assert run.returncode == 0 and run.stdout.startswith("[first] ")
+    assert "1 records" in run.stdout and "tokens per step" in run.stdout
+    assert "generating" in run.stderr
+
+
+def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> None:
+    arguments = ["--model", model, "--prompts", prompts, "--max-tokens", 2, "--limit", 1, "--json"]
+    _, plain = lines(generate(*arguments))
+    _, wrapped = lines(generate(*arguments, "--chat"))
+    assert wrapped["prompt_tokens"] > plain["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--strategy", "lma"], 2, "did you mean 'llma'"),
+        (["--option", "copy_len=3"], 2, "did you mean 'copy_length'"),
+        (["--option", "copy_length"], 2, "name=value"),
+        (["--option", "copy_length=many"], 2, "copy_length"),
+        (["--temperature", 9], 2, "temperature"),
+        (["--max-tokens", 0], 2, "max_tokens"),
+        (["--batch-size", 0], 2, "max_running"),
+        (["--dtype", "int8"], 2, "--dtype"),
+        (["--stop", ""], 2, "stop"),
+        (["--prompts", "/no/such/file"], 2, "/no/such/file"),
+        (["--prompts", "/dev/null"], 2, "no record"),
+        (["--prompts", "README.md"], 2, "README.md:1: not JSON"),
+        (["--model", "/no/such/model"], 1, "/no/such/model"),
+    ],
+)
+def test_faults_are_one_line(model: Path, prompts: Path, arguments: list[object], code: int, said: str) -> None:
+    run = generate("--model", model, "--prompts", prompts, *arguments)
+    assert run.returncode == code, run.stderr
+    (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert said in error and "Traceback" not in run.stderr and run.stdout == ""
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"id": 1}', '{"prompt": 3}', '{"prompt": "a", "references": "b"}', "{"])
+def test_a_broken_record_names_file_and_line(model: Path, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    run = generate("--model", model, "--prompts", path)
+    assert run.returncode == 2 and "broken.jsonl:2" in run.stderr
