@@ -32,21 +32,26 @@ class StepContext:
         """
         self.segments, self.cache = batch.segments, cache
         self.positions, self._dtype = positions, dtype
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, int], torch.Tensor | None] = {}
         self.layers_seen: set[int] = set()
 
-    def mask(self, segment: Segment, window: int | None) -> torch.Tensor | None:
-        """Additive mask [rows, start + rows] of a segment, or None where a row sees everything or plain causality holds.
+    def mask(self, segment: Segment, window: int | None, repeats: int = 1) -> torch.Tensor | None:
+        """Additive mask [repeats * rows, start + rows] of a segment; None where a row sees everything or plain causality holds.
 
         Args:
             segment: of the batch.
             window: a row sees only keys less than this many positions before it (sliding-window layers).
+            repeats: how often the mask stands below itself.
         """
         if window is not None and segment.start + segment.rows <= window:
             window = None
-        key = (segment.offset, window)
+        key = (segment.offset, window, repeats)
         if key not in self._masks:
-            self._masks[key] = self._build(segment, window)
+            if repeats == 1:
+                self._masks[key] = self._build(segment, window)
+            else:
+                once = self.mask(segment, window)
+                self._masks[key] = None if once is None else once.repeat(repeats, 1)
         return self._masks[key]
 
     def _build(self, segment: Segment, window: int | None) -> torch.Tensor | None:
@@ -108,18 +113,39 @@ def tree_attention(
     for segment in tree_step.segments:
         rows = slice(segment.offset, segment.offset + segment.rows)
         keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])
-        mask = tree_step.mask(segment, sliding_window)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, rows],
-            keys[None],
-            values[None],
-            attn_mask=mask,
-            is_causal=mask is None and segment.rows > 1,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(attended.transpose(1, 2))
+        outputs.append(_attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _attend(
+    step: StepContext,
+    segment: Segment,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One request's rows, [1, rows, heads, head_dim].
+
+    With grouped-query attention, the heads that share keys become further rows of one head, so that the keys are read once;
+    torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
+    blocks.
+    """
+    _, heads, rows, size = query.shape
+    group = heads // keys.shape[1]
+    mask = step.mask(segment, window)
+    causal = mask is None and rows > 1
+    if group == 1 or causal:
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
+        )
+    else:
+        mask = step.mask(segment, window, group)
+        folded = query.reshape(1, -1, group * rows, size)
+        attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        attended = attended.reshape(1, heads, rows, size)
+    return attended.transpose(1, 2)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)
