@@ -140,6 +140,30 @@ def copy_task(passages: list[str], rng: np.random.Generator) -> str:
     return f"### Documents\n{documents}\n\n### Question\n{request}\n\n### Answer\n{chosen[k]}"
 
 
+class Prompts:
+    """Prompts as a chat client would send them, without answers: tasks of the corpus and paragraphs, in the chat template."""
+
+    def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
+        self._records, self._tokenizer, self._max_tokens = records, tokenizer, max_tokens
+        self._rng = np.random.default_rng(seed)
+
+    def batch(self, count: int) -> list[list[int]]:
+        """Token ids of ``count`` prompts of at most ``max_tokens`` tokens."""
+        prompts: list[list[int]] = []
+        while len(prompts) < count:
+            text = self._records[int(self._rng.integers(len(self._records)))]["text"]
+            if self._rng.random() < 0.7:
+                text = relaid(text, self._rng)
+            before, heading, _ = text.partition("### Answer\n")
+            if not heading:
+                paragraph = text.split("\n\n")[int(self._rng.integers(text.count("\n\n") + 1))].removeprefix("### ")
+                before = f"### Question\n{paragraph}\n\n"
+            ids = self._tokenizer.encode(before + "### Answer\n").ids
+            if len(ids) <= self._max_tokens:
+                prompts.append(ids)
+        return prompts
+
+
 class Windows:
     """Endless batches of packed windows, a function of (seed, step count so far).
 
