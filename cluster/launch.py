@@ -30,6 +30,10 @@ APPLICATION = "outrider"
 NAMESPACE = "outrider"
 OBJECT_STORE_BYTES = 128 * 2**20  # requests travel inside calls, only unusually long prompts pass through the store
 POLL_S = 0.2
+# What the printed curl asks: an answer that is to be found in the prompt.
+EXAMPLE = (
+    "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
+)
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _WORDED_FOR_USERS = {"ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
@@ -242,12 +246,7 @@ def _pending() -> str:
 def _announce(config: Config, say: Callable[[str], None]) -> None:
     url = base_url(config)
     model = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status().json()["data"][0]["id"]
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is a draft tree?"}],
-        "max_tokens": 64,
-        "temperature": 0,
-    }
+    body = {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "temperature": 0, "max_tokens": 64}
     say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
     print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
 

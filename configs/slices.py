@@ -22,7 +22,7 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # auto: as the checkpoint says
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
-    threads: int | None = None  # torch threads on a CPU; all cores when absent
+    threads: int | None = None  # torch threads on a CPU; when absent all cores, or as many as Ray reserved for the replica
 
 
 @dataclass(frozen=True, slots=True)
