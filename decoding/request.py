@@ -114,8 +114,8 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "arrival", "finish_reason", "num_computed", "num_prompt", "params", "priority", "references",
-        "request_id", "slot", "state", "stats", "times",
+        "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "num_computed", "num_prompt", "params",
+        "priority", "references", "request_id", "slot", "state", "stats",
     )  # fmt: skip
 
     def __init__(
@@ -151,7 +151,8 @@ class Request:
         self.arrival = 0  # order of arrival, set by the scheduler
         self.finish_reason: FinishReason | None = None
         self.stats = SpecStats()
-        self.times: dict[str, float] = {}  # engine clock, seconds: admitted, first_token
+        self.admitted_s: float | None = None  # the engine's clock at the first step, and at the first token
+        self.first_token_s: float | None = None
 
     @property
     def tokens(self) -> Int32Array:

@@ -13,7 +13,7 @@ from decoding.request import FinishReason, Request, StepOutput
 from decoding.tree import DraftTree
 from engine.batch import Work
 from engine.detokenizer import Detokenizer
-from engine.errors import ContextLengthError, ModelLoadError, RequestError
+from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.loading import ModelInfo, load_model
 from engine.runner import ModelRunner
@@ -164,7 +164,8 @@ class Engine:
         shares = self._scheduler.schedule()
         now = time.perf_counter()
         for share in shares:
-            share.request.times.setdefault("admitted", now)
+            if share.request.admitted_s is None:
+                share.request.admitted_s = now
         drafting = [share for share in shares if share.draft_rows > 0]
         trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
         propose_s = time.perf_counter() - now
@@ -221,10 +222,11 @@ class Engine:
 
     def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...]) -> None:
         stats, now = request.stats, time.perf_counter()
-        if "first_token" not in request.times:
-            request.times["first_token"] = now
-            stats.prefill_s = now - request.times["admitted"]
-        stats.decode_s = now - request.times["first_token"]
+        assert request.admitted_s is not None, request.request_id
+        if request.first_token_s is None:
+            request.first_token_s = now
+            stats.prefill_s = now - request.admitted_s
+        stats.decode_s = now - request.first_token_s
         stats.steps += 1
         stats.drafted += tree.num_candidates - 1
         stats.accepted += len(accepted)
@@ -239,6 +241,3 @@ class Engine:
         del self._end_tokens[request.request_id]
         self._detokenizers.pop(request.request_id, None)
         self._drafter.finish(request.request_id)
-
-
-__all__ = ["Engine", "EngineCounts", "ModelLoadError"]

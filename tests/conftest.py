@@ -6,6 +6,7 @@ import os
 import secrets
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports Ray; without it, Ray writes a token into the home folder.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -13,6 +14,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Tiny models gain nothing from a second thread, and two threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("outrider", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("outrider")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
