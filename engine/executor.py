@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from decoding.request import Acceptance
-from decoding.sampling import choose
+from decoding.sampling import argmax_rows, choose
 from decoding.tree import Int32Array
 from decoding.verify import verify_exact
 from engine.batch import Work, pack
@@ -45,13 +45,13 @@ class LocalExecutor:
         """See ``Executor``."""
         batch = pack(works)
         logits = self.runner.forward(batch)
-        greedy = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy() if len(logits) else None
+        greedy = argmax_rows(logits)
         outcomes: list[Outcome | None] = []
         for work, first in zip(works, batch.logit_starts, strict=True):
             if first is None:
                 outcomes.append(None)
                 continue
-            assert work.tree is not None and greedy is not None
+            assert work.tree is not None, work.request.request_id
             rows = slice(first, first + work.tree.num_candidates)
             outcomes.append(self._verify(work, logits[rows], greedy[rows]))
         return outcomes

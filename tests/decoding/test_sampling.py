@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decoding.request import SamplingParams
-from decoding.sampling import choose, gumbel_noise, warp
+from decoding.sampling import argmax_rows, choose, gumbel_noise, warp
 
 
 def params(**changes: float) -> SamplingParams:
@@ -82,6 +82,13 @@ def test_warp_agrees_with_transformers() -> None:
 
 def test_temperature_zero_is_the_first_argmax() -> None:
     assert choose(torch.tensor([1.0, 3.0, 3.0]), SamplingParams(), 4) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_argmax_rows_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0], [-5.0, -4.0, -6.0]], dtype=dtype)
+    assert argmax_rows(rows).tolist() == [1, 0, 1] == [choose(row, SamplingParams(), 9) for row in rows]
+    assert argmax_rows(rows[:0]).tolist() == []
 
 
 def test_low_temperature_approaches_the_argmax() -> None:
