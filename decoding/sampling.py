@@ -66,9 +66,11 @@ def argmax_rows(logits: torch.Tensor) -> Int32Array:
     Returns:
         [n] int32. On a CPU numpy does it: torch's argmax is many times slower there, above all in bfloat16.
     """
+    best: Int32Array
     if logits.device.type == "cpu":
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
-    best: Int32Array = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
+        best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
+    else:
+        best = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
     return best
 
 
