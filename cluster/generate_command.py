@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
 from cluster.terminal import fail, fail_input
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
@@ -27,11 +28,9 @@ _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOpti
 
 @dataclass(slots=True)
 class _Record:
-    """One line of the prompts file, and what became of it."""
+    """One record of the file, and what became of it."""
 
-    id: str
-    prompt: str
-    references: list[str]
+    entry: PromptRecord
     text: str = ""
     request: Request | None = None
     error: str | None = None
@@ -40,10 +39,10 @@ class _Record:
     def result(self) -> dict[str, Any]:
         """The line of the output; ``prefill_s`` and ``decode_s`` are seconds."""
         if self.request is None:
-            return {"id": self.id, "error": self.error}
+            return {"id": self.entry.id, "error": self.error}
         stats, output = self.request.stats, self.request.output_ids.tolist()
         return {
-            "id": self.id,
+            "id": self.entry.id,
             "output_token_ids": output,
             "text": self.text,
             "finish_reason": str(self.request.finish_reason),
@@ -92,7 +91,10 @@ def generate(
     from decoding.request import SamplingParams
     from engine.errors import ModelLoadError
 
-    records = _read_records(prompts, limit)
+    try:
+        records = [_Record(entry) for entry in read_prompts(prompts)[:limit]]
+    except PromptFileError as error:
+        fail_input(f"--prompts: {error}")
     known = ("auto", "float32", "bfloat16", "float16", "float64")
     if dtype not in known:
         fail_input(f"--dtype {dtype!r} is not known: give one of {', '.join(known)}")
@@ -117,30 +119,6 @@ def generate(
     summary |= {"model": engine.info.served_name, "strategy": strategy, "dtype": engine.info.dtype, "device": engine.info.device}
     summary |= {"batch_size": batch_size, "threads": threads, "temperature": temperature, "seed": seed}
     print(json.dumps({"summary": summary}) if as_json else _readable_summary(summary), flush=True)
-
-
-def _read_records(path: Path, limit: int | None) -> list[_Record]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: text may hold other line separators
-    except (OSError, UnicodeDecodeError) as error:
-        fail_input(f"--prompts {path}: {error.strerror if isinstance(error, OSError) else 'not UTF-8 text'}")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            fail_input(f"{path}:{number}: not JSON: {error}")
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            fail_input(f"{path}:{number}: a record must be an object with a string `prompt`")
-        references = entry.get("references") or []
-        if not isinstance(references, list) or not all(isinstance(text, str) for text in references):
-            fail_input(f"{path}:{number}: `references` must be a list of strings")
-        records.append(_Record(str(entry.get("id", number)), entry["prompt"], references))
-    if not records:
-        fail_input(f"{path} holds no record")
-    return records[:limit]
 
 
 def _strategy_options(pairs: list[str]) -> dict[str, Any]:
@@ -200,19 +178,19 @@ def _add(engine: Engine, request_id: str, record: _Record, params: SamplingParam
     assert tokenizer is not None
     try:
         ids = (
-            render_chat(tokenizer, [{"role": "user", "content": record.prompt}])
+            render_chat(tokenizer, [{"role": "user", "content": record.entry.prompt}])
             if chat
-            else tokenizer(record.prompt)["input_ids"]
+            else tokenizer(record.entry.prompt)["input_ids"]
         )
         if not ids:
             raise RequestError("prompt", "it holds no token")
-        references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.references]
+        references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.entry.references]
         request = Request(request_id, ids, params, references)
         engine.add(request)
         record.request = request
     except RequestError as error:
         record.error, record.finished = str(error), True
-        print(f"record {record.id}: {error}", file=sys.stderr)
+        print(f"record {record.entry.id}: {error}", file=sys.stderr)
 
 
 def _summary(records: list[_Record], wall_s: float) -> dict[str, Any]:
@@ -242,10 +220,10 @@ def _summary(records: list[_Record], wall_s: float) -> dict[str, Any]:
 
 def _readable(record: _Record) -> str:
     if record.request is None:
-        return f"[{record.id}] not generated: {record.error}\n"
+        return f"[{record.entry.id}] not generated: {record.error}\n"
     count, reason = record.request.num_output, record.request.finish_reason
     rate = record.request.stats.tokens_per_step(count)
-    return f"[{record.id}] {record.text.strip()}\n  ({count} tokens, {rate:.2f} per step, {reason})\n"
+    return f"[{record.entry.id}] {record.text.strip()}\n  ({count} tokens, {rate:.2f} per step, {reason})\n"
 
 
 def _readable_summary(summary: dict[str, Any]) -> str:

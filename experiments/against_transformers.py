@@ -26,11 +26,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.prompt_file import PromptFileError, read_prompts
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from engine.engine import Engine
 from experiments.contestants import LOOKUP_TOKENS, Contestant, EngineContestant, Prompt, StockGenerate, StockPromptLookup
 from experiments.record import RESULTS, write_record
-from experiments.workloads import WorkloadError, fits, prompt_ids, read_workload
+from experiments.workloads import fits, prompt_ids
 
 EXACT_DTYPES = ("float32", "float64")
 
@@ -115,17 +116,17 @@ def load_prompts(paths: Sequence[Path], engine: Engine, max_tokens: int, limit: 
     """The records that fit, in the order of the files, at most ``limit``; and how many did not fit.
 
     Raises:
-        WorkloadError: a workload cannot be read, or two records have one id.
+        PromptFileError: a workload cannot be read, or two records have one id.
     """
     tokenizer, too_long = engine.tokenizer, 0
     assert tokenizer is not None
     prompts: list[Prompt] = []
     seen: set[str] = set()
-    for record in (record for path in paths for record in read_workload(path)):
+    for record in (record for path in paths for record in read_prompts(path)):
         if len(prompts) == limit:
             break
         if record.id in seen:
-            raise WorkloadError(f"two records have the id {record.id!r}: give each its own")
+            raise PromptFileError(f"two records have the id {record.id!r}: give each its own")
         seen.add(record.id)
         ids = prompt_ids(record, tokenizer)
         if fits(len(ids), max_tokens, engine.info.max_model_len):
@@ -140,7 +141,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Loads everything and lets it compete; returns the results and the device.
 
     Raises:
-        WorkloadError: a workload cannot be read, or no record of any fits.
+        PromptFileError: a workload cannot be read, or no record of any fits.
     """
     model_options = ModelOptions(args.model, dtype=args.dtype, device=args.device, threads=args.threads)
     options = EngineOptions(max_running=args.batch_size, max_waiting=args.batch_size)
@@ -150,7 +151,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     stock = stock.to(info.device).eval()
     prompts, too_long = load_prompts(args.workloads, engines[0], args.max_tokens, args.limit)
     if not prompts:
-        raise WorkloadError(f"no record fits the context of {info.max_model_len} tokens with --max-tokens {args.max_tokens}")
+        raise PromptFileError(f"no record fits the context of {info.max_model_len} tokens with --max-tokens {args.max_tokens}")
     baseline = StockGenerate(stock, args.max_tokens, info.eos_token_ids)
     lookup = StockPromptLookup(stock, args.max_tokens, info.eos_token_ids)
     ours = [EngineContestant(engine, args.max_tokens) for engine in engines]

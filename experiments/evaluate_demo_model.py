@@ -28,7 +28,7 @@ from engine.engine import Engine
 from experiments.demo_data import read_records
 from experiments.record import RESULTS, write_record
 from experiments.train_demo_model import held_out
-from experiments.workloads import WorkloadRecord, fits, interleaved, prompt_ids, read_workloads, run_engine
+from experiments.workloads import PromptRecord, fits, interleaved, prompt_ids, read_workloads, run_engine
 
 COPY_KINDS = ("quote", "code_edit", "qa_extractive")
 COPY_GOAL, NO_LOOP_GOAL = 0.5, 0.7
@@ -125,7 +125,7 @@ def _copying_of(pairs: Sequence[tuple[CopyCase, Request]]) -> dict[str, Any]:
     }
 
 
-def loop_results(records: Sequence[WorkloadRecord], requests: Sequence[Request], texts: Sequence[str]) -> dict[str, Any]:
+def loop_results(records: Sequence[PromptRecord], requests: Sequence[Request], texts: Sequence[str]) -> dict[str, Any]:
     """Outputs that do not loop. One of fewer than four tokens counts among them only if it ended by itself and has a text."""
     ratios = [distinct_ratio(text_ids(request)) for request in requests]
     ended = [request.finish_reason == FinishReason.STOP for request in requests]
@@ -173,7 +173,7 @@ def evaluate(args: argparse.Namespace, engine: Engine, progress: Progress) -> tu
     valid = list(read_records([args.corpus / "valid.jsonl.gz"]))
     cases = [case for case in copy_cases(valid, engine) if len(case.prompt_ids) < engine.info.max_model_len][: args.limit]
     copies = generate(engine, [case.prompt_ids for case in cases], args.copy_tokens, "copying", progress)
-    chosen: list[tuple[WorkloadRecord, list[int]]] = []
+    chosen: list[tuple[PromptRecord, list[int]]] = []
     for record in interleaved(read_workloads(args.workloads)):
         if len(chosen) == min(args.prompts, args.limit or args.prompts):
             break

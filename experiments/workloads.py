@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
 from decoding.request import Request
 from engine.chat import render_chat
 from engine.engine import Engine
@@ -17,58 +16,16 @@ from engine.engine import Engine
 T = TypeVar("T")
 
 
-class WorkloadError(ValueError):
-    """A workload that cannot be read; the message names file and line."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadRecord:
-    """One prompt of a workload."""
-
-    id: str
-    workload: str
-    prompt: str  # the whole text of the user's message
-    references: tuple[str, ...]  # documents or earlier outputs that the answer may repeat
-
-
-def read_workload(path: Path) -> list[WorkloadRecord]:
-    """The records of a file, in its order. ``id`` and ``workload`` default to ``FILE/LINE`` and the name of the file.
-
-    Raises:
-        WorkloadError: no such file, a line that is no JSON object, or one without a string ``prompt``.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a text may hold other line separators
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path} could not be read: {error}") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise WorkloadError(f"{path}:{number}: a record must be an object with a string `prompt`")
-        references = entry.get("references") or []
-        if not isinstance(references, list) or not all(isinstance(text, str) for text in references):
-            raise WorkloadError(f"{path}:{number}: `references` must be a list of strings")
-        record_id, workload = str(entry.get("id", f"{path.stem}/{number}")), str(entry.get("workload", path.stem))
-        records.append(WorkloadRecord(record_id, workload, entry["prompt"], tuple(references)))
-    return records
-
-
-def read_workloads(folder: Path) -> list[list[WorkloadRecord]]:
+def read_workloads(folder: Path) -> list[list[PromptRecord]]:
     """The workloads of a folder, one list a file, files in the order of their names.
 
     Raises:
-        WorkloadError: the folder holds no ``*.jsonl``, or one cannot be read.
+        PromptFileError: the folder holds no ``*.jsonl``, or one cannot be read.
     """
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
-        raise WorkloadError(f"{folder} holds no .jsonl file: give the folder of the workload files")
-    return [read_workload(path) for path in paths]
+        raise PromptFileError(f"{folder} holds no .jsonl file: give the folder of the workload files")
+    return [read_prompts(path) for path in paths]
 
 
 def interleaved(lists: Sequence[Sequence[T]]) -> Iterator[T]:
@@ -79,7 +36,7 @@ def interleaved(lists: Sequence[Sequence[T]]) -> Iterator[T]:
                 yield items[index]
 
 
-def prompt_ids(record: WorkloadRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_ids(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The prompt as one user message in the chat template of the model."""
     return render_chat(tokenizer, [{"role": "user", "content": record.prompt}])
 

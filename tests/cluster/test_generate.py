@@ -55,7 +55,7 @@ def lines(run: subprocess.CompletedProcess[str]) -> tuple[list[dict[str, Any]], 
 def test_one_object_a_record_then_a_summary(model: Path, prompts: Path) -> None:
     run = generate("--model", model, "--prompts", prompts, "--max-tokens", 20, "--strategy", "prompt_lookup", "--json")
     records, summary = lines(run)
-    assert [record["id"] for record in records] == ["first", "2", "3", "long", "last"]
+    assert [record["id"] for record in records] == ["first", "2", "prompts/3", "long", "last"]
     made = [record for record in records if record["id"] != "long"]
     assert all(set(record) == FIELDS for record in made)
     assert "256" in records[3]["error"] and "long" in run.stderr

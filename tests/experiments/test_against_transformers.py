@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM
 
+from cluster.prompt_file import PromptFileError
 from experiments.against_transformers import compete, divergence, main, summary, unfaithful
 from experiments.contestants import Prompt, StockGenerate, StockPromptLookup
-from experiments.workloads import WorkloadError
 
 STRATEGIES = ("llma", "prompt_lookup", "autoregressive")
 
@@ -95,7 +95,7 @@ def test_records_that_do_not_fit_are_counted_or_refused(tiny_model: Path, worklo
     assert main([*arguments, "--max-tokens", "4", "--strategies", "llma"]) == 0
     results = json.loads(next((tmp_path / "r").iterdir()).read_text())["results"]
     assert (results["records"], results["too_long"]) == (1, 1)
-    with pytest.raises(WorkloadError, match="no record fits the context of 256 tokens"):
+    with pytest.raises(PromptFileError, match="no record fits the context of 256 tokens"):
         main([*arguments, "--max-tokens", "250"])
 
 

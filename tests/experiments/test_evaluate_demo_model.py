@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from cluster.prompt_file import PromptRecord
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine
@@ -22,7 +23,6 @@ from experiments.evaluate_demo_model import (
     loop_results,
     table,
 )
-from experiments.workloads import WorkloadRecord
 
 
 def finished(output: list[int], reason: FinishReason) -> Request:
@@ -95,7 +95,7 @@ def test_silence_does_not_count_as_free_of_loops() -> None:
         finished([4, 5, 0], FinishReason.STOP),  # short, ended by itself, with a text
         finished([4, 5], FinishReason.LENGTH),  # short, cut
     ]
-    records = [WorkloadRecord(str(number), "w", "p", ()) for number in range(5)]
+    records = [PromptRecord(str(number), "w", "p", ()) for number in range(5)]
     results = loop_results(records, requests, ["long", "loop", "", "yes", "cut"])
     assert results["share_not_looping"] == 0.4
     assert results["reached"] is False

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
 from engine.loading import load_tokenizer
-from experiments.workloads import WorkloadError, WorkloadRecord, fits, interleaved, prompt_ids, read_workload, read_workloads
+from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
 
 
 def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:
@@ -15,7 +16,7 @@ def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:
     separator = chr(0x2028)  # a line separator to some, a part of the text to JSON
     first = f'{{"id": "x/1", "workload": "x", "prompt": "a{separator}b", "references": ["r"], "output": "o"}}'
     path.write_text(first + '\n\n{"prompt": "c", "references": null}\n', encoding="utf-8")
-    assert read_workload(path) == [WorkloadRecord("x/1", "x", f"a{separator}b", ("r",)), WorkloadRecord("w/3", "w", "c", ())]
+    assert read_prompts(path) == [PromptRecord("x/1", "x", f"a{separator}b", ("r",)), PromptRecord("w/3", "w", "c", ())]
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,12 @@ def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(WorkloadError, match=message):
-        read_workload(path)
+    with pytest.raises(PromptFileError, match=message):
+        read_prompts(path)
 
 
 def test_a_folder_without_workloads_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"no \.jsonl file"):
+    with pytest.raises(PromptFileError, match=r"no \.jsonl file"):
         read_workloads(tmp_path)
 
 
@@ -47,7 +48,7 @@ def test_files_are_taken_by_name_one_record_of_each_in_turn(workloads: Path) -> 
 def test_prompt_is_a_user_message_in_the_template(tiny_model: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model))
     tokenizer.chat_template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}!"
-    assert tokenizer.decode(prompt_ids(WorkloadRecord("1", "w", "lazy dog", ()), tokenizer)) == "<user>lazy dog!"
+    assert tokenizer.decode(prompt_ids(PromptRecord("1", "w", "lazy dog", ()), tokenizer)) == "<user>lazy dog!"
 
 
 def test_fits_at_the_edge() -> None:
