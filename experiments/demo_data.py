@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 ANSWER_HEADINGS = ("### Answer\n", "### Solution\n")
 PROMPT_WEIGHT = 0.4
+RELAID_SHARE = 0.5  # of the tasks, laid out as people write them in a chat
+LOOP_SHARE = 0.3  # of the records, with a loop that is broken off
 _SPLIT = re.compile("(" + "|".join(re.escape(heading) for heading in ANSWER_HEADINGS) + ")")
 _DOCUMENTS = re.compile(r"\A### Documents\n(.*?)\n\n### Question\n(.*?)\n\n### Answer\n(.*)\Z", re.S)
 _PASSAGE = re.compile(r"^\[\d+\] (.*?)(?=^\[\d+\] |\Z)", re.M | re.S)
@@ -140,28 +142,27 @@ def copy_task(passages: list[str], rng: np.random.Generator) -> str:
     return f"### Documents\n{documents}\n\n### Question\n{request}\n\n### Answer\n{chosen[k]}"
 
 
-class Prompts:
-    """Prompts as a chat client would send them, without answers: tasks of the corpus and paragraphs, in the chat template."""
+def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> Encoded:
+    """The sequence with its last answer caught in a loop that ends: a span of it is repeated, and the end-of-text token follows.
 
-    def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
-        self._records, self._tokenizer, self._max_tokens = records, tokenizer, max_tokens
-        self._rng = np.random.default_rng(seed)
-
-    def batch(self, count: int) -> list[list[int]]:
-        """Token ids of ``count`` prompts of at most ``max_tokens`` tokens."""
-        prompts: list[list[int]] = []
-        while len(prompts) < count:
-            text = self._records[int(self._rng.integers(len(self._records)))]["text"]
-            if self._rng.random() < 0.7:
-                text = relaid(text, self._rng)
-            before, heading, _ = text.partition("### Answer\n")
-            if not heading:
-                paragraph = text.split("\n\n")[int(self._rng.integers(text.count("\n\n") + 1))].removeprefix("### ")
-                before = f"### Question\n{paragraph}\n\n"
-            ids = self._tokenizer.encode(before + "### Answer\n").ids
-            if len(ids) <= self._max_tokens:
-                prompts.append(ids)
-        return prompts
+    Greedy decoding of a model that copies falls into copying itself. Training never shows that state, so the way out has to be
+    shown: only the end after the repetition is learned, never the repetition. Sequences without a longer answer come back as
+    they are.
+    """
+    inside = np.flatnonzero(sequence.weights == 1.0)
+    if len(inside) == 0 or inside[-1] != len(sequence.tokens) - 1:
+        return sequence
+    start = int(np.flatnonzero(sequence.weights < 1.0)[-1]) + 1 if (sequence.weights < 1.0).any() else 0
+    start = max([start, *(np.flatnonzero(sequence.tokens[start:-1] == end) + start + 1)])
+    length = len(sequence.tokens) - 1 - start
+    if length < 8:
+        return sequence
+    cut = start + int(rng.integers(6, length + 1))
+    size = min(cut - start, int(np.exp(rng.uniform(0.0, np.log(40.0)))))
+    span = np.tile(sequence.tokens[cut - size : cut], int(rng.integers(2, 4)) if size > 3 else int(rng.integers(4, 9)))
+    tokens = np.concatenate([sequence.tokens[:cut], span, [end]]).astype(np.uint16)
+    weights = np.concatenate([sequence.weights[:cut], np.zeros(len(span)), [1.0]]).astype(np.float16)
+    return Encoded(tokens, weights)
 
 
 class Windows:
@@ -173,6 +174,7 @@ class Windows:
 
     def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, window: int, seed: int) -> None:
         self._records, self._tokenizer, self._window = records, tokenizer, window
+        self._end = tokenizer.token_to_id(END_OF_TEXT)
         self._rng = np.random.default_rng(seed)
         self._passages = [p for record in records for p in passages_of(record["text"]) if 80 < len(p) < 1200]
         self._order = np.zeros(0, np.int64)
@@ -197,9 +199,12 @@ class Windows:
         if draw < copy_share:
             return encode(copy_task(self._passages, self._rng), self._tokenizer)
         text = self._next_record()["text"]
-        if self._rng.random() < 0.35:
+        if self._rng.random() < RELAID_SHARE:
             text = relaid(text, self._rng)
-        return encode(text, self._tokenizer)
+        sequence = encode(text, self._tokenizer)
+        if self._rng.random() < LOOP_SHARE:
+            return broken_off_loop(sequence, self._end, self._rng)
+        return sequence
 
     def batch(self, rows: int, copy_share: float) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [rows, window + 1] int64 and weights [rows, window] float32 of predicting ``tokens[:, 1:]``."""

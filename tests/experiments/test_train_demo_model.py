@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from experiments import train_demo_model
-from experiments.demo_data import END_OF_TEXT, Prompts, Windows, copy_task, encode, passages_of, relaid, train_tokenizer
+from experiments.demo_data import END_OF_TEXT, Windows, broken_off_loop, copy_task, encode, passages_of, relaid, train_tokenizer
 
 ZOO = "Zoo: The zoo opens at nine.\nIt closes at six, and on every second Sunday of the month it does not open at all."
 LAKE = "Lake - Depth: The lake is deep. Nobody has measured it, but the fishermen lower their nets for a long time."
@@ -71,15 +71,25 @@ def test_windows_hold_whole_sequences(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_prompts_end_where_the_answer_begins(tokenizer: Tokenizer) -> None:
-    for ids in Prompts(RECORDS, tokenizer, 400, seed=2).batch(12):
-        text = tokenizer.decode(ids)
-        assert text.endswith("### Answer\n") and text.count("### Answer") == 1
-
-
-def test_repeated_marks_the_second_of_equal_runs() -> None:
-    marks = train_demo_model.repeated(np.array([[1, 2, 3, 1, 2, 3, 1], [1, 2, 3, 4, 5, 6, 7]]), size=3)
-    assert marks.tolist() == [[False, False, False, False, False, True, True], [False] * 7]
+def test_a_broken_off_loop_repeats_the_end_of_the_answer_and_teaches_only_its_end(tokenizer: Tokenizer) -> None:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    single = encode(QA.partition("\n\n### Question\nIs")[0], tokenizer)
+    answer = int(np.flatnonzero(single.weights < 1.0)[-1]) + 1
+    for seed in range(30):
+        looped = broken_off_loop(single, end, np.random.default_rng(seed))
+        tokens, weights = looped.tokens.tolist(), looped.weights.tolist()
+        assert tokens[-1] == end and weights[-1] == 1.0
+        cut = max(i for i in range(len(tokens) - 1) if weights[i] == 1.0) + 1
+        assert tokens[:cut] == single.tokens[:cut].tolist() and cut > answer + 5
+        span = tokens[cut:-1]
+        size = next(n for n in range(1, len(span) + 1) if len(span) % n == 0 and span == tokens[cut - n : cut] * (len(span) // n))
+        assert len(span) // size >= 2 and cut - size >= answer
+        assert not any(weights[cut:-1])
+    short = encode(MATH, tokenizer)
+    assert (
+        broken_off_loop(encode("### Problem\nA?\n\n### Solution\n2", tokenizer), end, np.random.default_rng(0)).weights.sum() == 2
+    )
+    assert broken_off_loop(short, end, np.random.default_rng(1)).tokens[-1] == end
 
 
 def settings(out: Path, corpus: Path) -> argparse.Namespace:
@@ -109,9 +119,7 @@ def settings(out: Path, corpus: Path) -> argparse.Namespace:
         "--copy-steps",
         "1",
     ]
-    return train_demo_model.arguments(
-        [*arguments, "--evaluate-every", "2", "--repetition-every", "1", "--device", "cpu", "--threads", "1"]
-    )
+    return train_demo_model.arguments([*arguments, "--evaluate-every", "2", "--device", "cpu", "--threads", "1"])
 
 
 def test_the_model_copies_before_it_is_trained() -> None:
