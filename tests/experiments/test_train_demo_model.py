@@ -85,11 +85,8 @@ def test_a_broken_off_loop_repeats_the_end_of_the_answer_and_teaches_only_its_en
         size = next(n for n in range(1, len(span) + 1) if len(span) % n == 0 and span == tokens[cut - n : cut] * (len(span) // n))
         assert len(span) // size >= 2 and cut - size >= answer
         assert not any(weights[cut:-1])
-    short = encode(MATH, tokenizer)
-    assert (
-        broken_off_loop(encode("### Problem\nA?\n\n### Solution\n2", tokenizer), end, np.random.default_rng(0)).weights.sum() == 2
-    )
-    assert broken_off_loop(short, end, np.random.default_rng(1)).tokens[-1] == end
+    short = encode("### Problem\nA?\n\n### Solution\n2", tokenizer)
+    assert broken_off_loop(short, end, np.random.default_rng(0)) is short
 
 
 def settings(out: Path, corpus: Path) -> argparse.Namespace:
