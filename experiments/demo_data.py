@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 ANSWER_HEADINGS = ("### Answer\n", "### Solution\n")
 PROMPT_WEIGHT = 0.4
 RELAID_SHARE = 0.5  # of the tasks, laid out as people write them in a chat
-LOOP_SHARE = 0.3  # of the records, with a loop that is broken off
+LOOP_SHARE = 0.5  # of the records, with a loop that is broken off
 _SPLIT = re.compile("(" + "|".join(re.escape(heading) for heading in ANSWER_HEADINGS) + ")")
 _DOCUMENTS = re.compile(r"\A### Documents\n(.*?)\n\n### Question\n(.*?)\n\n### Answer\n(.*)\Z", re.S)
 _PASSAGE = re.compile(r"^\[\d+\] (.*?)(?=^\[\d+\] |\Z)", re.M | re.S)
@@ -159,10 +159,34 @@ def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> En
         return sequence
     cut = start + int(rng.integers(6, length + 1))
     size = min(cut - start, int(np.exp(rng.uniform(0.0, np.log(40.0)))))
-    span = np.tile(sequence.tokens[cut - size : cut], int(rng.integers(2, 4)) if size > 3 else int(rng.integers(4, 9)))
+    span = np.tile(sequence.tokens[cut - size : cut], int(rng.integers(2, 8)) if size > 3 else int(rng.integers(4, 25)))
     tokens = np.concatenate([sequence.tokens[:cut], span, [end]]).astype(np.uint16)
     weights = np.concatenate([sequence.weights[:cut], np.zeros(len(span)), [1.0]]).astype(np.float16)
     return Encoded(tokens, weights)
+
+
+class Prompts:
+    """Prompts as a chat client would send them, without answers: tasks of the corpus and paragraphs, in the chat template."""
+
+    def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
+        self._records, self._tokenizer, self._max_tokens = records, tokenizer, max_tokens
+        self._rng = np.random.default_rng(seed)
+
+    def batch(self, count: int) -> list[list[int]]:
+        """Token ids of ``count`` prompts of at most ``max_tokens`` tokens."""
+        prompts: list[list[int]] = []
+        while len(prompts) < count:
+            text = self._records[int(self._rng.integers(len(self._records)))]["text"]
+            if self._rng.random() < 0.7:
+                text = relaid(text, self._rng)
+            before, heading, _ = text.partition("### Answer\n")
+            if not heading:
+                paragraph = text.split("\n\n")[int(self._rng.integers(text.count("\n\n") + 1))].removeprefix("### ")
+                before = f"### Question\n{paragraph}\n\n"
+            ids = self._tokenizer.encode(before + "### Answer\n").ids
+            if len(ids) <= self._max_tokens:
+                prompts.append(ids)
+        return prompts
 
 
 class Windows:
@@ -174,7 +198,9 @@ class Windows:
 
     def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, window: int, seed: int) -> None:
         self._records, self._tokenizer, self._window = records, tokenizer, window
-        self._end = tokenizer.token_to_id(END_OF_TEXT)
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        assert end is not None, END_OF_TEXT
+        self._end = end
         self._rng = np.random.default_rng(seed)
         self._passages = [p for record in records for p in passages_of(record["text"]) if 80 < len(p) < 1200]
         self._order = np.zeros(0, np.int64)

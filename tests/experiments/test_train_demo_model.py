@@ -13,7 +13,17 @@ import torch
 from tokenizers import Tokenizer
 
 from experiments import train_demo_model
-from experiments.demo_data import END_OF_TEXT, Windows, broken_off_loop, copy_task, encode, passages_of, relaid, train_tokenizer
+from experiments.demo_data import (
+    END_OF_TEXT,
+    Prompts,
+    Windows,
+    broken_off_loop,
+    copy_task,
+    encode,
+    passages_of,
+    relaid,
+    train_tokenizer,
+)
 
 ZOO = "Zoo: The zoo opens at nine.\nIt closes at six, and on every second Sunday of the month it does not open at all."
 LAKE = "Lake - Depth: The lake is deep. Nobody has measured it, but the fishermen lower their nets for a long time."
@@ -89,6 +99,17 @@ def test_a_broken_off_loop_repeats_the_end_of_the_answer_and_teaches_only_its_en
     assert broken_off_loop(short, end, np.random.default_rng(0)) is short
 
 
+def test_prompts_end_where_the_answer_begins(tokenizer: Tokenizer) -> None:
+    for ids in Prompts(RECORDS, tokenizer, 400, seed=2).batch(12):
+        text = tokenizer.decode(ids)
+        assert text.endswith("### Answer\n") and text.count("### Answer") == 1
+
+
+def test_repeated_marks_the_second_of_equal_runs() -> None:
+    marks = train_demo_model.repeated(np.array([[1, 2, 3, 1, 2, 3, 1], [1, 2, 3, 4, 5, 6, 7]]), size=3)
+    assert marks.tolist() == [[False, False, False, False, False, True, True], [False] * 7]
+
+
 def settings(out: Path, corpus: Path) -> argparse.Namespace:
     arguments = [
         "--corpus",
@@ -116,7 +137,9 @@ def settings(out: Path, corpus: Path) -> argparse.Namespace:
         "--copy-steps",
         "1",
     ]
-    return train_demo_model.arguments([*arguments, "--evaluate-every", "2", "--device", "cpu", "--threads", "1"])
+    return train_demo_model.arguments(
+        [*arguments, "--evaluate-every", "2", "--repetition-steps", "2", "--device", "cpu", "--threads", "1"]
+    )
 
 
 def test_the_model_copies_before_it_is_trained() -> None:
