@@ -46,7 +46,8 @@ class Encoded:
     """One training sequence."""
 
     tokens: np.ndarray  # [n] uint16
-    weights: np.ndarray  # [n] float16, loss weight of predicting the token
+    weights: np.ndarray  # [n] float16, loss weight of predicting the target
+    targets: np.ndarray | None = None  # [n] uint16, what to predict in place of the token; the token itself when absent
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
@@ -143,11 +144,11 @@ def copy_task(passages: list[str], rng: np.random.Generator) -> str:
 
 
 def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> Encoded:
-    """The sequence with its last answer caught in a loop that ends: a span of it is repeated, and the end-of-text token follows.
+    """The sequence with its last answer caught in a loop, in which every token should have been the end of the text.
 
-    Greedy decoding of a model that copies falls into copying itself. Training never shows that state, so the way out has to be
-    shown: only the end after the repetition is learned, never the repetition. Sequences without a longer answer come back as
-    they are.
+    Greedy decoding of a model that copies falls into copying itself. Training text never shows that state, so the way out has to
+    be shown: a span of the answer is repeated, and after one repetition (three of a span of up to three tokens) the target is the
+    end-of-text token everywhere. The repetition itself is never learned. Sequences without a longer answer come back as they are.
     """
     inside = np.flatnonzero(sequence.weights == 1.0)
     if len(inside) == 0 or inside[-1] != len(sequence.tokens) - 1:
@@ -159,34 +160,14 @@ def broken_off_loop(sequence: Encoded, end: int, rng: np.random.Generator) -> En
         return sequence
     cut = start + int(rng.integers(6, length + 1))
     size = min(cut - start, int(np.exp(rng.uniform(0.0, np.log(40.0)))))
-    span = np.tile(sequence.tokens[cut - size : cut], int(rng.integers(2, 8)) if size > 3 else int(rng.integers(4, 25)))
+    repeats, tolerated = (int(rng.integers(2, 6)), 1) if size > 3 else (int(rng.integers(4, 25)), 3)
+    span = np.tile(sequence.tokens[cut - size : cut], repeats)
+    escape = np.arange(len(span) + 1) >= tolerated * size
     tokens = np.concatenate([sequence.tokens[:cut], span, [end]]).astype(np.uint16)
-    weights = np.concatenate([sequence.weights[:cut], np.zeros(len(span)), [1.0]]).astype(np.float16)
-    return Encoded(tokens, weights)
-
-
-class Prompts:
-    """Prompts as a chat client would send them, without answers: tasks of the corpus and paragraphs, in the chat template."""
-
-    def __init__(self, records: list[dict[str, str]], tokenizer: Tokenizer, max_tokens: int, seed: int) -> None:
-        self._records, self._tokenizer, self._max_tokens = records, tokenizer, max_tokens
-        self._rng = np.random.default_rng(seed)
-
-    def batch(self, count: int) -> list[list[int]]:
-        """Token ids of ``count`` prompts of at most ``max_tokens`` tokens."""
-        prompts: list[list[int]] = []
-        while len(prompts) < count:
-            text = self._records[int(self._rng.integers(len(self._records)))]["text"]
-            if self._rng.random() < 0.7:
-                text = relaid(text, self._rng)
-            before, heading, _ = text.partition("### Answer\n")
-            if not heading:
-                paragraph = text.split("\n\n")[int(self._rng.integers(text.count("\n\n") + 1))].removeprefix("### ")
-                before = f"### Question\n{paragraph}\n\n"
-            ids = self._tokenizer.encode(before + "### Answer\n").ids
-            if len(ids) <= self._max_tokens:
-                prompts.append(ids)
-        return prompts
+    weights = np.concatenate([sequence.weights[:cut], escape]).astype(np.float16)
+    targets = tokens.copy()
+    targets[cut:][escape] = end
+    return Encoded(tokens, weights, targets)
 
 
 class Windows:
@@ -232,10 +213,11 @@ class Windows:
             return broken_off_loop(sequence, self._end, self._rng)
         return sequence
 
-    def batch(self, rows: int, copy_share: float) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [rows, window + 1] int64 and weights [rows, window] float32 of predicting ``tokens[:, 1:]``."""
+    def batch(self, rows: int, copy_share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens [rows, window + 1] int64, targets [rows, window] int64 after ``tokens[:, :-1]``, and their weights, float32."""
         tokens = np.zeros((rows, self._window + 1), np.int64)
-        weights = np.zeros((rows, self._window + 1), np.float32)
+        targets = np.zeros_like(tokens)
+        weights = np.zeros(tokens.shape, np.float32)
         for row in range(rows):
             used = 0
             while True:
@@ -246,7 +228,9 @@ class Windows:
                 if used + size > self._window + 1:
                     self._held = sequence
                     break
-                tokens[row, used : used + size] = sequence.tokens
-                weights[row, used : used + size] = sequence.weights
+                span = (row, slice(used, used + size))
+                tokens[span] = sequence.tokens
+                targets[span] = sequence.tokens if sequence.targets is None else sequence.targets
+                weights[span] = sequence.weights
                 used += size
-        return tokens, weights[:, 1:]
+        return tokens, targets[:, 1:], weights[:, 1:]

@@ -4,9 +4,8 @@
 
 The run is a function of its arguments and the seed (up to the order of floating-point sums in threads). It can be stopped at
 any time and goes on with ``--resume``. The learning rate warms up, stays, and falls linearly to zero over the last
-``--decay-steps``; in that last part windows are twice as long, so that the whole context is trained. In the last
-``--repetition-steps``, at a low rate, the model also writes answers of its own and is pushed away from what it repeats in them.
-``--steps`` may be changed before the decay has begun, so the length of a run need not be known at its start.
+``--decay-steps``; in that last part windows are twice as long, so that the whole context is trained. ``--steps`` may be changed
+before the decay has begun, so the length of a run need not be known at its start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from experiments.demo_data import END_OF_TEXT, Prompts, Windows, encode, read_records, train_tokenizer
+from experiments.demo_data import END_OF_TEXT, Windows, encode, read_records, train_tokenizer
 
 CONTEXT = 2048
 ROPE_THETA = 500_000.0
@@ -47,7 +46,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=1024, help="tokens per window")
     parser.add_argument("--copy-steps", type=int, default=300, help="first steps, with half the text generated for copying")
     parser.add_argument("--copy-share", type=float, default=0.15, help="share of generated copying afterwards")
-    parser.add_argument("--repetition-steps", type=int, default=180, help="last steps, which also work against repetition")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -135,56 +133,15 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * warm * min(1.0, (args.steps - step) / args.decay_steps)
 
 
-def selected_loss(model: LlamaForCausalLM, tokens: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next tokens at the selected positions; logits are computed for those alone.
+def selected_loss(model: LlamaForCausalLM, tokens: torch.Tensor, targets: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the targets at the selected positions; logits are computed for those alone.
 
-    tokens: [rows, window + 1] int64. selected: [rows, window] bool.
+    tokens: [rows, window + 1] int64. targets: [rows, window] int64. selected: [rows, window] bool.
     """
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
         hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[selected])
-    return torch.nn.functional.cross_entropy(logits.float(), tokens[:, 1:][selected])
-
-
-def repeated(tokens: np.ndarray, size: int = 4) -> np.ndarray:
-    """[rows, n] bool: whether a token completes a run of ``size`` tokens that stands earlier in its row."""
-    marks = np.zeros(tokens.shape, bool)
-    for row, line in enumerate(tokens.tolist()):
-        seen: set[tuple[int, ...]] = set()
-        for end in range(size, len(line) + 1):
-            run = tuple(line[end - size : end])
-            marks[row, end - 1] = run in seen
-            seen.add(run)
-    return marks
-
-
-def repetition_loss(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int = 96) -> torch.Tensor:
-    """Unlikelihood of what the model repeats in its own greedy answers (Welleck et al., 2019, arXiv 1908.04319, section 5.2).
-
-    A token that completes a 4-gram of the same answer for a second time is penalised by -log(1 - its probability). Repeating the
-    prompt is not penalised: that is what the model is for.
-    """
-    width, device = max(map(len, prompts)), model.device
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for row, ids in enumerate(prompts):
-        tokens[row, width - len(ids) :] = torch.tensor(ids)
-        mask[row, width - len(ids) :] = 1
-    tokens, mask = tokens.to(device), mask.to(device)
-    model.eval()
-    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
-        whole = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    model.train()
-    answers = whole[:, width:]
-    marks = torch.from_numpy(repeated(answers.cpu().numpy())).to(device) & (answers != 0)
-    attention = torch.cat([mask, torch.ones_like(answers)], dim=1)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        positions = (attention.cumsum(1) - 1).clamp(min=0)
-        hidden = model.model(whole, attention_mask=attention, position_ids=positions, use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[:, width - 1 : -1][marks])
-    chosen = torch.log_softmax(logits.float(), -1).gather(1, answers[marks][:, None])
-    unlikelihood = -torch.log1p(-chosen.exp().clamp(max=1 - 1e-5))
-    return unlikelihood.sum() / max(1, int(marks.sum()))
+    return torch.nn.functional.cross_entropy(logits.float(), targets[selected])
 
 
 @torch.no_grad()
@@ -237,7 +194,6 @@ class Training:
         ]
         self.step, self.tokens_seen, self.seconds = 0, 0, 0.0
         self._tokenizer, self._records = tokenizer, records
-        self._prompts = Prompts(records, tokenizer, 400, args.seed + 11)
         self._windows: dict[bool, Windows] = {}
         self._rng = np.random.default_rng(args.seed + 7)
 
@@ -257,8 +213,6 @@ class Training:
             group["lr"] = learning_rate(self.step, args)
         loss = self.window_loss(falling)
         loss.backward()
-        if self.step >= args.steps - args.repetition_steps:
-            repetition_loss(self.model, self._prompts.batch(12)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -271,10 +225,10 @@ class Training:
         """The loss of the next windows: longer ones, and half as many, while the rate falls."""
         args = self.args
         share = 0.5 if self.step < args.copy_steps else args.copy_share
-        tokens, weights = self.windows(falling).batch(max(1, args.rows // 2) if falling else args.rows, share)
+        tokens, targets, weights = self.windows(falling).batch(max(1, args.rows // 2) if falling else args.rows, share)
         selected = self._rng.random(weights.shape) < weights  # a weight is the chance that a position counts
         self.tokens_seen += weights.size
-        return selected_loss(self.model, torch.from_numpy(tokens).to(args.device), torch.from_numpy(selected).to(args.device))
+        return selected_loss(self.model, *(torch.from_numpy(array).to(args.device) for array in (tokens, targets, selected)))
 
     def save(self, path: Path) -> None:
         """Writes the checkpoint; a cut never leaves half a file."""

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from experiments import train_demo_model
 from experiments.demo_data import (
     END_OF_TEXT,
-    Prompts,
     Windows,
     broken_off_loop,
     copy_task,
@@ -71,8 +70,9 @@ def test_windows_hold_whole_sequences(tokenizer: Tokenizer) -> None:
     windows = Windows(RECORDS, tokenizer, 300, seed=1)
     end = tokenizer.token_to_id(END_OF_TEXT)
     for _ in range(5):
-        tokens, weights = windows.batch(3, copy_share=0.0)
-        assert tokens.shape == (3, 301) and weights.shape == (3, 300)
+        tokens, targets, weights = windows.batch(3, copy_share=0.0)
+        assert tokens.shape == (3, 301) and targets.shape == weights.shape == (3, 300)
+        assert ((targets == tokens[:, 1:]) | (targets == end)).all()
         for row, line in enumerate(tokens):
             used = int(np.flatnonzero(line != 0).max()) + 1
             assert line[used] == end and not weights[row, used:].any()  # the rest is padding that counts for nothing
@@ -81,33 +81,23 @@ def test_windows_hold_whole_sequences(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_a_broken_off_loop_repeats_the_end_of_the_answer_and_teaches_only_its_end(tokenizer: Tokenizer) -> None:
+def test_in_a_broken_off_loop_every_token_should_have_been_the_end(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id(END_OF_TEXT)
     single = encode(QA.partition("\n\n### Question\nIs")[0], tokenizer)
     answer = int(np.flatnonzero(single.weights < 1.0)[-1]) + 1
     for seed in range(30):
         looped = broken_off_loop(single, end, np.random.default_rng(seed))
-        tokens, weights = looped.tokens.tolist(), looped.weights.tolist()
-        assert tokens[-1] == end and weights[-1] == 1.0
-        cut = max(i for i in range(len(tokens) - 1) if weights[i] == 1.0) + 1
-        assert tokens[:cut] == single.tokens[:cut].tolist() and cut > answer + 5
-        span = tokens[cut:-1]
+        assert looped.targets is not None
+        tokens, targets, weights = looped.tokens.tolist(), looped.targets.tolist(), looped.weights.tolist()
+        cut = next(i for i in range(answer, len(tokens)) if weights[i] == 0.0)  # the first repetition counts for nothing
+        assert tokens[:cut] == targets[:cut] == single.tokens[:cut].tolist() and cut > answer + 5
+        span, first = tokens[cut:-1], next(i for i in range(cut, len(tokens)) if weights[i] == 1.0)
         size = next(n for n in range(1, len(span) + 1) if len(span) % n == 0 and span == tokens[cut - n : cut] * (len(span) // n))
-        assert len(span) // size >= 2 and cut - size >= answer
-        assert not any(weights[cut:-1])
+        assert len(span) // size >= 2 and cut - size >= answer and first >= cut + size
+        assert not any(weights[cut:first]) and all(weight == 1.0 for weight in weights[first:])
+        assert targets[first:] == [end] * (len(tokens) - first) and tokens[-1] == end
     short = encode("### Problem\nA?\n\n### Solution\n2", tokenizer)
     assert broken_off_loop(short, end, np.random.default_rng(0)) is short
-
-
-def test_prompts_end_where_the_answer_begins(tokenizer: Tokenizer) -> None:
-    for ids in Prompts(RECORDS, tokenizer, 400, seed=2).batch(12):
-        text = tokenizer.decode(ids)
-        assert text.endswith("### Answer\n") and text.count("### Answer") == 1
-
-
-def test_repeated_marks_the_second_of_equal_runs() -> None:
-    marks = train_demo_model.repeated(np.array([[1, 2, 3, 1, 2, 3, 1], [1, 2, 3, 4, 5, 6, 7]]), size=3)
-    assert marks.tolist() == [[False, False, False, False, False, True, True], [False] * 7]
 
 
 def settings(out: Path, corpus: Path) -> argparse.Namespace:
@@ -137,9 +127,7 @@ def settings(out: Path, corpus: Path) -> argparse.Namespace:
         "--copy-steps",
         "1",
     ]
-    return train_demo_model.arguments(
-        [*arguments, "--evaluate-every", "2", "--repetition-steps", "2", "--device", "cpu", "--threads", "1"]
-    )
+    return train_demo_model.arguments([*arguments, "--evaluate-every", "2", "--device", "cpu", "--threads", "1"])
 
 
 def test_the_model_copies_before_it_is_trained() -> None:
