@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
 from cluster.terminal import fail, fail_input
 from configs.schema import find_model
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from configs.slices import Dtype, EngineOptions, ModelOptions, SpeculationOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -81,7 +81,7 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first N records.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout, the last one a summary.")] = False,
 ) -> None:
     """Generate for every record of a file, in this process.
@@ -89,15 +89,13 @@ def generate(
     A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
     from decoding.request import SamplingParams
-    from engine.errors import ModelLoadError
 
     try:
         records = [_Record(entry) for entry in read_prompts(prompts)[:limit]]
     except PromptFileError as error:
         fail_input(f"--prompts: {error}")
-    known = ("auto", "float32", "bfloat16", "float16", "float64")
-    if dtype not in known:
-        fail_input(f"--dtype {dtype!r} is not known: give one of {', '.join(known)}")
+    if dtype not in get_args(Dtype):
+        fail_input(f"--dtype {dtype!r} is not known: give one of {', '.join(get_args(Dtype))}")
     try:
         params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         model_options = ModelOptions(path=find_model(model), dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
@@ -105,13 +103,9 @@ def generate(
             max_running=batch_size, max_step_tokens=max(_ENGINE.max_step_tokens, 2 * batch_size), max_waiting=len(records)
         )
         speculation = SpeculationOptions(strategy, max_draft_tokens, _strategy_options(option or []))
-        from engine.engine import Engine
-
-        engine = Engine.load(model_options, engine_options, speculation)
+        engine = _load(model_options, engine_options, speculation)
     except ValueError as error:
         fail_input(str(error))
-    except ModelLoadError as error:
-        fail(str(error))
     started = time.perf_counter()
     for record in _run(engine, records, params, chat):
         print(json.dumps(record.result()) if as_json else _readable(record), flush=True)
@@ -119,6 +113,17 @@ def generate(
     summary |= {"model": engine.info.served_name, "strategy": strategy, "dtype": engine.info.dtype, "device": engine.info.device}
     summary |= {"batch_size": batch_size, "threads": threads, "temperature": temperature, "seed": seed}
     print(json.dumps({"summary": summary}) if as_json else _readable_summary(summary), flush=True)
+
+
+def _load(model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions) -> Engine:
+    """The engine; ends the command when the model cannot be used. Raises ValueError for an option outside its range."""
+    from engine.engine import Engine
+    from engine.errors import ModelLoadError
+
+    try:
+        return Engine.load(model, options, speculation)
+    except ModelLoadError as error:
+        fail(str(error))
 
 
 def _strategy_options(pairs: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 _STRICT = {"extra": "forbid"}  # an unknown key is an error (read by pydantic)
 
 
@@ -19,7 +20,7 @@ class ModelOptions:
 
     path: str = "demo_model"  # folder, or name on the hub
     served_name: str | None = None  # name in the API; the last part of the path when absent
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # auto: as the checkpoint says
+    dtype: Dtype = "auto"  # auto: as the checkpoint says
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or as many as Ray reserved for the replica

@@ -186,14 +186,12 @@ class Windows:
         self._passages = [p for record in records for p in passages_of(record["text"]) if 80 < len(p) < 1200]
         self._order = np.zeros(0, np.int64)
         self._cursor = 0
-        self.epochs = 0.0
         self._held: Encoded | None = None
 
     def _next_record(self) -> dict[str, str]:
         if self._cursor == len(self._order):
             self._order, self._cursor = self._rng.permutation(len(self._records)), 0
         self._cursor += 1
-        self.epochs += 1 / len(self._records)
         return self._records[int(self._order[self._cursor - 1])]
 
     def _next_sequence(self, copy_share: float) -> Encoded:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
@@ -221,6 +222,16 @@ def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, fo
         with pytest.raises(ModelLoadError, match=part) as raised:
             load_model(ModelOptions(path))
         assert "\n" not in str(raised.value)
+
+
+def test_attention_that_is_not_computed_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, attn_logit_softcapping=50.0, max_position_embeddings=64,
+    )  # fmt: skip
+    softcapped = save_model(tmp_path / "softcapped", config)
+    with pytest.raises(ModelLoadError, match="softcap"):
+        Engine.load(ModelOptions(str(softcapped)), EngineOptions(), SpeculationOptions())
 
 
 def test_model_options_out_of_range_name_the_field(folder: str) -> None:
