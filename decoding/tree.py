@@ -85,15 +85,23 @@ class DraftTree:
         hits = np.flatnonzero((self.parents[1:end] == row) & (self.tokens[1:end] == token))
         return int(hits[0]) + 1 if len(hits) else None
 
-    def clipped(self, max_rows: int, max_depth: int, vocab_size: int) -> DraftTree:
+    def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
         """The tree without rows that must not be computed: outside the vocabulary, too deep, too many, or below such a row.
 
         What a drafter proposes is a hint: whatever it holds, the engine computes a valid tree. Rows keep their order, so that
         parents still come first.
+
+        Args:
+            max_rows: rows to keep, the root included.
+            max_depth: of candidates.
+            vocab_size: tokens are below it.
+            max_window_depth: of the rows behind the candidates, which are never emitted; ``max_depth`` when absent.
         """
         if len(self.tokens) == 1:
             return self
-        valid = (self.tokens >= 0) & (self.tokens < vocab_size) & (self.depths() <= max_depth)
+        deepest = np.full(len(self.tokens), max_depth if max_window_depth is None else max_window_depth, np.int32)
+        deepest[: self.num_candidates] = max_depth
+        valid = (self.tokens >= 0) & (self.tokens < vocab_size) & (self.depths() <= deepest)
         if valid.all() and len(self.tokens) <= max_rows:
             return self
         kept = np.zeros(len(self.tokens), np.bool_)

@@ -46,7 +46,7 @@ class Batch:
     token_ids: npt.NDArray[np.int64]  # [rows]
     positions: npt.NDArray[np.int64]  # [rows]
     segments: tuple[Segment, ...]
-    logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are wanted: root and candidates of each tree
+    logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are wanted: all of each tree
     logit_starts: tuple[int | None, ...]  # per request, where its tree begins in logit_rows; None without a tree
 
 
@@ -74,8 +74,8 @@ def pack(works: Sequence[Work]) -> Batch:
             mask = None if work.tree.is_chain else _below_spine(work.tree, spine)
             logit_starts.append(wanted)
             root = offset + spine - 1
-            logit_rows.append(np.arange(root, root + work.tree.num_candidates))
-            wanted += work.tree.num_candidates
+            logit_rows.append(np.arange(root, root + len(work.tree)))
+            wanted += len(work.tree)
         segments.append(Segment(slot, work.start, offset, rows, mask))
         offset += rows
     return Batch(

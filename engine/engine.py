@@ -172,7 +172,10 @@ class Engine:
         drafts: dict[str, DraftTree] = {}
         for share, tree in zip(drafting, trees, strict=True):
             drafts[share.request.request_id] = tree.clipped(
-                share.draft_rows + 1, share.request.remaining - 1, self.info.vocab_size
+                share.draft_rows + 1,
+                share.request.remaining - 1,
+                self.info.vocab_size,
+                self.info.max_model_len - share.request.num_tokens,
             )
             share.request.stats.propose_s += propose_s
         works = []
@@ -194,7 +197,7 @@ class Engine:
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, acceptance.rows[:kept])
         if reason is None:
-            self._drafter.observe(request, tree, outcome.target_ids, acceptance)
+            self._drafter.observe(request, tree, outcome.target, acceptance)
             return StepOutput(request.request_id, tuple(tokens[:kept]), text)
         self._release(request, reason)
         return StepOutput(request.request_id, tuple(tokens[:kept]), text, reason, None, request.stats)
@@ -240,4 +243,4 @@ class Engine:
         del self._requests[request.request_id]
         del self._end_tokens[request.request_id]
         self._detokenizers.pop(request.request_id, None)
-        self._drafter.finish(request.request_id)
+        self._drafter.finish(request)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from decoding.drafters.base import TargetRows
 from decoding.request import Acceptance
 from decoding.sampling import argmax_rows, choose
 from decoding.tree import Int32Array
@@ -21,7 +22,7 @@ class Outcome:
     """What became of one request's tree."""
 
     acceptance: Acceptance
-    target_ids: Int32Array | None  # [candidates] greedy token after each row; None for a sampled request
+    target: TargetRows  # what the model said below each row of the tree
 
 
 class Executor(Protocol):
@@ -52,7 +53,7 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            rows = slice(first, first + work.tree.num_candidates)
+            rows = slice(first, first + len(work.tree))
             outcomes.append(self._verify(work, logits[rows], greedy[rows]))
         return outcomes
 
@@ -68,4 +69,4 @@ class LocalExecutor:
         acceptance = verify_exact(tree, token_at, request.remaining, work.end_tokens)
         # Entries behind ``end - 1``: the root's, then the tree's rows in order.
         self.runner.cache.compact(request.slot, work.end - 1, (0, *acceptance.rows))
-        return Outcome(acceptance, None if sampled else greedy)
+        return Outcome(acceptance, TargetRows(greedy, logits))

@@ -101,7 +101,8 @@ class Scheduler:
         budget = self._options.max_step_tokens
         for_decoding = budget - budget // 4 if prefilling else budget
         draft_rows = min(self._max_draft_rows, for_decoding // len(decoding) - 1) if decoding else 0
-        shares = [Share(request, request.num_tokens, max(0, min(draft_rows, request.remaining - 1))) for request in decoding]
+        # The bonus token takes the last place: a request that may emit one token needs no draft.
+        shares = [Share(request, request.num_tokens, max(0, draft_rows) if request.remaining > 1 else 0) for request in decoding]
         budget -= len(decoding) + sum(share.draft_rows for share in shares)
         for request in prefilling:
             end = min(request.num_tokens, request.num_computed + budget)

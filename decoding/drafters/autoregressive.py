@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoding.request import Acceptance, Request
-from decoding.tree import DraftTree, Int32Array
+from decoding.drafters.base import Drafter
+from decoding.request import Request
+from decoding.tree import DraftTree
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     """Drafts nothing, so that every step emits one token: the baseline of all comparisons."""
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """The root of each request."""
         return [DraftTree.chain(request.root, ()) for request in requests]
-
-    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
-        """Learns nothing."""
-
-    def finish(self, request_id: str) -> None:
-        """Keeps nothing."""

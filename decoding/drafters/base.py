@@ -1,40 +1,95 @@
-"""What a drafter is, and the names of those who propose rows."""
+"""What a drafter is, what it may ask of the target model, and the names of those who propose rows."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
+import torch
 
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Int32Array
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
-SOURCES = ("root", "prompt_lookup", "llma")
+SOURCES = (
+    "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
+    "history",
+)  # fmt: skip
 
 
-class Drafter(Protocol):
+class TargetRows:
+    """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
+
+    __slots__ = ("_logits", "ids")
+
+    def __init__(self, ids: Int32Array, logits: torch.Tensor) -> None:
+        """
+        Args:
+            ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled.
+            logits: [n, vocab] of the same rows, as the model gave them.
+        """
+        assert len(ids) == len(logits), (len(ids), len(logits))
+        self.ids, self._logits = ids, logits
+
+    def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
+        """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first.
+
+        It costs a pass over the vocabulary a row: ask for few rows.
+        """
+        if not len(rows):
+            return np.zeros((0, k), np.int32)
+        chosen = self._logits[torch.as_tensor(list(rows), device=self._logits.device)]
+        top: Int32Array = torch.topk(chosen.float(), k, dim=-1).indices.to("cpu", torch.int32).numpy()
+        return top
+
+
+class Target(Protocol):
+    """What a drafter may ask of the target model before the first request. Answers are computed when asked for."""
+
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    max_model_len: int
+
+    def bigram_table(self, width: int) -> Int32Array:
+        """[vocab, width] int32: the most likely next tokens after each token alone, the most likely first."""
+        ...
+
+    def unigram_ranking(self, width: int) -> Int32Array:
+        """[width] int32: tokens by the distance of their output embedding from the mean, the nearest first."""
+        ...
+
+    def step_seconds(self, rows: Sequence[int]) -> list[float]:
+        """Seconds of one forward over so many rows of one request, for each of ``rows``."""
+        ...
+
+
+class Drafter(ABC):
     """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
 
+    def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
+        """Called once, before the first request, when the target is loaded."""
+
+    @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request, in order.
 
         Args:
             requests: requests whose next tokens are wanted; the root of each tree is the request's last committed token.
-            budgets: the most rows to draft for each, the root not counted; 0 asks for the root alone.
+            budgets: the most rows to draft for each, the root not counted, window rows counted; 0 asks for the root alone.
         """
-        ...
 
-    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
-        """What a step taught, after the emitted tokens were committed.
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
+        """What a step taught, after the emitted tokens were committed. Not called for the step that ends a request.
 
         Args:
             request: the request as it is now.
-            tree: the tree that was computed.
-            target_ids: [n] the target's greedy token after each row, or None where rows were chosen one by one (sampling).
-            acceptance: what was kept. It may hold tokens beyond the request's end, which were not committed.
+            tree: the tree that was computed. It may hold fewer rows than the proposed one (see ``DraftTree.clipped``), and is a
+                root alone where nothing was asked of the drafter, as after a prefill.
+            target: the target's own tokens below the rows of ``tree``.
+            acceptance: what was kept of ``tree``.
         """
-        ...
 
-    def finish(self, request_id: str) -> None:
-        """Forgets a request. Called once for each request, whatever became of it."""
-        ...
+    def finish(self, request: Request) -> None:  # noqa: B027
+        """Forgets a request, which holds its whole output. Called once for each request, whatever became of it."""

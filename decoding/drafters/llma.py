@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decoding.drafters.base import SOURCES
-from decoding.request import Acceptance, Request
+from decoding.drafters.base import SOURCES, Drafter
+from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("llma")
@@ -54,7 +54,7 @@ class ReferenceIndex:
         return span[: stops[0]] if len(stops) else span
 
 
-class LlmaDrafter:
+class LlmaDrafter(Drafter):
     """Inference with reference (LLMA, arXiv 2304.04487, sections 2 and 3).
 
     At each step the last ``match_length`` tokens of the output are looked up in the references; of all occurrences the one whose
@@ -103,9 +103,6 @@ class LlmaDrafter:
             return DraftTree.chain(request.root, ())
         return DraftTree.chain(request.root, index.copy(position, min(self._copy_length, budget)), _SOURCE)
 
-    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
-        """Nothing: the references of a request are fixed, and the output is read from it."""
-
-    def finish(self, request_id: str) -> None:
+    def finish(self, request: Request) -> None:
         """Drops the index of the request."""
-        self._indices.pop(request_id, None)
+        self._indices.pop(request.request_id, None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoding.drafters.base import SOURCES
-from decoding.request import Acceptance, Request
+from decoding.drafters.base import SOURCES, Drafter
+from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("prompt_lookup")
@@ -40,7 +40,7 @@ class _NgramIndex:
         return None
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """transformers' prompt lookup decoding: n-gram sizes from ``max_ngram`` down to 1 over prompt and output, first occurrence,
     the ``num_tokens`` tokens after it.
 
@@ -81,9 +81,6 @@ class PromptLookupDrafter:
             return DraftTree.chain(request.root, ())
         return DraftTree.chain(request.root, request.tokens[position : position + min(self._num_tokens, budget)], _SOURCE)
 
-    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
-        """Nothing: the index catches up with the committed sequence when it is asked."""
-
-    def finish(self, request_id: str) -> None:
+    def finish(self, request: Request) -> None:
         """Drops the index of the request."""
-        self._indices.pop(request_id, None)
+        self._indices.pop(request.request_id, None)

@@ -114,7 +114,7 @@ def test_a_finished_request_is_forgotten() -> None:
     for strategy in ("prompt_lookup", "llma"):
         drafter = build_drafter(strategy, {})
         drafter.propose([request([1, 2, 1], [1])], [5])
-        drafter.finish("r")
+        drafter.finish(request([1, 2, 1], [1]))
         (tree,) = drafter.propose([request([7, 8, 7], [7])], [1])
         assert tree.tokens[1:].tolist() == [8]
 

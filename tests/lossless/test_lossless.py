@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES
-from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import DraftTree, Int32Array
+from decoding.drafters import STRATEGIES, Drafter
+from decoding.request import Request, SamplingParams
+from decoding.tree import DraftTree
 from engine.engine import Engine
 from tests.models import VOCAB, llama_config, save_model
 
@@ -118,7 +118,7 @@ def test_chunked_prefill_changes_nothing(folder: str, reference: tuple[str, list
     assert generate(load(folder, dtype, strategy, batch=4, step_tokens=16), GREEDY, expected) == expected
 
 
-class HostileDrafter:
+class HostileDrafter(Drafter):
     """Trees of any shape and content: the right continuation in places, wrong, invalid, too deep or too many tokens elsewhere."""
 
     def __init__(self, answers: dict[str, list[int]], seed: int) -> None:
@@ -145,12 +145,6 @@ class HostileDrafter:
             tokens.append(right if rng.random() < 0.6 else int(rng.integers(0, VOCAB)))
         candidates = int(rng.integers(1, rows + 1))
         return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(rows, np.int8), candidates)
-
-    def observe(self, request: Request, tree: DraftTree, target_ids: Int32Array | None, acceptance: Acceptance) -> None:
-        pass
-
-    def finish(self, request_id: str) -> None:
-        pass
 
 
 @pytest.mark.parametrize("sampled", [False, True])
