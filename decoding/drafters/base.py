@@ -68,6 +68,8 @@ class Target(Protocol):
 class Drafter(ABC):
     """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
 
+    needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
+
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""
 
