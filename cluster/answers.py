@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
+
+from cluster.logprobs import LogprobWriter, TokenBytes
+from decoding.request import TokenLogprob
 
 
 class Usage(BaseModel):
@@ -35,7 +39,7 @@ class Choice(BaseModel):
     message: Delta = Delta()
     delta: Delta = Delta()
     text: str = ""
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None  # see cluster.logprobs
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -63,19 +67,21 @@ class Answer(BaseModel):
 class AnswerBuilder:
     """Builds the objects of one answer: all have its id."""
 
-    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str) -> None:
-        self._kind, self._model = kind, model
+    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str, token_bytes: TokenBytes) -> None:
+        self._kind, self._model, self._token_bytes = kind, model, token_bytes
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._writers: dict[int, LogprobWriter] = {}  # by choice
 
-    def whole(self, texts: list[str], reasons: list[Any], usage: Usage) -> Answer:
-        """The answer that is not streamed."""
+    def whole(self, texts: list[str], reasons: list[Any], logprobs: list[list[TokenLogprob]], usage: Usage) -> Answer:
+        """The answer that is not streamed; ``logprobs`` are empty where they were not asked for."""
         choices = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+        for index, (text, reason, entries) in enumerate(zip(texts, reasons, logprobs, strict=True)):
+            written = self._logprobs(index, entries)
             if self._kind == "chat":
                 message = Delta(role="assistant", content=text, refusal=None)
-                choices.append(Choice(index=index, message=message, logprobs=None, finish_reason=reason))
+                choices.append(Choice(index=index, message=message, logprobs=written, finish_reason=reason))
             else:
-                choices.append(Choice(index=index, text=text, logprobs=None, finish_reason=reason))
+                choices.append(Choice(index=index, text=text, logprobs=written, finish_reason=reason))
         return self._object(choices, streamed=False, usage=usage)
 
     def opening(self, index: int) -> Answer | None:
@@ -85,11 +91,12 @@ class AnswerBuilder:
         delta = Delta(role="assistant", content="", refusal=None)
         return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
 
-    def piece(self, index: int, text: str) -> Answer:
-        """A chunk with text."""
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Answer:
+        """A chunk with text, and with log-probabilities of the tokens that came with it: the text may be held back."""
+        written = self._logprobs(index, logprobs)
         if self._kind == "chat":
-            return self._object([Choice(index=index, delta=Delta(content=text), logprobs=None, finish_reason=None)])
-        return self._object([Choice(index=index, text=text, logprobs=None, finish_reason=None)])
+            return self._object([Choice(index=index, delta=Delta(content=text), logprobs=written, finish_reason=None)])
+        return self._object([Choice(index=index, text=text, logprobs=written, finish_reason=None)])
 
     def end(self, index: int, reason: Any) -> Answer:
         """The last chunk of a choice."""
@@ -100,6 +107,13 @@ class AnswerBuilder:
     def usage(self, usage: Usage) -> Answer:
         """The chunk after the last one, when the client asked for it."""
         return self._object([], usage=usage)
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        if index not in self._writers:
+            self._writers[index] = LogprobWriter(self._kind, self._token_bytes)
+        return self._writers[index].write(entries)
 
     def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:
         name: Any = "text_completion"

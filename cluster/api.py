@@ -17,10 +17,12 @@ from cluster import errors
 from cluster.answers import AnswerBuilder, Usage
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Generation, Planner
+from cluster.logprobs import TokenBytes
 from cluster.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
 )
+from decoding.request import TokenLogprob
 from engine.loading import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class Service:
 
     def __init__(self, engine: EnginePort, tokenizer: PreTrainedTokenizerFast) -> None:
         self._engine, self._tokenizer = engine, tokenizer
+        self._token_bytes = TokenBytes(tokenizer)
         self._info: ModelInfo | None = None  # asked for once
         self._started = int(time.time())
 
@@ -63,14 +66,14 @@ class Service:
         """The assistant's next message."""
         info = await self._model(body.model)
         generation = Generation(self._engine, Planner(self._tokenizer, info).chat(body))
-        answer = AnswerBuilder("chat", "chatcmpl", info.served_name)
+        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, self._token_bytes)
         return await _respond(answer, generation, 1, bool(body.stream), body.include_usage)
 
     async def completion(self, body: CompletionRequest) -> Response:
         """The text that follows each prompt."""
         info = await self._model(body.model)
         generation = Generation(self._engine, Planner(self._tokenizer, info).completion(body))
-        answer = AnswerBuilder("text", "cmpl", info.served_name)
+        answer = AnswerBuilder("text", "cmpl", info.served_name, self._token_bytes)
         return await _respond(answer, generation, len(body.prompt), bool(body.stream), body.include_usage)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
@@ -135,11 +138,13 @@ async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, 
         return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
     texts: list[list[str]] = [[] for _ in range(choices)]
     reasons: list[Any] = [None] * choices
+    logprobs: list[list[TokenLogprob]] = [[] for _ in range(choices)]
     async with generation:
         async for index, output in generation.outputs():
             texts[index].append(output.text)
             reasons[index] = output.finish_reason
-    whole = answer.whole(["".join(pieces) for pieces in texts], reasons, _usage(generation))
+            logprobs[index] += output.logprobs or ()
+    whole = answer.whole(["".join(pieces) for pieces in texts], reasons, logprobs, _usage(generation))
     return Response(whole.to_json(), media_type="application/json")
 
 
@@ -153,8 +158,8 @@ async def _events(answer: AnswerBuilder, generation: Generation, choices: int, i
                 opening = answer.opening(index)
                 if opening is not None:
                     yield opening.to_event(include_usage)
-            if output.text:
-                yield answer.piece(index, output.text).to_event(include_usage)
+            if output.text or output.logprobs:
+                yield answer.piece(index, output.text, output.logprobs or ()).to_event(include_usage)
             if output.finish_reason is not None:
                 yield answer.end(index, output.finish_reason).to_event(include_usage)
         if include_usage:

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cluster.bench_command import bench
 from cluster.chat_command import chat
 from cluster.doctor import doctor
 from cluster.generate_command import generate
+from cluster.replay_command import replay
 from cluster.terminal import fail, fail_input
 
 app = typer.Typer(
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(replay)
+app.add_typer(bench, name="bench")
 app.command()(doctor)
 
 

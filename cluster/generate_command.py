@@ -61,11 +61,15 @@ def generate(
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")
     ] = ...,  # type: ignore[assignment]
-    strategy: Annotated[str, typer.Option(help="autoregressive, prompt_lookup or llma.")] = _SPECULATION.strategy,
+    strategy: Annotated[str, typer.Option(help="How to draft: README lists the names.")] = _SPECULATION.strategy,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each output.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens that hold this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of prompt and output come less often.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logit of a token that the output holds.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Taken off once for every time the output holds it.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of every record. Same seed, same text, whatever the strategy and batch size.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be given several times.")] = None,
     chat: Annotated[
@@ -97,7 +101,10 @@ def generate(
     if dtype not in get_args(Dtype):
         fail_input(f"--dtype {dtype!r} is not known: give one of {', '.join(get_args(Dtype))}")
     try:
-        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+        params = SamplingParams(
+            max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()), min_p=min_p, repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        )  # fmt: skip
         model_options = ModelOptions(path=find_model(model), dtype=dtype, device=device, threads=threads)  # type: ignore[arg-type]
         engine_options = EngineOptions(
             max_running=batch_size, max_step_tokens=max(_ENGINE.max_step_tokens, 2 * batch_size), max_waiting=len(records)

@@ -95,19 +95,34 @@ class Planner:
                 f"the context is {context} tokens, but the prompt's {len(ids)} and {wanted} more make {len(ids) + wanted}: "
                 f"at most {left} can be asked for",
             )
-        params = SamplingParams(
-            max_tokens=wanted if wanted is not None else min(default, left),
+        params = self._params(body, wanted if wanted is not None else min(default, left))
+        documents = body.reference_documents or ()
+        references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
+        return Job(np.asarray(ids, np.int32), params, references)
+
+    def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int) -> SamplingParams:
+        """The parameters with OpenAI's defaults."""
+        logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
+        self._check_ids("logit_bias", [token for token, _ in logit_bias])
+        if (body.min_tokens or 0) > max_tokens:
+            raise RequestError("min_tokens", f"at most {max_tokens} tokens may come, but min_tokens is {body.min_tokens}")
+        return SamplingParams(
+            max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=logit_bias,
+            logprobs=body.num_logprobs,
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
+            min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
         )
-        documents = body.reference_documents or ()
-        references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
-        return Job(np.asarray(ids, np.int32), params, references)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self._info.vocab_size:

@@ -13,17 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
 MAX_STOPS = 4  # as OpenAI
 MAX_PROMPTS = 128
 
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "response_format": ({"type": "text"},),
@@ -32,8 +28,6 @@ _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -54,7 +48,6 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "add_generation_prompt": (True,),
 }
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
-    "logprobs": (),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
@@ -89,6 +82,9 @@ def _unsupported(param: str, message: str) -> PydanticCustomError:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class _Strict(BaseModel):
@@ -127,7 +123,13 @@ class _GenerationRequest(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 1.0 when absent; 0 is greedy
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None  # by token id, written as a string
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
+    min_tokens: Annotated[int, Field(ge=0)] | None = None  # no end token before so many
     stop: list[Text] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     ignore_eos: bool | None = None
@@ -136,6 +138,15 @@ class _GenerationRequest(_Strict):
     reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
     user: Text | None = None  # opaque label
     safety_identifier: Text | None = None  # opaque label
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            # Short enough for int(), and spelled in one way, so that no two keys mean one token.
+            if not (key.isascii() and key.isdigit() and len(key) <= 18 and key == str(int(key))):
+                raise ValueError("must map token ids, written as decimal strings, to numbers")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -165,6 +176,7 @@ class CompletionRequest(_GenerationRequest):
     NO_OPS = _COMPLETION_NO_OPS
 
     prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
+    logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -177,6 +189,11 @@ class CompletionRequest(_GenerationRequest):
         if len(prompts) > MAX_PROMPTS:
             raise ValueError(f"must hold at most {MAX_PROMPTS} prompts")
         return prompts
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token, None for no log-probabilities."""
+        return self.logprobs
 
 
 class TextPart(_Strict):
@@ -207,6 +224,19 @@ class ChatCompletionRequest(_GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token, None for no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _unsupported("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> ChatCompletionRequest:

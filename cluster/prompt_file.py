@@ -1,4 +1,4 @@
-"""Files of prompts: JSON lines with ``prompt`` and, if wanted, ``id``, ``references`` and ``workload``."""
+"""Files of prompts: JSON lines with ``prompt`` and, if wanted, ``id``, ``references``, ``workload`` and ``output``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class PromptRecord:
     workload: str
     prompt: str
     references: tuple[str, ...]  # documents or earlier outputs that the answer may repeat
+    output: str | None = None  # what a target is known to answer, for replays
 
 
 def read_prompts(path: Path) -> list[PromptRecord]:
@@ -50,5 +51,8 @@ def _record(path: Path, number: int, line: str) -> PromptRecord:
     references = entry.get("references") or []
     if not isinstance(references, list) or not all(isinstance(text, str) for text in references):
         raise PromptFileError(f"{where}: `references` must be a list of strings")
+    output = entry.get("output")
+    if output is not None and not isinstance(output, str):
+        raise PromptFileError(f"{where}: `output` must be a string")
     record_id, workload = str(entry.get("id", f"{path.stem}/{number}")), str(entry.get("workload", path.stem))
-    return PromptRecord(record_id, workload, entry["prompt"], tuple(references))
+    return PromptRecord(record_id, workload, entry["prompt"], tuple(references), output)

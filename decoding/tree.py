@@ -79,11 +79,10 @@ class DraftTree:
             row = int(self.parents[row])
         return rows[::-1]
 
-    def child(self, row: int, token: int) -> int | None:
-        """The first candidate child of ``row`` that holds ``token``, or None."""
-        end = self.num_candidates
-        hits = np.flatnonzero((self.parents[1:end] == row) & (self.tokens[1:end] == token))
-        return int(hits[0]) + 1 if len(hits) else None
+    def children(self, rows: Sequence[int], token: int) -> list[int]:
+        """The candidate children of any of ``rows`` that hold ``token``; several where a tree says the same twice."""
+        hits = np.flatnonzero(self.tokens[1 : self.num_candidates] == token) + 1
+        return [row for row in hits.tolist() if self.parents[row] in rows]
 
     def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
         """The tree without rows that must not be computed: outside the vocabulary, too deep, too many, or below such a row.

@@ -27,14 +27,10 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     Returns:
         The accepted rows and the bonus token: between 1 and ``max_tokens`` tokens.
     """
-    rows: list[int] = []
-    row = 0
+    reached, depth = [0], 0  # rows of the same path: parallel branches may begin alike
     while True:
-        token = choose(row)
-        if token in end_tokens or len(rows) + 1 >= max_tokens:
-            return Acceptance(tuple(rows), token)
-        child = tree.child(row, token)
-        if child is None:
-            return Acceptance(tuple(rows), token)
-        rows.append(child)
-        row = child
+        token = choose(reached[0])
+        below = tree.children(reached, token)
+        if not below or token in end_tokens or depth + 1 >= max_tokens:
+            return Acceptance(tuple(tree.path(reached[0])), token)
+        reached, depth = below, depth + 1

@@ -7,6 +7,8 @@ sequence and its own ancestors. Nothing of the model is changed or copied.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from transformers import AttentionInterface
 
@@ -15,8 +17,8 @@ from engine.errors import ModelLoadError
 from engine.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
-# Arguments by which a model asks for attention that this function does not compute.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# Arguments by which a model asks for attention that this function does not compute: sinks, learned biases, chosen keys.
+_UNSUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
 
 
 class StepContext:
@@ -32,31 +34,32 @@ class StepContext:
         """
         self.segments, self.cache = batch.segments, cache
         self.positions, self._dtype = positions, dtype
-        self._masks: dict[tuple[int, int | None, int], torch.Tensor | None] = {}
-        self.layers_seen: set[int] = set()
+        self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
+        self.windows: dict[int, int | None] = {}  # of the layers that called, by index
 
-    def mask(self, segment: Segment, window: int | None, repeats: int = 1) -> torch.Tensor | None:
+    def mask(self, segment: Segment, window: int | None, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
         """Additive mask [repeats * rows, start + rows] of a segment; None where a row sees everything or plain causality holds.
 
         Args:
             segment: of the batch.
             window: a row sees only keys less than this many positions before it (sliding-window layers).
             repeats: how often the mask stands below itself.
+            explicit: plain causality of several rows is a mask as well.
         """
         if window is not None and segment.start + segment.rows <= window:
             window = None
-        key = (segment.offset, window, repeats)
+        key = (segment.offset, window, repeats, explicit)
         if key not in self._masks:
             if repeats == 1:
-                self._masks[key] = self._build(segment, window)
+                self._masks[key] = self._build(segment, window, explicit)
             else:
-                once = self.mask(segment, window)
+                once = self.mask(segment, window, 1, explicit)
                 self._masks[key] = None if once is None else once.repeat(repeats, 1)
         return self._masks[key]
 
-    def _build(self, segment: Segment, window: int | None) -> torch.Tensor | None:
+    def _build(self, segment: Segment, window: int | None, explicit: bool) -> torch.Tensor | None:
         start, rows = segment.start, segment.rows
-        if segment.mask is None and window is None and (rows == 1 or start == 0):
+        if segment.mask is None and window is None and (rows == 1 or (start == 0 and not explicit)):
             return None
         device = self.positions.device
         visible = torch.ones(rows, start + rows, dtype=torch.bool, device=device)
@@ -79,6 +82,7 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     tree_step: StepContext | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -89,9 +93,10 @@ def tree_attention(
         query: [1, heads, rows, head_dim].
         key: [1, kv_heads, rows, head_dim].
         value: as key.
-        attention_mask: not used; visibility comes from ``tree_step``.
+        attention_mask: absent; visibility comes from ``tree_step``.
         scaling: of the scores; 1 / sqrt(head_dim) when None.
         sliding_window: see ``StepContext.mask``.
+        softcap: scores are bounded by it, ``softcap * tanh(score / softcap)``, before they are masked (Gemma 2).
         tree_step: the running step.
 
     Returns:
@@ -104,16 +109,19 @@ def tree_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass arguments on to its attention function: the model cannot be served"
         )
+    if attention_mask is not None:
+        raise ModelLoadError(f"{type(module).__name__} masks its attention itself, which tree attention cannot follow")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    tree_step.layers_seen.add(layer)
+    tree_step.windows[layer] = sliding_window
     outputs = []
     for segment in tree_step.segments:
         rows = slice(segment.offset, segment.offset + segment.rows)
         keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])
-        outputs.append(_attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window))
+        attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+        outputs.append(attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
@@ -146,6 +154,33 @@ def _attend(
         attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         attended = attended.reshape(1, heads, rows, size)
     return attended.transpose(1, 2)
+
+
+def _attend_capped(
+    step: StepContext,
+    segment: Segment,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float,
+) -> torch.Tensor:
+    """As ``_attend``, with bounded scores, which torch's fused attention cannot do.
+
+    The operations and their types are those of transformers' eager attention, so that half precision rounds alike; only a float64
+    model has its softmax in float64.
+    """
+    _, heads, rows, size = query.shape
+    group = heads // keys.shape[1]
+    folded = query.reshape(1, -1, group * rows, size)
+    scores = torch.matmul(folded, keys.transpose(2, 3)) * (size**-0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    mask = step.mask(segment, window, group, explicit=True)
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return torch.matmul(weights, values).reshape(1, heads, rows, size).transpose(1, 2)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)

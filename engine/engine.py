@@ -18,6 +18,7 @@ from engine.executor import Executor, LocalExecutor, Outcome
 from engine.loading import ModelInfo, load_model
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.target import LocalTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Engine:
             strategy=speculation.strategy,
             lossless=speculation.strategy in LOSSLESS,
         )
+        drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
         return cls(LocalExecutor(runner), drafter, scheduler, info, loaded.tokenizer)
 
     @property
@@ -115,6 +117,8 @@ class Engine:
             raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer")
+        if params.logit_bias and max(token for token, _ in params.logit_bias) >= self.info.vocab_size:
+            raise RequestError("logit_bias", f"token ids must be between 0 and {self.info.vocab_size - 1}")
         self._scheduler.add(request)
         self._requests[request.request_id] = request
         own = () if params.ignore_eos else self.info.eos_token_ids
@@ -196,11 +200,12 @@ class Engine:
         request.commit(tokens[:kept])
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, acceptance.rows[:kept])
+        emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
         if reason is None:
             self._drafter.observe(request, tree, outcome.target, acceptance)
-            return StepOutput(request.request_id, tuple(tokens[:kept]), text)
+            return StepOutput(request.request_id, emitted, text, logprobs=logprobs)
         self._release(request, reason)
-        return StepOutput(request.request_id, tuple(tokens[:kept]), text, reason, None, request.stats)
+        return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs)
 
     def _read(self, request: Request, tokens: list[int], end_tokens: frozenset[int]) -> tuple[int, str, FinishReason | None]:
         """How many of the emitted tokens belong to the output, the text they add, and why it ends there, if it does."""

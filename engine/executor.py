@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from decoding.drafters.base import TargetRows
-from decoding.request import Acceptance
-from decoding.sampling import argmax_rows, choose
-from decoding.tree import Int32Array
+from decoding.penalties import LogitRules
+from decoding.request import Acceptance, Request, RequestState, TokenLogprob
+from decoding.sampling import argmax_rows, choose, token_logprobs
+from decoding.tree import DraftTree, Int32Array
 from decoding.verify import verify_exact
 from engine.batch import Work, pack
 from engine.runner import ModelRunner
@@ -23,6 +24,7 @@ class Outcome:
 
     acceptance: Acceptance
     target: TargetRows  # what the model said below each row of the tree
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each emitted token, where the request asks for them
 
 
 class Executor(Protocol):
@@ -36,11 +38,71 @@ class Executor(Protocol):
         ...
 
 
+class Verifier:
+    """Walks computed trees, and keeps what the penalties of its requests count.
+
+    The counts follow the committed tokens of a request and nothing else, so that they survive a preemption, and a verifier that
+    meets a request late catches up.
+    """
+
+    def __init__(self) -> None:
+        self._rules: dict[str, tuple[Request, LogitRules]] = {}
+
+    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
+        """What the target keeps of a tree.
+
+        Args:
+            work: with a tree.
+            logits: [n, vocab] of the tree's rows, as the model gave them.
+            greedy: [n] the argmax of each.
+        """
+        request, tree, params = work.request, work.tree, work.request.params
+        assert tree is not None
+        if params.greedy and not params.alters_logits:
+            acceptance = verify_exact(tree, lambda row: int(greedy[row]), request.remaining, work.end_tokens)
+        else:
+            acceptance = self._walk(work, tree, logits)
+        logprobs = None
+        if params.logprobs is not None:
+            visited = torch.tensor((0, *acceptance.rows), device=logits.device)
+            emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
+            logprobs = token_logprobs(logits[visited], emitted, params.logprobs)
+        return Outcome(acceptance, TargetRows(greedy, logits), logprobs)
+
+    def _walk(self, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+        """Row by row, each with the prefix that leads to it."""
+        request, params = work.request, work.request.params
+        rules = self._rules_of(request) if params.alters_logits else None
+        position = work.end  # of the token to choose: the walk goes down one level a call
+
+        def token_at(row: int) -> int:
+            nonlocal position
+            if rules is not None and row > 0:
+                rules.counts.push(int(tree.tokens[row]))
+            barred = work.end_tokens if position - request.num_prompt < params.min_tokens else ()
+            token = choose(logits[row], params, position, rules, barred)
+            position += 1
+            return token
+
+        return verify_exact(tree, token_at, request.remaining, work.end_tokens)
+
+    def _rules_of(self, request: Request) -> LogitRules:
+        """The request's rules, with counts of its committed tokens: what the last walk pushed and was not committed is gone."""
+        held = self._rules.get(request.request_id)
+        if held is None or held[0] is not request:
+            # Requests end without a word to the executor: the finished are forgotten when the next one comes.
+            self._rules = {key: pair for key, pair in self._rules.items() if pair[0].state is not RequestState.FINISHED}
+            held = self._rules[request.request_id] = request, LogitRules(request.params, request.prompt_ids)
+        held[1].counts.catch_up(request.output_ids)
+        return held[1]
+
+
 class LocalExecutor:
     """The executor of one replica: one model in this process."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+        self._verifier = Verifier()
 
     def execute(self, works: Sequence[Work]) -> list[Outcome | None]:
         """See ``Executor``."""
@@ -52,21 +114,10 @@ class LocalExecutor:
             if first is None:
                 outcomes.append(None)
                 continue
-            assert work.tree is not None, work.request.request_id
+            assert work.tree is not None and work.request.slot is not None, work.request.request_id
             rows = slice(first, first + len(work.tree))
-            outcomes.append(self._verify(work, logits[rows], greedy[rows]))
+            outcome = self._verifier.verify(work, logits[rows], greedy[rows])
+            # Entries behind ``end - 1``: the root's, then the tree's rows in order.
+            self.runner.cache.compact(work.request.slot, work.end - 1, (0, *outcome.acceptance.rows))
+            outcomes.append(outcome)
         return outcomes
-
-    def _verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
-        request, tree = work.request, work.tree
-        assert tree is not None and request.slot is not None
-        sampled = not request.params.greedy
-        depths = tree.depths()
-
-        def token_at(row: int) -> int:
-            return choose(logits[row], request.params, work.end + int(depths[row])) if sampled else int(greedy[row])
-
-        acceptance = verify_exact(tree, token_at, request.remaining, work.end_tokens)
-        # Entries behind ``end - 1``: the root's, then the tree's rows in order.
-        self.runner.cache.compact(request.slot, work.end - 1, (0, *acceptance.rows))
-        return Outcome(acceptance, TargetRows(greedy, logits))

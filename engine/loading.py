@@ -138,17 +138,40 @@ def _device(name: str) -> torch.device:
 
 def _context(config: PreTrainedConfig, options: ModelOptions) -> int:
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    constant = _constant_positions(config)
     if options.max_model_len is None:
         if own is None:
             raise ModelLoadError(f"model {options.path!r} does not say how long its context is: set model.max_model_len")
-        return int(own)
+        return int(own) if constant is None else min(int(own), constant)
     if options.max_model_len < 2:
         raise ModelLoadError(f"model.max_model_len must be at least 2, got {options.max_model_len}")
     if own is not None and options.max_model_len > own:
         raise ModelLoadError(
             f"model.max_model_len is {options.max_model_len}, but the context of {options.path!r} is {own} tokens"
         )
+    if constant is not None and options.max_model_len > constant:
+        raise ModelLoadError(
+            f"model.max_model_len is {options.max_model_len}, but {options.path!r} changes the positions of all tokens beyond "
+            f"{constant} (longrope), which cached keys cannot follow: set it to {constant} at most"
+        )
     return options.max_model_len
+
+
+def _constant_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which longrope keeps one set of frequencies; None for other models.
+
+    transformers picks the set by the longest sequence of a forward, so that beyond this length the other requests of a step, and
+    refused drafts, would change an output.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one set, or one for each kind of layer
+    limits = [
+        entry.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for entry in settings
+        if entry.get("rope_type") == "longrope"
+    ]
+    return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:

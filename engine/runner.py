@@ -26,6 +26,8 @@ class ModelRunner:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
         """
         self.model = model
+        if model.dtype == torch.float64:
+            model.set_experts_implementation("eager")  # torch's grouped matrix product has no float64
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         shape = KVShape(
@@ -53,11 +55,14 @@ class ModelRunner:
             if isinstance(error, ModelLoadError):
                 raise
             raise ModelLoadError(f"{type(self.model).__name__} cannot be served: a first forward failed: {error}") from error
-        if context.layers_seen != set(range(shape.layers)):
-            skipped = sorted(set(range(shape.layers)) - context.layers_seen)
-            raise ModelLoadError(
-                f"{type(self.model).__name__} cannot be served: layers {skipped} do not use attention that can be rolled back"
-            )
+        name = type(self.model).__name__
+        skipped = sorted(set(range(shape.layers)) - set(context.windows))
+        if skipped:
+            raise ModelLoadError(f"{name} cannot be served: layers {skipped} do not use attention that can be rolled back")
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        silent = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and context.windows[layer] is None]
+        if silent:
+            raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
 
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(batch.positions).to(self.model.device)

@@ -11,115 +11,39 @@ number of rows, so outputs may part where the two best tokens are nearly equal: 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cluster.prompt_file import PromptFileError, read_prompts
+from cluster.strategy_option import StrategyChoice
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.engine import Engine
-from experiments.contestants import LOOKUP_TOKENS, Contestant, EngineContestant, Prompt, StockGenerate, StockPromptLookup
+from engine.loading import LoadedModel, load_model
+from experiments.competition import compete, divergence, progress_bar, summary
+from experiments.contestants import EngineContestant, Prompt
 from experiments.record import RESULTS, write_record
+from experiments.shared_model import SharedModel
+from experiments.stock_generate import LOOKUP_TOKENS, StockGenerate, StockPromptLookup
 from experiments.workloads import fits, prompt_ids
 
 EXACT_DTYPES = ("float32", "float64")
 
 
-@dataclass(slots=True)
-class Tally:
-    """What one contestant did in all repeats."""
-
-    wall_s: list[float]  # per repeat
-    tokens: int = 0
-    steps: int = 0
-    differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not that of generate
-
-
-def compete(
-    contestants: Sequence[Contestant], prompts: Sequence[Prompt], repeats: int, batch_size: int, progress: Progress
-) -> tuple[dict[str, list[int]], dict[str, Tally]]:
-    """Runs everything; the first group is run once more before, untimed, to warm up.
-
-    Returns:
-        The output of the first contestant on each record when it runs alone, by id, and a tally per contestant.
-    """
-    groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
-    task = progress.add_task("reference", total=len(prompts))
-    expected: dict[str, list[int]] = {}
-    for prompt in prompts:
-        expected[prompt.id] = contestants[0].run([prompt])[0][0]
-        progress.advance(task)
-    tallies = {contestant.name: Tally([0.0] * repeats) for contestant in contestants}
-    for contestant in contestants:
-        contestant.run(groups[0])
-    task = progress.add_task("in turns", total=repeats * len(groups) * len(contestants))
-    for repeat in range(repeats):
-        for group in groups:
-            for contestant in contestants:
-                tally, started = tallies[contestant.name], time.perf_counter()
-                outputs, steps = contestant.run(group)
-                tally.wall_s[repeat] += time.perf_counter() - started
-                tally.steps += steps
-                for prompt, output in zip(group, outputs, strict=True):
-                    tally.tokens += len(output)
-                    if output != expected[prompt.id]:
-                        tally.differing.setdefault(prompt.id, output)
-                progress.advance(task)
-    return expected, tallies
-
-
-@torch.inference_mode()
-def divergence(model: PreTrainedModel, prompt: Prompt, expected: list[int], output: list[int]) -> dict[str, Any]:
-    """Where an output leaves that of ``generate``, and how close the target's two best tokens are there.
-
-    Returns:
-        ``position`` in the output, ``top_logit``, the ``gap`` to the second one, and whether the outputs hold these two tokens.
-    """
-    shared = next((i for i, (a, b) in enumerate(zip(expected, output, strict=False)) if a != b), min(len(expected), len(output)))
-    tokens = torch.tensor([prompt.ids + expected[:shared]], device=model.device)
-    best = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1].double().topk(2)
-    first, second = best.values.tolist()
-    are_top_two = set(expected[shared : shared + 1] + output[shared : shared + 1]) == set(best.indices.tolist())
-    return {"id": prompt.id, "position": shared, "top_logit": first, "gap": first - second, "top_two": are_top_two}
-
-
-def summary(tally: Tally, baseline: Tally, divergences: list[dict[str, Any]], num_prompts: int, repeats: int) -> dict[str, Any]:
-    """The figures of one contestant; ``speedup`` is generate's seconds over its own, repeat by repeat."""
-    speedups = [base / own for base, own in zip(baseline.wall_s, tally.wall_s, strict=True)]
-    gaps = [entry["gap"] for entry in divergences]
-    return {
-        "wall_s": [round(seconds, 3) for seconds in tally.wall_s],
-        "speedup": [round(speedup, 3) for speedup in speedups],
-        "speedup_median": round(statistics.median(speedups), 3),
-        "output_tokens": tally.tokens // repeats,
-        "tokens_per_s": round(tally.tokens / sum(tally.wall_s), 1),
-        "tokens_per_step": round(tally.tokens / tally.steps, 3),
-        "identical": num_prompts - len(tally.differing),
-        "identical_share": round(1 - len(tally.differing) / num_prompts, 4),
-        "largest_gap": max(gaps, default=None),
-        "divergences": divergences,
-    }
-
-
-def load_prompts(paths: Sequence[Path], engine: Engine, max_tokens: int, limit: int | None) -> tuple[list[Prompt], int]:
+def load_prompts(paths: Sequence[Path], model: LoadedModel, max_tokens: int, limit: int | None) -> tuple[list[Prompt], int]:
     """The records that fit, in the order of the files, at most ``limit``; and how many did not fit.
 
     Raises:
         PromptFileError: a workload cannot be read, or two records have one id.
     """
-    tokenizer, too_long = engine.tokenizer, 0
-    assert tokenizer is not None
+    tokenizer, too_long = model.tokenizer, 0
     prompts: list[Prompt] = []
     seen: set[str] = set()
     for record in (record for path in paths for record in read_prompts(path)):
@@ -129,7 +53,7 @@ def load_prompts(paths: Sequence[Path], engine: Engine, max_tokens: int, limit: 
             raise PromptFileError(f"two records have the id {record.id!r}: give each its own")
         seen.add(record.id)
         ids = prompt_ids(record, tokenizer)
-        if fits(len(ids), max_tokens, engine.info.max_model_len):
+        if fits(len(ids), max_tokens, model.max_model_len):
             references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
             prompts.append(Prompt(record.id, ids, references))
         else:
@@ -145,18 +69,19 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """
     model_options = ModelOptions(args.model, dtype=args.dtype, device=args.device, threads=args.threads)
     options = EngineOptions(max_running=args.batch_size, max_waiting=args.batch_size)
-    engines = [Engine.load(model_options, options, SpeculationOptions(name)) for name in args.strategies.split(",")]
-    info = engines[0].info
+    loaded = load_model(model_options)
+    shared = SharedModel(loaded, options, SpeculationOptions().max_draft_tokens)
+    device, end_tokens = str(loaded.model.device), loaded.eos_token_ids
     stock = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa")
-    stock = stock.to(info.device).eval()
-    prompts, too_long = load_prompts(args.workloads, engines[0], args.max_tokens, args.limit)
+    stock = stock.to(device).eval()
+    prompts, too_long = load_prompts(args.workloads, loaded, args.max_tokens, args.limit)
     if not prompts:
-        raise PromptFileError(f"no record fits the context of {info.max_model_len} tokens with --max-tokens {args.max_tokens}")
-    baseline = StockGenerate(stock, args.max_tokens, info.eos_token_ids)
-    lookup = StockPromptLookup(stock, args.max_tokens, info.eos_token_ids)
-    ours = [EngineContestant(engine, args.max_tokens) for engine in engines]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+        raise PromptFileError(f"no record fits the context of {loaded.max_model_len} tokens with --max-tokens {args.max_tokens}")
+    baseline = StockGenerate(stock, args.max_tokens, end_tokens)
+    lookup = StockPromptLookup(stock, args.max_tokens, end_tokens)
+    choices = [StrategyChoice(name, name, {}) for name in args.strategies.split(",")]
+    ours = [EngineContestant(partial(shared.engine, choice), args.max_tokens) for choice in choices]
+    with progress_bar() as progress:
         expected, tallies = compete([baseline, lookup, *ours], prompts, args.repeats, args.batch_size, progress)
     by_id = {prompt.id: prompt for prompt in prompts}
     contestants = {}
@@ -171,7 +96,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "contestants": contestants,
         "record_ids": list(by_id),
     }
-    return results, info.device
+    return results, device
 
 
 def unfaithful(results: dict[str, Any], dtype: str) -> list[str]:

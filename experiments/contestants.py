@@ -1,19 +1,14 @@
-"""Ways to generate from the same prompts, side by side: transformers' ``generate`` and our engine."""
+"""What generates from the same prompts, side by side: the port, and our engine behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from transformers import PreTrainedModel
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
-from experiments.workloads import run_engine
-
-LOOKUP_TOKENS = 10
+from experiments.guided import GuidedExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +18,20 @@ class Prompt:
     id: str
     ids: list[int]
     references: list[list[int]]
+    known: list[int] | None = None  # the output to follow, in guided runs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a contestant made of some prompts. Times are seconds; of several prompts, each counts the steps it shares."""
+
+    outputs: list[list[int]]  # of each prompt, the end token included
+    steps: int  # target forwards that emitted tokens, counted for each prompt that they served
+    prefill_s: float  # to the first token
+    forward_s: float  # target forwards after the first token
+    propose_s: float | None = None  # drafting after the first token; None where it cannot be told apart
+    drafted: int | None = None  # as propose_s
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
 
 
 class Contestant(Protocol):
@@ -30,76 +39,61 @@ class Contestant(Protocol):
 
     name: str
 
-    def run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], int]:
-        """The output of each prompt, its end token included, and the target forwards that they took."""
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Generates from a group of prompts."""
         ...
 
-
-class StockGenerate:
-    """``generate`` of an unmodified model; a group of prompts is padded on the left."""
-
-    name = "generate"
-
-    def __init__(self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...]) -> None:
-        self._model, self._end_tokens = model, end_tokens
-        pad = end_tokens[0] if end_tokens else 0
-        self._settings: dict[str, Any] = {
-            "max_new_tokens": max_tokens, "do_sample": False, "use_cache": True, "pad_token_id": pad,
-            "eos_token_id": list(end_tokens) or None,
-        }  # fmt: skip
-
-    @torch.inference_mode()
-    def run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], int]:
-        """See ``Contestant``. A forward gives one token to each prompt."""
-        width, device = max(len(prompt.ids) for prompt in prompts), self._model.device
-        tokens = torch.full((len(prompts), width), self._settings["pad_token_id"], device=device)
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids, device=device)
-            mask[row, width - len(prompt.ids) :] = 1
-        generated = self._model.generate(input_ids=tokens, attention_mask=mask, **self._settings)
-        outputs = [self._ended(row[width:]) for row in generated.tolist()]
-        return outputs, sum(map(len, outputs))
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """Without the padding behind the first end token."""
-        ends = [index for index, token in enumerate(ids) if token in self._end_tokens]
-        return ids[: ends[0] + 1] if ends else ids
-
-
-class StockPromptLookup(StockGenerate):
-    """``generate`` with transformers' own prompt lookup, which takes one prompt at a time."""
-
-    name = "generate + lookup"
-
-    def __init__(self, model: PreTrainedModel, max_tokens: int, end_tokens: tuple[int, ...]) -> None:
-        super().__init__(model, max_tokens, end_tokens)
-        self._settings["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-
-    def run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], int]:
-        """See ``Contestant``."""
-        forwards = 0
-
-        def count(*_: object) -> None:
-            nonlocal forwards
-            forwards += 1
-
-        hook = self._model.register_forward_hook(count)
-        try:
-            outputs = [super(StockPromptLookup, self).run([prompt])[0][0] for prompt in prompts]
-        finally:
-            hook.remove()
-        return outputs, forwards
+    def renew(self) -> None:
+        """Forgets what earlier prompts taught."""
+        ...
 
 
 class EngineContestant:
     """Our engine with one strategy."""
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
-        self.name, self.engine, self._params = engine.info.strategy, engine, SamplingParams(max_tokens)
+    def __init__(self, make_engine: Callable[[], Engine], max_tokens: int, guide: GuidedExecutor | None = None) -> None:
+        """
+        Args:
+            make_engine: makes an engine that has seen no request.
+            max_tokens: of each output.
+            guide: the executor of these engines, in guided runs.
+        """
+        self._make_engine, self._max_tokens, self._guide = make_engine, max_tokens, guide
+        self.engine = make_engine()
+        self.name = self.engine.info.strategy
 
-    def run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], int]:
-        """See ``Contestant``. Forwards are counted per request: a step serves several."""
-        requests = [Request(str(row), prompt.ids, self._params, prompt.references) for row, prompt in enumerate(prompts)]
-        run_engine(self.engine, requests)
-        return [request.output_ids.tolist() for request in requests], sum(request.stats.steps for request in requests)
+    def renew(self) -> None:
+        """A new engine with a new drafter."""
+        self.engine = self._make_engine()
+
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """See ``Contestant``."""
+        requests = {prompt.id: self._request(prompt) for prompt in prompts}
+        for request in requests.values():
+            self.engine.add(request)
+        first_s: dict[str, float] = {}  # seconds in forwards when the first token came
+        while self.engine.has_work:
+            for output in self.engine.step():
+                first_s.setdefault(output.request_id, requests[output.request_id].stats.forward_s)
+        stats = [request.stats for request in requests.values()]
+        by_source: dict[str, int] = {}
+        for entry in stats:
+            for source, count in entry.accepted_by_source.items():
+                by_source[source] = by_source.get(source, 0) + count
+        return Run(
+            [request.output_ids.tolist() for request in requests.values()],
+            sum(entry.steps for entry in stats),
+            sum(entry.prefill_s for entry in stats),
+            sum(entry.forward_s for entry in stats) - sum(first_s.values()),
+            sum(entry.propose_s for entry in stats),
+            sum(entry.drafted for entry in stats),
+            by_source,
+        )
+
+    def _request(self, prompt: Prompt) -> Request:
+        max_tokens = self._max_tokens
+        if prompt.known is not None:
+            assert self._guide is not None, prompt.id
+            self._guide.known[prompt.id] = prompt.known
+            max_tokens = len(prompt.known)
+        return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references)

@@ -1,13 +1,16 @@
 """Pictures of recorded runs.
 
 python -m experiments.plots loss-curve METRICS --out demo_model/loss.svg
+python -m experiments.plots strategy-bars experiments/results/RECORD.json --out bars.svg
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -53,7 +56,45 @@ def loss_curve(metrics: Path, out: Path) -> Path:
     below.set_xlabel("training tokens seen (millions)")
     below.set_ylim(0, 100)
     below.legend(frameon=False, loc="upper left")
+    return _save(figure, out)
+
+
+def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
+    """Results of ``outrider bench strategies``: speed against greedy generate with its spread, and accepted tokens by source.
+
+    Args:
+        results: the ``results`` of a record.
+        out: the file; its name says which kind of picture.
+    """
+    overall = results["overall"]
+    names, places = list(overall), range(len(overall))
+    figure = Figure(figsize=(max(7.5, 0.85 * len(names)), 7.5), layout="constrained", facecolor="white")
+    above, below = figure.subplots(2, 1, sharex=True)
+    medians = [row["ratio_median"] for row in overall.values()]
+    spread = [
+        [median - min(row["ratio"]) for median, row in zip(medians, overall.values(), strict=True)],
+        [max(row["ratio"]) - median for median, row in zip(medians, overall.values(), strict=True)],
+    ]
+    above.bar(places, medians, yerr=spread, capsize=3, color=_LOSS)
+    above.axhline(1.0, color="black", linewidth=0.8)
+    above.set_ylabel("speed against greedy generate")
+    sources = sorted({source for row in overall.values() for source in row["accepted_per_step"]})
+    floor = [1.0] * len(names)  # the target's own token
+    below.bar(places, floor, color="#cccccc", label="target")
+    for number, source in enumerate(sources):
+        heights = [row["accepted_per_step"].get(source, 0.0) for row in overall.values()]
+        below.bar(places, heights, bottom=floor, color=matplotlib.colormaps["tab20"](number % 20), label=source)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    below.set_ylabel("tokens per step, by source")
+    below.set_xticks(places, names, rotation=40, ha="right", fontsize=8)
+    below.legend(frameon=False, fontsize=8, ncols=4)
     for axes in (above, below):
+        axes.set_axisbelow(True)
+    return _save(figure, out)
+
+
+def _save(figure: Figure, out: Path) -> Path:
+    for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +109,13 @@ def main() -> None:
     curve = pictures.add_parser("loss-curve", help="held-out loss and answer accuracy of a training run")
     curve.add_argument("metrics", type=Path, help="metrics.jsonl of the run")
     curve.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
+    curve.set_defaults(draw=lambda args: loss_curve(args.metrics, args.out))
+    bars = pictures.add_parser("strategy-bars", help="speed and accepted tokens of a run of outrider bench strategies")
+    bars.add_argument("record", type=Path, help="its record")
+    bars.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
+    bars.set_defaults(draw=lambda args: strategy_bars(json.loads(args.record.read_text(encoding="utf-8"))["results"], args.out))
     args = parser.parse_args()
-    print(loss_curve(args.metrics, args.out))
+    print(args.draw(args))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Tiny models gain nothing from a second thread, and two threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What tests keep (tables of tiny models, compiled code) stays out of the home folder; `make clean` removes it.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
 
 settings.register_profile("outrider", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("outrider")

@@ -1,20 +1,65 @@
-"""Tiny random models and a tokenizer, as folders that transformers loads."""
+"""Tiny random models, a tokenizer, and engines over them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from configs.slices import EngineOptions
+from decoding.drafters import Drafter
+from decoding.tree import Int32Array
+from engine.attention import TREE_ATTENTION
+from engine.engine import Engine
+from engine.executor import LocalExecutor
+from engine.loading import ModelInfo
+from engine.model_tables import bigram_table, unigram_ranking
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
 
 END = "<|endoftext|>"
 VOCAB = 320
+CONTEXT = 128  # tokens of prompt and output together, of all models of ``FAMILIES``
+MAX_DRAFT = 16  # rows that an engine over a tiny model drafts for one request
+SLOTS = 4
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "A request travels from the door to the engine and back again.",
     "Größe, naïve, 東京, café, emoji 🙂 and other characters that take several bytes.",
 )
+
+_COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_MIXED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def llama_config(**changes: object) -> LlamaConfig:
@@ -25,6 +70,119 @@ def llama_config(**changes: object) -> LlamaConfig:
         "eos_token_id": 0,
     }  # fmt: skip
     return LlamaConfig(**{**settings, **changes})
+
+
+# The families whose outputs are proven to be exact. Windows are shorter than the sequences of the tests.
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED, initializer_range=0.1),
+    "mistral": MistralConfig(**_GROUPED, initializer_range=0.1, sliding_window=12),
+    "qwen2": Qwen2Config(**_GROUPED, initializer_range=0.1, use_sliding_window=True, **_MIXED),
+    "qwen3": Qwen3Config(**_GROUPED, initializer_range=0.1, head_dim=16),
+    "phi3": Phi3Config(**_GROUPED, initializer_range=0.1, sliding_window=20),
+    "opt": OPTConfig(**_COMMON, init_std=0.1, ffn_dim=64, word_embed_proj_dim=48),
+    "gpt2": GPT2Config(**_COMMON, initializer_range=0.1),
+    "gpt_neox": GPTNeoXConfig(**_COMMON, initializer_range=0.1),
+    "glm": GlmConfig(**_GROUPED, initializer_range=0.1, head_dim=12),
+    "glm4": Glm4Config(**_GROUPED, initializer_range=0.1, head_dim=12),
+    "gemma": GemmaConfig(**_GROUPED, initializer_range=0.1, head_dim=16),
+    "gemma2": Gemma2Config(**_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, attn_logit_softcapping=2.0),
+    "gemma3": Gemma3TextConfig(**_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, query_pre_attn_scalar=16),
+    "mixtral": MixtralConfig(**_GROUPED, initializer_range=0.1, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+# Of the weights. Chosen so that greedy outputs vary, repeat themselves in places, and are nowhere within rounding of a tie.
+_SEEDS = {
+    "llama": 9, "mistral": 4, "qwen2": 6, "qwen3": 3, "phi3": 1, "opt": 9, "gpt2": 8, "gpt_neox": 10, "glm": 11, "glm4": 9,
+    "gemma": 1, "gemma2": 11, "gemma3": 3, "mixtral": 6,
+}  # fmt: skip
+
+
+class TinyTarget:
+    """What drafters may ask of a tiny model: its own tables, computed once, and a step time that no clock decides."""
+
+    vocab_size, end_token_ids, max_model_len = VOCAB, (0,), CONTEXT
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @cached_property
+    def _bigrams(self) -> Int32Array:
+        return bigram_table(self._runner, VOCAB, VOCAB, None)
+
+    @cached_property
+    def _unigrams(self) -> Int32Array:
+        return unigram_ranking(self._runner.model, VOCAB)
+
+    def bigram_table(self, width: int) -> Int32Array:
+        """See ``decoding.drafters.base.Target``."""
+        return self._bigrams[:, :width].copy()
+
+    def unigram_ranking(self, width: int) -> Int32Array:
+        """See ``decoding.drafters.base.Target``."""
+        return self._unigrams[:width].copy()
+
+    def step_seconds(self, rows: Sequence[int]) -> list[float]:
+        """A step of many rows costs little more than one of few, as on a GPU."""
+        return [0.01 + 0.0001 * count for count in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A random model twice, with the same weights."""
+
+    stock: PreTrainedModel  # as transformers runs it
+    runner: ModelRunner  # with tree attention and ``SLOTS`` slots
+    target: TinyTarget
+
+
+@cache
+def tiny_model(family: str, dtype: str) -> TinyModel:
+    """A random model of a family; tests share it, one after another.
+
+    Args:
+        family: a key of ``FAMILIES``.
+        dtype: float32, or float64 with the same weights.
+    """
+    torch.manual_seed(_SEEDS[family])
+    plain = "eager" if family == "gemma2" else "sdpa"  # transformers bounds scores in no other attention
+    stock, tree = (
+        AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family]), dtype=torch.float32, attn_implementation=attention)
+        for attention in (plain, TREE_ATTENTION)
+    )
+    tree.load_state_dict(stock.state_dict())
+    stock.generation_config.eos_token_id = 0
+    if dtype == "float64":
+        stock.set_experts_implementation("eager")  # as the runner does
+    stock, tree = (model.to(getattr(torch, dtype)).eval() for model in (stock, tree))
+    runner = ModelRunner(tree, SLOTS, CONTEXT + MAX_DRAFT)
+    return TinyModel(stock, runner, TinyTarget(runner))
+
+
+def prepared(drafter: Drafter, model: TinyModel) -> Drafter:
+    """The drafter, with what it asks of the model."""
+    drafter.prepare(model.target)
+    return drafter
+
+
+def engine_over(
+    runner: ModelRunner, drafter: Drafter, batch: int = SLOTS, step_tokens: int = 256, strategy: str = "test"
+) -> Engine:
+    """An engine over a model that others use as well, one after another; token ids in, token ids out.
+
+    Args:
+        runner: of ``tiny_model``.
+        drafter: new.
+        batch: requests in one step, at most ``SLOTS``.
+        step_tokens: rows of one forward.
+        strategy: the name to show.
+    """
+    info = ModelInfo(
+        served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
+        device="cpu", num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
+    )  # fmt: skip
+    scheduler = Scheduler(EngineOptions(max_running=batch, max_step_tokens=step_tokens), MAX_DRAFT)
+    return Engine(LocalExecutor(runner), drafter, scheduler, info)
 
 
 def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:

@@ -25,7 +25,7 @@ _NUMBERS = {"numpy", "torch"}
 _MODELS = _NUMBERS | {"transformers", "tokenizers", "safetensors", "flash_attn", "jinja2"}
 _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgpack", "prometheus_client"}
 LIBRARIES: dict[str, set[str]] = {
-    "decoding": _NUMBERS,
+    "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
     "engine": _MODELS,
     "cache_service": {"numpy", "redis", "msgpack"},

@@ -7,10 +7,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.autoregressive import AutoregressiveDrafter
 from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.jacobi import JacobiDrafter
 from decoding.drafters.llma import LlmaDrafter
+from decoding.drafters.ngrammys import NgrammysDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.drafters.recycling import RecyclingDrafter
+from decoding.drafters.suffix import SuffixDrafter
+from decoding.drafters.trie import TrieDrafter
 
 __all__ = ["LOSSLESS", "SOURCES", "STRATEGIES", "Drafter", "build_drafter"]
 
@@ -18,8 +24,14 @@ STRATEGIES: dict[str, Callable[..., Drafter]] = {
     "autoregressive": AutoregressiveDrafter,
     "prompt_lookup": PromptLookupDrafter,
     "llma": LlmaDrafter,
+    "jacobi": JacobiDrafter,
+    "ngrammys": NgrammysDrafter,
+    "recycling": RecyclingDrafter,
+    "suffix": SuffixDrafter,
+    "trie": TrieDrafter,
+    "auto": AutoDrafter,
 }
-LOSSLESS = frozenset({"autoregressive", "prompt_lookup", "llma"})  # strategies that preserve the target's law
+LOSSLESS = frozenset(STRATEGIES)  # those that preserve the target's law: all are verified by ``verify_exact``
 
 
 def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:

@@ -24,20 +24,27 @@ class TargetRows:
 
     __slots__ = ("_logits", "ids")
 
-    def __init__(self, ids: Int32Array, logits: torch.Tensor) -> None:
+    def __init__(self, ids: Int32Array, logits: torch.Tensor | None) -> None:
         """
         Args:
-            ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled.
-            logits: [n, vocab] of the same rows, as the model gave them.
+            ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
+                replay of known outputs (see ``decoding.replay``) only the accepted path is known: -1 elsewhere.
+            logits: [n, vocab] of the same rows, as the model gave them; None in a replay.
         """
-        assert len(ids) == len(logits), (len(ids), len(logits))
+        assert logits is None or len(ids) == len(logits), (len(ids), len(logits))
         self.ids, self._logits = ids, logits
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether ``top_k`` can be asked: not in a replay of known outputs."""
+        return self._logits is not None
 
     def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
         """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first.
 
-        It costs a pass over the vocabulary a row: ask for few rows.
+        It costs a pass over the vocabulary a row: ask for few rows, and only where ``has_logits``.
         """
+        assert self._logits is not None, "a replay knows no logits: ask where has_logits, or declare needs_logits"
         if not len(rows):
             return np.zeros((0, k), np.int32)
         chosen = self._logits[torch.as_tensor(list(rows), device=self._logits.device)]

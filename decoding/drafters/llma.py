@@ -5,13 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from decoding.drafters.base import SOURCES, Drafter
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 
+Positions = npt.NDArray[np.int64]
+
+TIES = ("first", "recent", "random")
+
 _SOURCE = SOURCES.index("llma")
 _END = -1  # stands after each reference; no token has this id
+_STREAM = 1  # of the request's seed, beside the one that draws its tokens
+
+
+def longest_agreement(text: Int32Array, ends: Positions, query: Int32Array, max_length: int) -> tuple[int, Positions]:
+    """Which of some positions in a text agree the longest with the end of a query, read backwards.
+
+    Example: text ``4 5 6 5``, query ``9 4 5``: of the ends 1 and 3, where 5 stands, 1 agrees in two tokens.
+
+    Args:
+        text: [n] token ids.
+        ends: [m] ascending positions at which the query's last token stands.
+        query: [q] token ids, at least one.
+        max_length: agreement is not measured beyond this many tokens.
+
+    Returns:
+        The number of agreeing tokens, and the positions that reach it; 0 and none without ``ends``.
+    """
+    length = min(1, len(ends))
+    while length and length < min(max_length, len(query)):
+        longer = ends[(ends >= length) & (text[ends - length] == query[-1 - length])]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return length, ends
 
 
 class ReferenceIndex:
@@ -19,37 +48,20 @@ class ReferenceIndex:
 
     def __init__(self, references: Sequence[Int32Array]) -> None:
         parts = [part for reference in references for part in (reference, [_END])]
-        self._text = np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)  # [n]
-        self._order = np.argsort(self._text, kind="stable")  # [n] positions by token, then by position
-        self._sorted = self._text[self._order]  # [n]
+        self.text = np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)  # [n]
+        self._order = np.argsort(self.text, kind="stable")  # [n] positions by token, then by position
+        self._sorted = self.text[self._order]  # [n]
 
-    def match(self, query: Int32Array, min_length: int, max_length: int) -> int | None:
-        """The position after the occurrence that agrees the longest with the end of ``query``.
-
-        Args:
-            query: [m] the tokens to match backwards from the last one.
-            min_length: least number of agreeing tokens.
-            max_length: agreement is not measured beyond this many tokens.
-
-        Returns:
-            A position in the joined references at which a token stands; the first of the longest ones. None without a match.
-        """
-        if len(query) < min_length:
-            return None
-        left, right = np.searchsorted(self._sorted, [query[-1], query[-1] + 1])
-        ends = self._order[left:right]
-        ends = ends[self._text[ends + 1] != _END]  # nothing to copy at the end of a reference
-        length = 1 if len(ends) else 0
-        while length and length < min(max_length, len(query)):
-            longer = ends[(ends >= length) & (self._text[ends - length] == query[-1 - length])]
-            if not len(longer):
-                break
-            ends, length = longer, length + 1
-        return int(ends[0]) + 1 if length >= min_length else None
+    def ends(self, token: int) -> Positions:
+        """[m] the positions of a token, ascending, but for those at the end of a reference, where there is nothing to copy."""
+        left, right = np.searchsorted(self._sorted, [token, token + 1])
+        ends: Positions = self._order[left:right]
+        ends = ends[self.text[ends + 1] != _END]
+        return ends
 
     def copy(self, position: int, count: int) -> Int32Array:
         """Up to ``count`` tokens from ``position``, cut at the end of the reference."""
-        span = self._text[position : position + count]
+        span = self.text[position : position + count]
         stops = np.flatnonzero(span == _END)
         return span[: stops[0]] if len(stops) else span
 
@@ -59,22 +71,35 @@ class LlmaDrafter(Drafter):
 
     At each step the last ``match_length`` tokens of the output are looked up in the references; of all occurrences the one whose
     preceding tokens agree the longest with the output is taken, and the ``copy_length`` tokens after it are drafted. References
-    are those of the request, then its prompt, which holds its documents and earlier turns.
+    are those of the request (documents, outputs of similar requests, earlier turns) in their order, then its prompt, then the
+    output itself.
 
     Example: reference ``4 5 6 7``, output ``9 5``: ``5`` matches and ``6 7`` is drafted.
 
-    Departures from the paper: ties go to the first occurrence, as in the published code, and not to a random one. From the
-    published code: an occurrence at the end of a reference is passed over for the next best, agreement is measured up to
-    ``max_context`` tokens instead of 5, and ``copy_length`` does not count the root.
+    Departures from the paper: ties go to the first occurrence, as in the published code, unless ``ties`` asks for the paper's
+    random choice. From the published code: an occurrence at the end of a reference is passed over for the next best, agreement is
+    measured up to ``max_context`` tokens instead of 5, ``copy_length`` does not count the root, and a copy is not cut at an end
+    token, since verification stops there.
     """
 
-    def __init__(self, match_length: int = 1, copy_length: int = 15, max_context: int = 32, include_prompt: bool = True) -> None:
+    def __init__(
+        self,
+        match_length: int = 1,
+        copy_length: int = 15,
+        max_context: int = 32,
+        include_prompt: bool = True,
+        include_output: bool = False,
+        ties: str = "first",
+    ) -> None:
         """
         Args:
             match_length: n of the paper, at least 1.
             copy_length: k of the paper, tokens to copy, at least 1.
             max_context: tokens over which agreement is measured, at least ``match_length``.
             include_prompt: the prompt is a reference.
+            include_output: the output so far is a reference.
+            ties: which of several occurrences that agree equally long is copied: the ``first``, the last (``recent``), or a
+                ``random`` one, which is a function of the request's seed and the position in the text.
 
         Raises:
             ValueError: a value outside its range.
@@ -85,23 +110,57 @@ class LlmaDrafter(Drafter):
             raise ValueError(f"copy_length must be at least 1, got {copy_length}")
         if max_context < match_length:
             raise ValueError(f"max_context must be at least match_length ({match_length}), got {max_context}")
+        if ties not in TIES:
+            raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
-        self._include_prompt = include_prompt
+        self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
         self._indices: dict[str, ReferenceIndex] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One chain per request."""
-        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        return [
+            DraftTree.chain(request.root, self._copy(request, min(self._copy_length, budget)), _SOURCE)
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
 
-    def _propose(self, request: Request, budget: int) -> DraftTree:
+    def _copy(self, request: Request, count: int) -> Int32Array:
+        """[<= count] the tokens that follow the occurrence that agrees the longest; none without one."""
+        output = request.output_ids
+        if count < 1 or len(output) < self._match_length:
+            return output[:0]
+        index = self._index(request)
+        length, ends = longest_agreement(index.text, index.ends(request.root), output, self._max_context)
+        own_length, own_ends = self._own(output)
+        if max(length, own_length) < self._match_length:
+            return output[:0]
+        ends = ends if length >= own_length else ends[:0]
+        own_ends = own_ends if own_length >= length else own_ends[:0]
+        choice = self._choose(request, len(ends) + len(own_ends))
+        if choice < len(ends):
+            return index.copy(int(ends[choice]) + 1, count)
+        start = int(own_ends[choice - len(ends)]) + 1
+        return output[start : start + count]
+
+    def _index(self, request: Request) -> ReferenceIndex:
         index = self._indices.get(request.request_id)
         if index is None:
             prompt = (request.prompt_ids,) if self._include_prompt else ()
             index = self._indices[request.request_id] = ReferenceIndex(request.references + prompt)
-        position = index.match(request.output_ids, self._match_length, self._max_context) if budget else None
-        if position is None:
-            return DraftTree.chain(request.root, ())
-        return DraftTree.chain(request.root, index.copy(position, min(self._copy_length, budget)), _SOURCE)
+        return index
+
+    def _own(self, output: Int32Array) -> tuple[int, Positions]:
+        """The longest agreement of the output's end with what stands before it in the output."""
+        ends = np.flatnonzero(output[:-1] == output[-1]) if self._include_output else np.zeros(0, np.int64)
+        return longest_agreement(output, ends, output, self._max_context)
+
+    def _choose(self, request: Request, count: int) -> int:
+        """Which of ``count`` occurrences in order of age to copy."""
+        if self._ties == "first":
+            return 0
+        if self._ties == "recent":
+            return count - 1
+        stream = np.random.Philox(key=request.params.seed, counter=[0, request.num_tokens, _STREAM, 0])
+        return int(stream.random_raw() % count)
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

@@ -78,6 +78,9 @@ def test_batch_size_and_strategy_change_no_token(model: Path, prompts: Path, tem
     outputs = []
     for strategy, batch in [("autoregressive", 1), ("llma", 1), ("llma", 8)]:
         arguments = ["--temperature", temperature, "--seed", 3, "--strategy", strategy, "--batch-size", batch]
+        if temperature:
+            arguments += ["--min-p", 0.02, "--repetition-penalty", 1.1]
+            arguments += ["--presence-penalty", 0.1, "--frequency-penalty", 0.1]
         run = generate("--model", model, "--prompts", prompts, "--max-tokens", 16, "--dtype", "float32", "--json", *arguments)
         records, summary = lines(run)
         assert (summary["strategy"], summary["batch_size"], summary["dtype"]) == (strategy, batch, "float32")
@@ -107,6 +110,7 @@ def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> No
         (["--option", "copy_length"], 2, "name=value"),
         (["--option", "copy_length=many"], 2, "copy_length"),
         (["--temperature", 9], 2, "temperature"),
+        (["--min-p", 2], 2, "min_p"),
         (["--max-tokens", 0], 2, "max_tokens"),
         (["--batch-size", 0], 2, "max_running"),
         (["--dtype", "int8"], 2, "--dtype"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.drafters import LOSSLESS, SOURCES, STRATEGIES, build_drafter
-from decoding.request import Request, SamplingParams
+from decoding.replay import KnownText, replay_workload
+from decoding.request import Acceptance, Request, SamplingParams
+from decoding.verify import verify_exact
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
@@ -36,16 +40,22 @@ def naive_prompt_lookup(tokens: list[int], max_ngram: int, count: int) -> list[i
     return []
 
 
-def naive_llma(output: list[int], references: list[list[int]], n: int, k: int, max_context: int) -> list[int]:
-    best, draft = 0, []
-    for reference in references:
+def naive_llma(
+    output: list[int], references: list[list[int]], n: int, k: int, max_context: int, own: bool = False
+) -> list[list[int]]:
+    """The copies of all occurrences that agree the longest, the first one first."""
+    copies: list[list[int]] = []
+    best = n
+    for reference in [*references, *([output] if own else [])]:
         for end in range(1, len(reference)):
             length = 0
             while length < min(end, len(output), max_context) and reference[end - 1 - length] == output[-1 - length]:
                 length += 1
-            if length >= n and length > best:
-                best, draft = length, reference[end : end + k]
-    return draft
+            if length > best:
+                best, copies = length, []
+            if length == best:
+                copies.append(reference[end : end + k])
+    return copies
 
 
 def test_autoregressive_drafts_nothing() -> None:
@@ -101,13 +111,79 @@ def test_llma_never_copies_across_references() -> None:
     assert drafted("llma", request([0], [4], [[4, 8], [5, 6]])) == [8]
 
 
-@given(TOKENS, st.lists(TOKENS, max_size=4), TOKENS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 6))
+def test_llma_ties() -> None:
+    text = request([4, 8], [4, 9, 4], [[4, 5], [4, 6], [3, 4]])
+    assert drafted("llma", text) == drafted("llma", text, ties="first", include_output=True) == [5]
+    assert drafted("llma", text, ties="recent") == [8]
+    assert drafted("llma", text, ties="recent", include_output=True) == [9, 4]
+    longer = request([9], [1, 4], [[4, 5], [1, 4, 6], [4, 7], [1, 4, 8], [4, 9]])
+    assert {tuple(drafted("llma", longer, ties=ties)) for ties in ("first", "recent", "random")} <= {(6,), (8,)}
+
+
+def test_llma_random_ties_are_a_function_of_seed_and_position() -> None:
+    references = [[4, token] for token in range(10, 15)]
+
+    def draft(seed: int, output: list[int]) -> list[int]:
+        made = Request("r", [1], SamplingParams(max_tokens=1000, seed=seed), references)
+        made.commit(output)
+        return drafted("llma", made, ties="random")
+
+    assert {draft(seed, [4])[0] for seed in range(60)} == set(range(10, 15))
+    assert {draft(3, [9] * position + [4])[0] for position in range(60)} == set(range(10, 15))
+    assert [draft(seed, [4]) for seed in range(9)] == [draft(seed, [4]) for seed in range(9)]
+
+
+def test_llma_copies_from_its_own_output_but_not_from_its_end() -> None:
+    text = request([9], [4, 5, 6, 4])
+    assert drafted("llma", text, include_prompt=False) == []
+    assert drafted("llma", text, include_prompt=False, include_output=True) == [5, 6, 4]
+    assert drafted("llma", request([9], [4]), include_output=True) == []
+    assert drafted("llma", request([9], [4, 4]), include_output=True) == [4]
+    assert drafted("llma", request([9], [3, 4, 7, 3, 4], [[4, 8]]), include_output=True) == [7, 3, 4]  # agrees longer
+
+
+def test_llma_with_little_to_match() -> None:
+    assert drafted("llma", request([9], [4, 5], [[5], [4]])) == []
+    assert drafted("llma", request([9], [4, 5], []), include_prompt=False) == []
+    assert drafted("llma", request([9], [4, 5], [[5, 1], [5, 2]]), match_length=2) == []
+    assert drafted("llma", request([9], [5], [[4, 5, 1]]), match_length=2) == []
+    assert drafted("llma", request([9], [5], [[5, 1, 2, 3]]), budget=2) == [1, 2]
+
+
+def test_llma_copies_past_an_end_token_and_verification_stops_there() -> None:
+    text = request([9], [4], [[4, 5, 2, 6, 7]])
+    (tree,) = build_drafter("llma", {}).propose([text], [9])
+    assert tree.tokens.tolist() == [4, 5, 2, 6, 7]
+    says = {0: 5, 1: 2, 2: 6, 3: 7}
+    assert verify_exact(tree, lambda row: says[row], 9, frozenset({2})) == Acceptance((1,), 2)
+
+
+@given(TOKENS, st.lists(TOKENS, max_size=4), TOKENS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 6), st.booleans())
 def test_llma_is_the_naive_rule(
-    output: list[int], references: list[list[int]], prompt: list[int], n: int, k: int, more_context: int
+    output: list[int], references: list[list[int]], prompt: list[int], n: int, k: int, more_context: int, own: bool
 ) -> None:
-    expected = naive_llma(output, [*references, prompt], n, k, n + more_context)
-    options = {"match_length": n, "copy_length": k, "max_context": n + more_context}
-    assert drafted("llma", request(prompt, output, references), **options) == expected
+    copies = naive_llma(output, [*references, prompt], n, k, n + more_context, own)
+    options = {"match_length": n, "copy_length": k, "max_context": n + more_context, "include_output": own}
+    text = request(prompt, output, references)
+    assert drafted("llma", text, **options) == (copies[0] if copies else [])
+    assert drafted("llma", text, **options, ties="recent") == (copies[-1] if copies else [])
+    assert drafted("llma", text, **options, ties="random") in (copies or [[]])
+
+
+@given(TOKENS, st.lists(TOKENS, max_size=3), st.integers(1, 2), st.integers(1, 5))
+def test_llma_replay_takes_the_steps_of_the_published_simulation(
+    output: list[int], references: list[list[int]], n: int, k: int
+) -> None:
+    steps, position = 1, 1  # the prefill emits one token
+    while position < len(output):
+        copies = naive_llma(output[:position], references, n, k, 32) or [[]]
+        rest = output[position:]
+        agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copies[0], rest, strict=False)))
+        steps, position = steps + 1, position + agreeing + 1
+    text = KnownText("t", np.array([9]), tuple(np.array(r, np.int32) for r in references), np.array(output, np.int32))
+    options = {"match_length": n, "copy_length": k, "include_prompt": False}
+    counts = replay_workload([text], lambda: build_drafter("llma", options), 64, 10, lambda: 0.0)
+    assert (counts.steps, counts.tokens) == (steps, len(output))
 
 
 def test_a_finished_request_is_forgotten() -> None:
@@ -134,6 +210,8 @@ def test_registry_names_what_is_wrong() -> None:
     for name, value in [("match_length", 0), ("copy_length", 0), ("max_context", 0)]:
         with pytest.raises(ValueError, match=name):
             build_drafter("llma", {name: value})
+    with pytest.raises(ValueError, match=r"ties must be one of first, recent, random"):
+        build_drafter("llma", {"ties": "last"})
     for name in ("max_ngram", "num_tokens"):
         with pytest.raises(ValueError, match=name):
             build_drafter("prompt_lookup", {name: 0})

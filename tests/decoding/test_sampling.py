@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from decoding.penalties import LogitRules, TokenCounts
 from decoding.request import SamplingParams
-from decoding.sampling import argmax_rows, choose, gumbel_noise, warp
+from decoding.sampling import argmax_rows, choose, gumbel_noise, token_logprobs, warp
 
 
 def params(**changes: float) -> SamplingParams:
@@ -65,6 +70,19 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert kept(warp(logits, params(top_k=2, top_p=0.5))) == [0]  # 0.4 / 0.7 holds the half that 0.4 / 1.0 does not
 
 
+def test_min_p_keeps_a_share_of_the_most_likely() -> None:
+    logits = torch.log(torch.tensor([0.3, 0.5, 0.05, 0.15], dtype=torch.float64))
+    assert kept(warp(logits, params(min_p=0.29))) == [0, 1, 3]
+    assert kept(warp(logits, params(min_p=0.31))) == [0, 1]
+    assert kept(warp(logits, params(min_p=1.0))) == [1]
+    assert kept(warp(torch.zeros(4), params(min_p=1.0))) == [0, 1, 2, 3]
+    assert kept(warp(logits, params(min_p=0.29, top_k=2))) == [0, 1]
+    # Without min-p the mass before token 3 is 0.8; with it, 0.8 / 0.95 exceeds top_p.
+    assert kept(warp(logits, params(min_p=0.29, top_p=0.82))) == [0, 1]
+    assert kept(warp(logits, params(top_p=0.82))) == [0, 1, 3]
+    assert kept(warp(logits, params(min_p=0.29, temperature=0.5))) == [0, 1]  # after the temperature: 0.09 / 0.25, 0.0225 / 0.25
+
+
 def test_warp_agrees_with_transformers() -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -82,6 +100,122 @@ def test_warp_agrees_with_transformers() -> None:
 
 def test_temperature_zero_is_the_first_argmax() -> None:
     assert choose(torch.tensor([1.0, 3.0, 3.0]), SamplingParams(), 4) == 1
+    for temperature in (1e-320, 1e-30, 1e-6):  # logits divided by it are not finite
+        assert choose(torch.tensor([1.0, 3.0, 2.0]), params(temperature=temperature), 4) == 1
+
+
+def naive_rules(
+    logits: list[float], settings: SamplingParams, prompt: list[int], output: list[int], barred: set[int]
+) -> list[np.float64]:
+    """The rules for one token at a time, in vLLM's order."""
+    scores = []
+    for token, logit in enumerate(logits):
+        score = np.float64(logit) + dict(settings.logit_bias).get(token, 0.0)
+        if token in barred:
+            score = np.float64(-np.inf)
+        if token in prompt or token in output:
+            score = score / settings.repetition_penalty if score > 0 else score * settings.repetition_penalty
+        count = output.count(token)
+        score = score - settings.frequency_penalty * count
+        scores.append(score - settings.presence_penalty if count else score)
+    return scores
+
+
+def naive_warp(scores: list[float], settings: SamplingParams) -> list[float]:
+    """Min-p, top-k and top-p, each on what the one before left; excluded tokens have -inf."""
+
+    def probs() -> list[float]:
+        weights = [math.exp(score - max(scores)) for score in scores]
+        return [weight / sum(weights) for weight in weights]
+
+    bar = settings.min_p * max(probs())
+    scores = [score if prob >= bar else -math.inf for score, prob in zip(scores, probs(), strict=True)]
+    if settings.top_k:
+        least = sorted(scores, reverse=True)[: settings.top_k][-1]
+        scores = [score if score >= least else -math.inf for score in scores]
+    mass, found = 0.0, probs()
+    for token in sorted(range(len(scores)), key=lambda candidate: -scores[candidate]):
+        if mass >= settings.top_p < 1.0:
+            scores[token] = -math.inf
+        mass += found[token]
+    return scores
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[float], SamplingParams, list[int], list[int], set[int]]:
+    vocab = draw(st.integers(1, 6))
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=8)
+    logits = draw(st.lists(st.floats(-8, 8, width=32), min_size=vocab, max_size=vocab))
+    bias = draw(st.dictionaries(st.integers(0, vocab - 1), st.floats(-100, 100), max_size=3))
+    settings = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+        top_k=draw(st.integers(0, vocab)),
+        top_p=draw(st.sampled_from([1.0, 0.9137, 0.5231])),  # values that no sum of equal probabilities meets
+        min_p=draw(st.sampled_from([0.0, 0.1093, 0.9071])),
+        repetition_penalty=draw(st.sampled_from([1.0, 0.5, 1.3, 100.0])),
+        presence_penalty=draw(st.sampled_from([0.0, 1.5, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.7, -0.1])),
+        logit_bias=tuple(bias.items()),
+        seed=draw(st.integers(0, 9)),
+    )
+    return logits, settings, draw(tokens), draw(tokens), draw(st.sets(st.integers(0, vocab + 2), max_size=2))
+
+
+@given(chains())
+def test_the_chain_is_the_rules_by_the_letter(chain: tuple[list[float], SamplingParams, list[int], list[int], set[int]]) -> None:
+    logits, settings, prompt, output, barred = chain
+    rules = LogitRules(settings, prompt)
+    rules.counts.catch_up(np.array(output, np.int32))
+    row = torch.tensor(logits, dtype=torch.float64)
+    expected = naive_rules(logits, settings, prompt, output, barred)
+    assert rules.apply(row, barred).tolist() == expected
+    assert row.tolist() == logits  # the model's own, for log-probabilities and drafters
+    if math.isinf(max(expected)):
+        return
+    token = choose(row, settings, 7, rules, barred)
+    if settings.greedy:
+        assert token == int(np.argmax(expected))
+        return
+    scores = naive_warp([score / settings.temperature for score in expected], settings)
+    assert warp(rules.apply(row, barred), settings).tolist() == scores
+    noise = gumbel_noise(settings.seed, 7, len(scores)).tolist()
+    assert token == max(range(len(scores)), key=lambda candidate: scores[candidate] + noise[candidate])
+
+
+def test_rules_of_the_worked_example() -> None:
+    rules = LogitRules(SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25), [5, 5])
+    rules.counts.catch_up(np.array([6, 6], np.int32))
+    scores = rules.apply(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 3.0, -1.0], dtype=torch.bfloat16))
+    assert scores.dtype is torch.float32
+    assert scores.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.5, -3.25]
+
+
+@given(st.lists(st.integers(0, 200), max_size=90), st.lists(st.lists(st.integers(0, 200), max_size=90), max_size=5))
+def test_counts_follow_the_output_forwards_and_backwards(prompt: list[int], outputs: list[list[int]]) -> None:
+    counts = TokenCounts(prompt)
+    kept_before: list[int] = []
+    for output in outputs:
+        whole = kept_before + output
+        for token in output:  # a walk down a tree
+            counts.push(token)
+        kept_before = whole[: len(whole) * 2 // 3]  # of which a part is committed
+        counts.catch_up(np.array(kept_before, np.int32))
+        assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {
+            token: kept_before.count(token) for token in {*prompt, *kept_before}
+        }
+
+
+def test_logprobs_are_the_log_softmax_and_its_best() -> None:
+    rows = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, -1.0]], dtype=torch.float64)
+    first, second = token_logprobs(rows, [2, 0], 3)
+    table = torch.log_softmax(rows, -1)
+    assert (first.token_id, second.token_id) == (2, 0)
+    assert (first.logprob, second.logprob) == pytest.approx((table[0, 2].item(), table[1, 0].item()), abs=1e-12)
+    assert [token for token, _ in first.top] == [1, 3, 2]  # equals by token id
+    assert [value for _, value in first.top] == pytest.approx([table[0, token].item() for token in (1, 3, 2)], abs=1e-12)
+    assert token_logprobs(rows, [2, 0], 0)[0].top == ()
+    assert len(token_logprobs(rows, [2, 0], 20)[0].top) == 4
+    assert token_logprobs(rows[:1].to(torch.bfloat16), [1], 1)[0].logprob == pytest.approx(table[0, 1].item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -98,11 +232,25 @@ def test_low_temperature_approaches_the_argmax() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 0), ("temperature", -0.1), ("temperature", 2.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("seed", -1)],
-)
-def test_values_out_of_range_name_the_field(field: str, value: float) -> None:
+    [
+        ("max_tokens", 0), ("temperature", -0.1), ("temperature", 2.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1),
+        ("seed", -1), ("min_p", -0.1), ("min_p", 1.1), ("min_p", math.nan),
+        ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("logprobs", -1), ("logprobs", 21), ("min_tokens", -1),
+        ("min_tokens", 257), ("logit_bias", ((-1, 1.0),)), ("logit_bias", ((1, 100.5),)), ("logit_bias", ((1, math.nan),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_name_the_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_parameters_are_values() -> None:
+    settings = SamplingParams(logit_bias=((3, 1.0),), logprobs=2)
+    assert len({settings, SamplingParams(logit_bias=((3, 1.0),), logprobs=2)}) == 1
+    assert settings.alters_logits and not settings.penalized
+    assert not SamplingParams(temperature=0.5, min_p=0.1, logprobs=3).alters_logits
 
 
 def test_empty_stop_string_is_refused() -> None:

@@ -58,9 +58,9 @@ def test_clipped_keeps_exactly_what_may_be_computed(tree: DraftTree, max_rows: i
 
 
 @given(trees(), st.integers(0, 11), st.integers(0, 4))
-def test_child_is_the_first_candidate_that_holds_the_token(tree: DraftTree, row: int, token: int) -> None:
-    expected = [i for i in range(1, tree.num_candidates) if tree.parents[i] == row and tree.tokens[i] == token]
-    assert tree.child(row, token) == (expected[0] if expected else None)
+def test_children_are_the_candidates_that_hold_the_token(tree: DraftTree, row: int, token: int) -> None:
+    expected = [i for i in range(1, tree.num_candidates) if tree.parents[i] in (row, row + 1) and tree.tokens[i] == token]
+    assert tree.children([row, row + 1], token) == expected
 
 
 def test_chain() -> None:

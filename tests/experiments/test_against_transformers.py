@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from rich.progress import Progress
 from transformers import AutoModelForCausalLM
 
 from cluster.prompt_file import PromptFileError
-from experiments.against_transformers import compete, divergence, main, summary, unfaithful
-from experiments.contestants import Prompt, StockGenerate, StockPromptLookup
+from experiments.against_transformers import main, unfaithful
+from experiments.competition import compete, divergence, summary
+from experiments.contestants import Prompt, Run
+from experiments.stock_generate import StockGenerate, StockPromptLookup
 
 STRATEGIES = ("llma", "prompt_lookup", "autoregressive")
 
@@ -26,10 +29,13 @@ class Liar:
     def __init__(self, honest: StockGenerate) -> None:
         self._honest = honest
 
-    def run(self, prompts: list[Prompt]) -> tuple[list[list[int]], int]:
+    def run(self, prompts: list[Prompt]) -> Run:
         """See ``Contestant``."""
-        outputs, steps = self._honest.run(prompts)
-        return [[*output[:-1], (output[-1] + 1) % 320] for output in outputs], steps
+        run = self._honest.run(prompts)
+        return replace(run, outputs=[[*output[:-1], (output[-1] + 1) % 320] for output in run.outputs])
+
+    def renew(self) -> None:
+        """Nothing is kept."""
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +137,19 @@ def test_only_lossless_strategies_in_exact_types_must_be_identical() -> None:
 
 def test_an_end_token_ends_each_row_of_a_padded_group(stock: torch.nn.Module) -> None:
     prompts = [Prompt("one", [5, 6, 7, 8], []), Prompt("two", [9, 10], [])]
-    (first, second), steps = StockGenerate(stock, 12, ()).run(prompts)
+    run = StockGenerate(stock, 12, ()).run(prompts)
+    first, second = run.outputs
     assert len(first) == len(second) == 12
-    assert steps == 24
+    assert run.steps == 24
     end = next(token for token in first if token not in second)
-    (cut, whole), _ = StockGenerate(stock, 12, (end,)).run(prompts)
+    cut, whole = StockGenerate(stock, 12, (end,)).run(prompts).outputs
     assert cut == first[: first.index(end) + 1]
     assert whole == second
 
 
 def test_prompt_lookup_counts_its_forwards(stock: torch.nn.Module) -> None:
-    outputs, forwards = StockPromptLookup(stock, 12, ()).run([Prompt("one", [5, 6, 7, 8] * 4, [])])
-    assert len(outputs[0]) == 12
-    assert 1 <= forwards <= 12
+    run = StockPromptLookup(stock, 12, ()).run([Prompt("one", [5, 6, 7, 8] * 4, [])])
+    assert len(run.outputs[0]) == 12
+    assert 1 <= run.steps <= 12
+    assert run.accepted_by_source == {"prompt_lookup": 12 - run.steps}
+    assert run.prefill_s > 0 and run.propose_s is None

@@ -16,7 +16,7 @@ def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:
     separator = chr(0x2028)  # a line separator to some, a part of the text to JSON
     first = f'{{"id": "x/1", "workload": "x", "prompt": "a{separator}b", "references": ["r"], "output": "o"}}'
     path.write_text(first + '\n\n{"prompt": "c", "references": null}\n', encoding="utf-8")
-    assert read_prompts(path) == [PromptRecord("x/1", "x", f"a{separator}b", ("r",)), PromptRecord("w/3", "w", "c", ())]
+    assert read_prompts(path) == [PromptRecord("x/1", "x", f"a{separator}b", ("r",), "o"), PromptRecord("w/3", "w", "c", ())]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,23 @@
+"""``outrider bench``: starts experiments. They drive the system from outside, so each is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import typer
+
+from cluster.terminal import fail
+
+bench = typer.Typer(help="Measure strategies beside transformers' generate.", no_args_is_help=True)
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
+
+
+@bench.command("strategies", context_settings=_PASS_ON, add_help_option=False)
+def strategies(context: typer.Context) -> None:
+    """Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation; --help says more."""
+    if find_spec("experiments") is None:
+        fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "experiments.bench", "strategies", *context.args])

@@ -1,0 +1,95 @@
+"""Workloads with known outputs as tokens, read with the fast tokenizer alone: no model, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from decoding.replay import KnownText
+
+
+class TextTokenizer:
+    """A ``tokenizer.json`` and the token that ends a text."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: holds ``tokenizer.json``, and ``tokenizer_config.json`` if the end token is to be known.
+
+        Raises:
+            PromptFileError: there is none, or it cannot be read.
+        """
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise PromptFileError(f"tokenizer {str(folder)!r} has no tokenizer.json: give the folder of a fast tokenizer")
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise PromptFileError(f"{path} could not be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        size = self._tokenizer.get_vocab_size()
+        end = self._tokenizer.token_to_id(_end_token(folder / "tokenizer_config.json"))
+        self.end_token_id: int = size if end is None else end  # an id of its own where the folder names none
+        self.vocab_size: int = max(size, self.end_token_id + 1)
+
+    def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
+        """The ids of each text; with ``special_tokens`` a beginning-of-text token where the tokenizer adds one."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)]
+
+
+def _end_token(config: Path) -> str:
+    """The name of the end token, or an empty string."""
+    try:
+        entry = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise PromptFileError(f"{config} could not be read: {error}") from error
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else ""
+
+
+def read_known_texts(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None = None) -> list[KnownText]:
+    """The records of a workload file, in its order, each with its output and one end token.
+
+    Args:
+        path: JSON lines with ``prompt``, ``output`` and, if wanted, ``references``.
+        tokenizer: of all texts.
+        max_tokens: outputs are cut to so many tokens, the end token counted; not at all when None.
+        limit: at most so many records.
+
+    Raises:
+        PromptFileError: the file cannot be read, or a record has no ``output`` or a prompt without tokens.
+    """
+    records = read_prompts(path)[:limit]
+    for number, record in enumerate(records, start=1):
+        if record.output is None:
+            raise PromptFileError(f"{path}: record {number} ({record.id}) has no string `output`, which a replay follows")
+    return known_texts(records, tokenizer, max_tokens)
+
+
+def known_texts(records: Sequence[PromptRecord], tokenizer: TextTokenizer, max_tokens: int | None) -> list[KnownText]:
+    """Records with an output as tokens; see ``read_known_texts``."""
+    from decoding.replay import KnownText
+
+    prompts = tokenizer.encode([record.prompt for record in records], special_tokens=True)
+    outputs = tokenizer.encode([record.output or "" for record in records])
+    texts = []
+    for record, prompt, output in zip(records, prompts, outputs, strict=True):
+        if not prompt:
+            raise PromptFileError(f"record {record.id}: the prompt holds no token")
+        references = tuple(np.asarray(ids, np.int32) for ids in tokenizer.encode(record.references))
+        known = np.asarray([*output, tokenizer.end_token_id][:max_tokens], np.int32)
+        texts.append(KnownText(record.id, np.asarray(prompt, np.int32), references, known))
+    return texts

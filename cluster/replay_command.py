@@ -1,0 +1,170 @@
+"""``outrider replay``: what strategies would save on known outputs, without a model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.known_texts import TextTokenizer, read_known_texts
+from cluster.strategy_option import StrategyChoice, chosen_strategies
+from cluster.terminal import fail_input
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from decoding.replay import KnownText, ReplayCounts
+
+
+def replay(
+    workloads: Annotated[
+        list[Path], typer.Argument(metavar="WORKLOAD...", help="JSON lines with `prompt`, `output` and, if wanted, `references`.")
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with a tokenizer.json: it cuts all texts.")],
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME:option=value,option=value; several times. All that can be replayed when absent."),
+    ] = None,
+    budget: Annotated[int, typer.Option(min=0, help="Most drafted tokens of a step.")] = 64,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut outputs to so many tokens.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records of each file.")] = None,
+    keep_history: Annotated[
+        bool, typer.Option("--keep-history/--cold", help="One drafter over a whole file, or a new one for each record.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Drive known outputs through strategies: tokens per step on a workload, without a model.
+
+    A drafted token counts as accepted if it is the next token of the known output (LLMA, arXiv 2304.04487, section 3.2). Tokens
+    per step are (output tokens + 1 for the end) / steps over a workload; the prefill counts as a step. A file is a workload.
+    """
+    try:
+        choices = chosen_strategies(strategy)
+        cutter = TextTokenizer(tokenizer)
+        texts = {path: read_known_texts(path, cutter, max_tokens, limit) for path in workloads}
+    except ValueError as error:
+        fail_input(str(error))
+    replayable, skipped = _replayable(choices)
+    for choice in skipped:
+        print(f"{choice.label} is skipped: {_needs_logits(choice)}", file=sys.stderr)
+    rows: list[dict[str, Any]] = []
+    with _progress() as progress:
+        for choice in replayable:  # once before, uncounted: code that compiles itself does so here
+            _replay(choice, workloads[0], texts[workloads[0]][:1], budget, cutter.vocab_size, keep_history, progress)
+        for path in workloads:
+            for choice in replayable:
+                counts = _replay(choice, path, texts[path], budget, cutter.vocab_size, keep_history, progress)
+                rows.append({"strategy": choice.label, "workload": path.stem} | figures(counts))
+    means = {
+        choice.label: statistics.fmean(row["tokens_per_step"] for row in rows if row["strategy"] == choice.label)
+        for choice in replayable
+    }
+    if as_json:
+        settings = {"budget": budget, "max_tokens": max_tokens, "keep_history": keep_history}
+        mean = {label: round(value, 4) for label, value in means.items()}
+        result = settings | {"skipped": [choice.label for choice in skipped], "results": rows, "mean_tokens_per_step": mean}
+        print(json.dumps(result, indent=1))
+    else:
+        _print(_table(rows, means, len(workloads) > 1))
+
+
+def figures(counts: ReplayCounts) -> dict[str, Any]:
+    """A replay as JSON values; times are microseconds a call."""
+    return {
+        "records": counts.records,
+        "tokens": counts.tokens,
+        "steps": counts.steps,
+        "tokens_per_step": round(counts.tokens_per_step, 4),
+        "drafted_per_step": round(counts.drafted_per_step, 3),
+        "accepted": counts.accepted,
+        "accepted_by_source": dict(sorted(counts.accepted_by_source.items())),
+        "propose_us": _microseconds(counts.propose_s),
+        "observe_us": _microseconds(counts.observe_s),
+        "finish_us": _microseconds(counts.finish_s),
+    }
+
+
+def _microseconds(seconds: list[float]) -> dict[str, float] | None:
+    """Median and 99th percentile; None without a call."""
+    import numpy as np
+
+    if not seconds:
+        return None
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+    return {"p50": round(float(p50), 1), "p99": round(float(p99), 1)}
+
+
+def _replayable(choices: list[StrategyChoice]) -> tuple[list[StrategyChoice], list[StrategyChoice]]:
+    """Those that known outputs can drive, and those that need logits; ends the command when none of the first are left."""
+    skipped = [choice for choice in choices if choice.build().needs_logits]
+    replayable = [choice for choice in choices if choice not in skipped]
+    if not replayable:
+        fail_input(f"{', '.join(choice.label for choice in skipped)} cannot be replayed: {_needs_logits(skipped[0])}")
+    return replayable, skipped
+
+
+def _needs_logits(choice: StrategyChoice) -> str:
+    return f"{choice.name} drafts from the target's logits, which known outputs do not have"
+
+
+def _replay(
+    choice: StrategyChoice,
+    path: Path,
+    texts: list[KnownText],
+    budget: int,
+    vocab_size: int,
+    keep_history: bool,
+    progress: Progress,
+) -> ReplayCounts:
+    from decoding.replay import replay_workload
+
+    task = progress.add_task(f"{path.stem} {choice.label}", total=len(texts))
+    counts = replay_workload(
+        texts, choice.build, budget, vocab_size, time.perf_counter, keep_history, lambda: progress.advance(task)
+    )
+    progress.remove_task(task)
+    return counts
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
+
+
+def _table(rows: list[dict[str, Any]], means: dict[str, float], with_means: bool) -> Table:
+    """A row a workload and strategy, then the mean over workloads of each strategy."""
+    from rich.table import Column, Table
+
+    def times(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]['p50']:.0f} / {row[name]['p99']:.0f}" if row[name] else ""
+
+    names = (Column("workload", no_wrap=True), Column("strategy", overflow="fold"))
+    titles = ("tokens per step", "drafted per step", "propose us p50 / p99", "observe us")
+    right = [Column(name, justify="right") for name in titles]
+    table = Table(*names, *right, Column("accepted by source", overflow="fold"))
+    for index, row in enumerate(rows):
+        accepted = ", ".join(f"{source} {count}" for source, count in row["accepted_by_source"].items())
+        last = index + 1 == len(rows) or rows[index + 1]["workload"] != row["workload"]
+        table.add_row(
+            row["workload"], row["strategy"], f"{row['tokens_per_step']:.3f}", f"{row['drafted_per_step']:.1f}",
+            times(row, "propose_us"), times(row, "observe_us"), accepted, end_section=last,
+        )  # fmt: skip
+    if with_means:
+        for label, mean in means.items():
+            table.add_row("mean", label, f"{mean:.3f}")
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

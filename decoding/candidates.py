@@ -1,0 +1,72 @@
+"""Candidates for the rows of a draft tree: a heap by key, and the children of a node by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from decoding.jit import compiled
+from decoding.tree import Int32Array
+
+Float64Array = npt.NDArray[np.float64]
+
+HASH_SLOTS = 4096  # of the children of one node
+
+
+@compiled
+def push(heap: Int32Array, size: int, keys: Float64Array, candidate: int) -> int:
+    """Adds a candidate to a heap with the highest key on top; returns the new size."""
+    at = size
+    while at > 0:
+        above = (at - 1) // 2
+        if keys[heap[above]] >= keys[candidate]:
+            break
+        heap[at] = heap[above]
+        at = above
+    heap[at] = candidate
+    return size + 1
+
+
+@compiled
+def pop(heap: Int32Array, size: int, keys: Float64Array) -> int:
+    """Moves the best candidate behind the heap, to ``heap[size - 1]``; returns the new size."""
+    best, last, size = heap[0], heap[size - 1], size - 1
+    at = 0
+    while True:
+        below = 2 * at + 1
+        if below >= size:
+            break
+        if below + 1 < size and keys[heap[below + 1]] > keys[heap[below]]:
+            below += 1
+        if keys[heap[below]] <= keys[last]:
+            break
+        heap[at] = heap[below]
+        at = below
+    if size > 0:
+        heap[at] = last
+    heap[size] = best
+    return size
+
+
+@compiled
+def slot_of(token: int, slots: Int32Array, tokens: Int32Array) -> int:
+    """Where a token's candidate stands among a node's children, or the free slot where it may go."""
+    mask = len(slots) - 1
+    at = (token * 40503) & mask
+    while slots[at] >= 0 and tokens[slots[at]] != token:
+        at = (at + 1) & mask
+    return at
+
+
+@compiled
+def clear_slots(first: int, count: int, slots: Int32Array, tokens: Int32Array) -> None:
+    """Empties the hash of a node's children, which are the candidates from ``first`` to ``count``."""
+    if count - first > len(slots) // 8:
+        slots[:] = -1
+        return
+    mask = len(slots) - 1
+    for child in range(first, count):
+        at = (tokens[child] * 40503) & mask
+        while slots[at] >= 0:
+            slots[at] = -1
+            at = (at + 1) & mask

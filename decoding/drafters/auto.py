@@ -1,0 +1,188 @@
+"""Auto: every source in one tree, the rows that are most likely to be accepted first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decoding.acceptance import AcceptanceTable
+from decoding.budget import RowCosts
+from decoding.chains import BLOCK, MAX_MATCH
+from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, RECYCLING, UNIGRAM
+from decoding.expansion import Pool, Ranked, Rows, grow
+from decoding.request import Acceptance, Request, SamplingParams
+from decoding.token_log import TokenLog
+from decoding.tree import DraftTree, Int32Array
+
+_SOURCE_OF_KIND = np.zeros(7, np.int8)
+_SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
+_SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
+_SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
+
+_WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of agreement, up to 12)
+_HISTORY_WEIGHT = 0.7  # of an occurrence in past outputs beside one in the request's own texts
+_CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
+_PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
+_RECYCLED_WIDTH = 8
+_LEAST_CHANCE = 1e-4  # rows below it are not looked at
+_NOTHING = np.zeros((0, 0), np.int32)
+_ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
+_ANY = SamplingParams(max_tokens=8)
+
+
+class _RequestState:
+    """What is kept for one request."""
+
+    def __init__(self, request: Request, frequent: Int32Array) -> None:
+        blocks = sum(2 + len(text) // BLOCK for text in request.references)
+        blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
+        self.log = TokenLog(blocks * BLOCK)
+        for reference in request.references:
+            self.log.add(reference)
+        self.frequent = frequent
+        self.logged = 0  # tokens of the committed sequence that are in the log
+        self.shared = request.num_prompt  # tokens that are in the shared log, or need not be
+        self.features = np.zeros(1, np.int32)  # [n] of the tree that was proposed last
+
+
+class AutoDrafter(Drafter):
+    """All draft-free sources under one budget.
+
+    The tree grows best-first. A node's children come from
+
+    * occurrences of the path to it, and of ever shorter ends of that path, in the prompt, the references and the request's own
+      output (``copy``) and in the outputs of other requests (``history``). As in LLMA (arXiv 2304.04487) and suffix decoding the
+      longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what occurs more often counts more: an
+      occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its share of the weight;
+    * what the target ranked after the node's token when it last computed it (``recycling``, Token Recycling), and, where the
+      option is on, what it ranks after that token alone (``bigram``, N-Grammys, arXiv 2411.03786);
+    * below the root, the tokens that are most frequent in past outputs and the prompt (``unigram``).
+
+    A child's chance given its parent is a measured acceptance rate for its kind of evidence, the length of agreement (which grows
+    with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
+    expected to pay on this device.
+
+    Example: after ``4 5 6 | 4 5`` with nothing else known, ``6 4 5`` is drafted as a chain of copies, beside the tokens that are
+    frequent.
+    """
+
+    def __init__(
+        self,
+        max_depth: int = 64,
+        history_tokens: int = 1 << 20,
+        frequent_tokens: int = 32,
+        recycling: bool = True,
+        bigrams: int = 0,
+        all_rows: bool = False,
+    ) -> None:
+        """
+        Args:
+            max_depth: of the tree, at least 1.
+            history_tokens: past outputs to keep, shared by the requests of this replica, in tokens; 0 keeps none.
+            frequent_tokens: frequent tokens to offer, 0 for none.
+            recycling: offer what the target ranked after a token before.
+            bigrams: ranks to offer of the target's bigram table, 0 for none. Building it takes a forward over the vocabulary.
+            all_rows: draft as many rows as asked for, whatever a row costs.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        if max_depth < 1:
+            raise ValueError(f"max_depth must be at least 1, got {max_depth}")
+        for name, value in (("history_tokens", history_tokens), ("frequent_tokens", frequent_tokens), ("bigrams", bigrams)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
+        self._all_rows, self._recycling, self._keep = all_rows, recycling, history_tokens > 0
+        self._history = TokenLog(max(1, history_tokens))
+        self._frequencies = np.zeros(0)  # [vocab seen so far]
+        self._recycled, self._bigrams = _NOTHING, _NOTHING
+        self._table, self._pool = AcceptanceTable(), Pool.empty()
+        self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
+        self._costs: RowCosts | None = None
+        self._states: dict[str, _RequestState] = {}
+
+    def prepare(self, target: Target) -> None:
+        """Makes room for what the target ranks, builds its bigram table if asked to, and times its steps."""
+        if self._recycling:
+            self._recycled = np.full((target.vocab_size, _RECYCLED_WIDTH), -1, np.int32)
+        if self._num_bigrams:
+            self._bigrams = target.bigram_table(self._num_bigrams)
+        if not self._all_rows:
+            self._costs = RowCosts.measured(target, 64)
+        request = Request("", [0], _ANY)  # the first call compiles, which no request should wait for
+        self.propose([request], [4])
+        self.finish(request)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One tree per request; fewer rows than the budgets where more do not pay."""
+        grown = [self._grow(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        least = self._costs.least_chance([rows.chances for rows in grown]) if self._costs and grown else 0.0
+        return [self._tree(request, rows, least) for request, rows in zip(requests, grown, strict=True)]
+
+    def _grow(self, request: Request, budget: int) -> Rows:
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = _RequestState(request, self._frequent(request))
+        state.log.extend(0, request.tokens[state.logged :])
+        state.logged = request.num_tokens
+        self._share(request, state)
+        rows = Rows.empty(budget)
+        ranked = Ranked(state.frequent, self._recycled, self._bigrams)
+        count = grow(
+            state.log.arrays, state.log.oldest, self._history.arrays, self._history.oldest,
+            self._history.number(request.request_id),
+            request.tokens[-MAX_MATCH:], ranked, self._table.chances, self._weights, _HISTORY_WEIGHT, _CAPS, budget,
+            min(self._max_depth, request.remaining - 1), _LEAST_CHANCE, self._pool, rows,
+        )  # fmt: skip
+        return rows.first(count)
+
+    def _tree(self, request: Request, rows: Rows, least_chance: float) -> DraftTree:
+        count = int(np.searchsorted(-rows.chances, -least_chance, side="right"))
+        tokens = np.concatenate((request.tokens[-1:], rows.tokens[:count]))
+        parents = np.concatenate((_ROOT_PARENT, rows.parents[:count]))
+        sources = np.concatenate((_ROOT_SOURCE, _SOURCE_OF_KIND[rows.kinds[:count]]))
+        self._states[request.request_id].features = np.concatenate((_ROOT_SOURCE, rows.features[:count]), dtype=np.int32)
+        return DraftTree(tokens, parents, sources, count + 1)
+
+    def _share(self, request: Request, state: _RequestState) -> None:
+        """Shows new output to the other requests."""
+        if self._keep:
+            self._history.extend(request.request_id, request.tokens[state.shared :])
+        state.shared = request.num_tokens
+
+    def _frequent(self, request: Request) -> Int32Array:
+        """The most frequent tokens of past outputs and the prompt."""
+        counts = np.bincount(request.prompt_ids, minlength=len(self._frequencies)) * _PROMPT_COUNT
+        counts[: len(self._frequencies)] += self._frequencies
+        seen = np.flatnonzero(counts)
+        if len(seen) > self._num_frequent:
+            seen = (
+                seen[np.argpartition(-counts[seen], self._num_frequent - 1)[: self._num_frequent]]
+                if self._num_frequent
+                else seen[:0]
+            )
+        return seen[np.argsort(-counts[seen], kind="stable")].astype(np.int32)
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        """Counts what was accepted, and keeps what the target ranked on the way."""
+        state = self._states.get(request.request_id)
+        if state is not None and len(tree) == len(state.features) > 1:
+            self._table.observe(tree.parents, state.features, acceptance.rows)
+        if self._recycling and target.has_logits:
+            rows = [0, *acceptance.rows]
+            self._recycled[tree.tokens[rows]] = target.top_k(rows, min(_RECYCLED_WIDTH, self._recycled.shape[1]))
+
+    def finish(self, request: Request) -> None:
+        """Keeps the output for other requests, and forgets the rest."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return
+        self._share(request, state)
+        self._history.close(request.request_id)
+        if self._keep and request.num_output:
+            counts = np.bincount(request.output_ids, minlength=len(self._frequencies)).astype(np.float64)
+            counts[: len(self._frequencies)] += self._frequencies
+            self._frequencies = counts

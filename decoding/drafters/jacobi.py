@@ -1,0 +1,221 @@
+"""Jacobi lookahead: n-grams from the model's own parallel guesses, and plain Jacobi decoding as its limiting case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
+from decoding.request import Acceptance, Request
+from decoding.tree import DraftTree, Int32Array
+
+_SOURCE = SOURCES.index("jacobi")
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    window: int
+    ngram: int
+    guesses: int
+    prompt_as_reference: bool
+
+
+class _Lookahead:
+    """A request's window and pool."""
+
+    def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int]) -> None:
+        self._settings, self._end_tokens = settings, end_tokens
+        self._source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
+        self._pool = NgramPool(settings.ngram, settings.guesses)
+        self._learned = 0  # tokens of the sequence whose n-grams are in the pool
+        if settings.prompt_as_reference:
+            for reference in request.references:
+                self._pool.insert_sequence(reference.tolist())
+        self._learn(request)
+        self._window: JacobiWindow | None = None
+        self._rows: WindowRows | None = None  # of the last proposal
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """Candidates, then as much of the window as fits."""
+        tokens, parents = self._candidates(request, budget)
+        candidates = len(tokens)
+        rows = self._rows = self._window_rows(request, budget, budget + 1 - candidates)
+        if rows is not None:
+            tokens.extend(rows.tokens.tolist())
+            parents.extend(np.where(rows.parents < 0, 0, rows.parents + candidates).tolist())
+        sources = np.full(len(tokens), _SOURCE, np.int8)
+        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, candidates)
+
+    def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
+        """Gathers the n-grams of the columns that were computed and moves these on; then learns the emitted tokens."""
+        window, rows = self._window, self._rows
+        self._rows = None
+        if window is not None and rows is not None:
+            answers = ids[rows.locate(tree)]
+            if window.full:
+                for key, value in window.ngrams(int(tree.tokens[0]), answers):
+                    self._pool.insert(key, value)
+            if window.full or len(answers) == window.columns:
+                window.advance(answers)
+                window.replace_newest(self._end_tokens, self._source)
+        self._learn(request)
+
+    def _learn(self, request: Request) -> None:
+        """Puts the n-grams that end in new tokens of prompt and output into the pool."""
+        if self._settings.prompt_as_reference:
+            self._pool.insert_sequence(request.tokens[max(0, self._learned + 1 - self._settings.ngram) :].tolist())
+            self._learned = request.num_tokens
+
+    def _candidates(self, request: Request, budget: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the root and of the pool's n-grams below it, merged where they begin alike.
+
+        The most recent n-gram comes first, so that it is the oldest that a small budget cuts.
+        """
+        tokens, parents = [request.root], [-1]
+        children: dict[tuple[int, int], int] = {}
+        depth = min(self._settings.ngram - 1, request.remaining - 1)
+        for ngram in reversed(self._pool.lookup(request.root)):
+            row = 0
+            for token in _until(ngram[:depth], self._end_tokens):
+                child = children.get((row, token))
+                if child is None:
+                    if len(tokens) > budget:
+                        return tokens, parents
+                    child = children[row, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(row)
+                row = child
+        return tokens, parents
+
+    def _window_rows(self, request: Request, budget: int, left: int) -> WindowRows | None:
+        """The columns to compute with ``left`` rows: whole ones of a full window, all or none while it fills."""
+        if self._window is None or (not self._window.full and self._window.peak_rows > budget):
+            self._window = self._new_window(budget)
+        window = self._window
+        if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late for an n-gram to be verified
+            return None
+        columns = min(window.columns, (left + 1) // window.levels)
+        if columns < 1 or (not window.full and columns < window.columns):
+            return None
+        return WindowRows.of(window, columns)
+
+    def _new_window(self, budget: int) -> JacobiWindow | None:
+        """The widest window, up to the width asked for, that a budget can fill; None when not even one column."""
+        ngram = self._settings.ngram
+        for width in range(self._settings.window, 0, -1):
+            window = JacobiWindow(width, ngram, np.zeros(width + ngram - 3, np.int32))
+            if window.peak_rows <= budget:
+                return JacobiWindow(width, ngram, self._source.draw(width + ngram - 3))
+        return None
+
+
+class _PlainJacobi:
+    """A request's block of guesses."""
+
+    def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int]) -> None:
+        source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
+        self._block = JacobiBlock(settings.window, source)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """The block, as one chain."""
+        return DraftTree.chain(request.root, self._block.guesses[: min(budget, request.remaining - 1)], _SOURCE)
+
+    def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
+        """Replaces every guess by what the target said in its place."""
+        children: dict[tuple[int, int], int] = {}
+        for row in range(1, tree.num_candidates):
+            children.setdefault((int(tree.parents[row]), int(tree.tokens[row])), row)
+        rows = [0]
+        for guess in self._block.guesses.tolist():
+            child = children.get((rows[-1], guess))
+            if child is None:
+                break
+            rows.append(child)
+        self._block.advance(ids[rows], acceptance.count)
+
+
+class JacobiDrafter(Drafter):
+    """Lookahead Decoding (arXiv 2402.02057, section 3), the method of the Jacobi window.
+
+    Beside the next token, each forward computes a window of guesses (see ``JacobiWindow``): what the target says to a column
+    continues the trajectory of its Jacobi iteration and completes an n-gram for the pool (see ``NgramPool``). The n-grams that
+    begin with the last committed token are drafted as candidates. The target's answers in the window are the most likely tokens,
+    for sampled requests too: how a draft was found does not change what is emitted.
+
+    With ``ngram`` 2 it is plain Jacobi decoding (section 2; Santilli et al., arXiv 2305.10427): the draft is a block of
+    ``window`` guesses, the prefix on which the target agrees is accepted, and every other guess is replaced by what the target
+    said in its place. There is no pool then, and ``guesses`` and ``prompt_as_reference`` have no meaning.
+
+    Example: root 5, pool ``5: (6 9 7), (6 8 8)``, window of three levels ``_ 1``, ``2 3`` and ``4 0``. Candidates are ``6 8 8``
+    and, below the same 6, ``9 7``. Window rows are 1 and ``2 4`` below the root, and ``3 0`` below 1.
+
+    Rows: at most ``(window + guesses) * (ngram - 1) - 1``, and 63 with the defaults, which are made for a budget of 64. The paper
+    takes ngram 5 and, on an A100, window and guesses of 15 for 7 B parameters (119 rows), 10 for 13 B and 7 for 34 B. With less
+    budget candidates come first, then whole columns of the window as far as they fit; the others wait. While the window fills,
+    which takes ``ngram - 2`` steps, it is computed wholly or not at all, at the width that the budget allows. None is computed
+    once the request ends too soon for its n-grams to be verified.
+
+    Departures from the paper's code: the token after a wholly accepted n-gram is kept; the window begins after the prefill, with
+    which no draft is made, and candidates are verified while it fills; n-grams that begin alike share rows; the first guesses
+    are drawn by a hash of prompt and seed; end tokens, all of them and for greedy requests too, are cut from candidates and
+    replaced in the window by random prompt tokens; an output token enters the text behind the pool once. ``prompt_as_reference``,
+    off in the paper's main results, is on, and takes in the references of a request before its prompt.
+    """
+
+    needs_logits = True
+
+    def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8, prompt_as_reference: bool = True) -> None:
+        """
+        Args:
+            window: W of the paper, columns of the window, at least 1; with ``ngram`` 2 the guesses in the block.
+            ngram: N of the paper, tokens of an n-gram with its key, at least 3; 2 is plain Jacobi decoding.
+            guesses: G of the paper, n-grams that are kept for a token and drafted after it, at least 1.
+            prompt_as_reference: n-grams of references, prompt and output enter the pool, too (POOL_FROM_PROMPT).
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        if ngram < 2:
+            raise ValueError(f"ngram must be at least 3, or 2 for plain Jacobi decoding, got {ngram}")
+        if guesses < 1:
+            raise ValueError(f"guesses must be at least 1, got {guesses}")
+        self._settings = _Settings(window, ngram, guesses, prompt_as_reference)
+        self._end_tokens: frozenset[int] = frozenset()
+        self._states: dict[str, _Lookahead | _PlainJacobi] = {}
+
+    def prepare(self, target: Target) -> None:
+        """Takes note of the model's end tokens."""
+        self._end_tokens = frozenset(target.end_token_ids)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One tree per request: candidates and window, or one chain in plain Jacobi decoding."""
+        return [self._state(request).propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        """Moves the guesses on by what the target said about them."""
+        self._state(request).observe(request, tree, target.ids, acceptance)
+
+    def finish(self, request: Request) -> None:
+        """Drops window and pool of the request."""
+        self._states.pop(request.request_id, None)
+
+    def _state(self, request: Request) -> _Lookahead | _PlainJacobi:
+        state = self._states.get(request.request_id)
+        if state is None:
+            own = frozenset() if request.params.ignore_eos else self._end_tokens
+            build = _PlainJacobi if self._settings.ngram == 2 else _Lookahead
+            state = self._states[request.request_id] = build(request, self._settings, own | set(request.params.stop_token_ids))
+        return state
+
+
+def _until(ngram: Ngram, end_tokens: Set[int]) -> Ngram:
+    """The tokens before the first end token: verification stops there, so nothing from it on can be accepted."""
+    for at, token in enumerate(ngram):
+        if token in end_tokens:
+            return ngram[:at]
+    return ngram

@@ -1,0 +1,147 @@
+"""N-Grammys: rows of n-grams from the context and from the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.ngrams import ContextNgrams
+from decoding.request import Request
+from decoding.tree import DraftTree, Int32Array
+
+_CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
+_ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
+_LAYOUTS = ("tree", "batched")
+
+
+class NgrammysDrafter(Drafter):
+    """Learning-free batched speculation (N-Grammys, arXiv 2411.03786, section 4): k rows of w tokens.
+
+    The allocation ``mixed`` of section 4.3: first the continuations of earlier occurrences of the last q tokens, by count and
+    then by the latest occurrence (see ``ContextNgrams``); then extended-bigram rows, by rank: row j begins with the model's j-th
+    token after the last token alone, and goes on with the model's first token after each. Where the bigram table is narrower
+    than the rows to fill, rows that begin with a token of the unigram ranking follow, extended in the same way.
+
+    Example: last token 5, k = 3, w = 3, and the model says ``4, 7`` after 5, ``2`` after 4, ``4`` after 2, ``5`` after 7, ``4``
+    after 5 in first place. The context holds ``5 1 3 3`` once. Rows: ``1 3 3`` (context), ``4 2 4`` and ``7 5 4`` (bigram).
+
+    Layouts: ``tree`` merges rows that begin alike, so that no token is computed twice; ``batched`` keeps the published block,
+    each row a chain of its own below the root. Both emit the same text. The walk of ``verify_exact`` enters the first of the
+    chains that begin with the target's token, where the published code takes the row that agrees the longest: with ``batched``,
+    rows that share a beginning with an earlier one are seldom of use.
+
+    A budget below k * w is filled with rows by rank; the last one is cut short.
+
+    Departures from the paper: the block is not a batch of k sequences over k copies of the KV, but k branches of one sequence
+    under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say how the tables of
+    section 4.1 treat a beginning-of-sequence token, see ``engine.model_tables``. The unigram ranking follows the text of the
+    paper, the distance from the mean, and not its listing, which ranks by an inner product. Draws follow the engine's rule,
+    where the paper leaves sampling open. A drafter that was not prepared drafts from the context alone.
+    """
+
+    def __init__(
+        self,
+        k: int = 10,
+        w: int = 10,
+        q: int = 1,
+        allocation: str = "mixed",
+        layout: str = "tree",
+        table_width: int = 10,
+        short_rows: bool = False,
+        max_occurrences: int = 1024,
+    ) -> None:
+        """
+        Args:
+            k: of the paper, rows, at least 1.
+            w: of the paper, tokens of a row, at least 1.
+            q: of the paper, tokens to match in the context, at least 1.
+            allocation: ``mixed``, or rows of one kind alone: ``context``, ``bigram``, ``unigram``. Only ``context`` works
+                without the model, as in a replay.
+            layout: ``tree`` or ``batched``.
+            table_width: tokens the bigram table holds after each, at least 1.
+            short_rows: context rows may have fewer than w tokens where an occurrence lies near the end; the paper passes over
+                those, and so misses the most recent ones.
+            max_occurrences: occurrences of the last q tokens that are counted, at least 1.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        numbers = {"k": k, "w": w, "q": q, "table_width": table_width, "max_occurrences": max_occurrences}
+        for name, value in numbers.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if allocation not in _ALLOCATIONS:
+            raise ValueError(f"allocation must be one of {', '.join(_ALLOCATIONS)}, got {allocation!r}")
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
+        self._k, self._w, self._q, self._max_occurrences = k, w, q, max_occurrences
+        self._allocation, self._table_width, self._short_rows = allocation, table_width, short_rows
+        self._merged = layout == "tree"
+        self.needs_logits = allocation != "context"
+        self._bigrams: Int32Array | None = None  # [vocab, table_width]
+        self._unigrams: Int32Array | None = None  # [k]
+        self._contexts: dict[str, ContextNgrams] = {}
+
+    def prepare(self, target: Target) -> None:
+        """Takes the tables that the allocation needs."""
+        if self._allocation == "context":
+            return
+        self._bigrams = target.bigram_table(min(self._table_width, target.vocab_size))
+        if self._allocation == "unigram" or (self._allocation == "mixed" and self._k > self._bigrams.shape[1]):
+            self._unigrams = target.unigram_ranking(min(self._k, target.vocab_size))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """A tree of at most k rows per request."""
+        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def finish(self, request: Request) -> None:
+        """Drops the index of the request."""
+        self._contexts.pop(request.request_id, None)
+
+    def _propose(self, request: Request, budget: int) -> DraftTree:
+        if budget == 0:
+            return DraftTree.chain(request.root, ())
+        rows = self._context_rows(request) if self._allocation in ("mixed", "context") else []
+        rows += self._model_rows(request.root, self._k - len(rows))
+        return _lay_out(request.root, rows, budget, self._merged)
+
+    def _context_rows(self, request: Request) -> list[tuple[list[int], int]]:
+        context = self._contexts.get(request.request_id)
+        if context is None:
+            context = self._contexts[request.request_id] = ContextNgrams(self._q, self._w, self._max_occurrences)
+        context.update(request.tokens)
+        return [(row, _CONTEXT) for row in context.continuations(request.tokens, self._k, self._short_rows)]
+
+    def _model_rows(self, root: int, count: int) -> list[tuple[list[int], int]]:
+        """Up to ``count`` extended rows, bigrams before unigrams."""
+        if self._bigrams is None or count == 0:
+            return []
+        bigrams = self._bigrams[root, :count] if self._allocation != "unigram" else self._bigrams[root, :0]
+        unigrams = self._unigrams[: count - len(bigrams)] if self._unigrams is not None else bigrams[:0]
+        rows = np.empty((len(bigrams) + len(unigrams), self._w), np.int32)
+        rows[:, 0] = np.concatenate([bigrams, unigrams])
+        for at in range(1, self._w):
+            rows[:, at] = self._bigrams[rows[:, at - 1], 0]
+        sources = [_BIGRAM] * len(bigrams) + [_UNIGRAM] * len(unigrams)
+        return list(zip(rows.tolist(), sources, strict=True))
+
+
+def _lay_out(root: int, rows: Sequence[tuple[list[int], int]], budget: int, merged: bool) -> DraftTree:
+    """The rows below the root, as many tokens as the budget holds; ``merged`` shares what begins alike."""
+    tokens, parents, sources = [root], [-1], [0]
+    children: dict[tuple[int, int], int] = {}
+    for row, source in rows:
+        parent = 0
+        for token in row:
+            child = children.get((parent, token)) if merged else None
+            if child is None:
+                if len(tokens) > budget:
+                    break
+                child = children[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                sources.append(source)
+            parent = child
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(sources, np.int8), len(tokens))

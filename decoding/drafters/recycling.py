@@ -1,0 +1,225 @@
+"""Token recycling: the target's other candidates of earlier steps become drafts."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.request import Acceptance, Request
+from decoding.tree import DraftTree, Int32Array
+
+_SOURCE = SOURCES.index("recycling")
+_WIDTH = 8  # tokens kept after each
+# The published tree ("2.2.2"): children of each row, the root first, level by level; rows that are not listed have none. A child
+# is the r-th token after its parent, r counted from 0: 8, 21, 25, 15, 8 and 3 rows at depths 1 to 6.
+_PUBLISHED = (
+    8,
+    8, 4, 3, 2, 1, 1, 1, 1,
+    8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0,
+    5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0,
+    3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0,
+    2, 0, 0, 1,
+)  # fmt: skip
+_PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # hits by rank that a new table starts from, out of _PRIOR_TRIALS
+_PRIOR_TRIALS = 10.0
+_MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
+
+
+class SuccessorTable:
+    """The tokens last seen as the target's most likely ones after each token, and how often each rank was right.
+
+    Entries hold token + 1, and 0 is empty: pages that no token touched take no memory. All of it is vocab * 32 bytes at most.
+    """
+
+    def __init__(self, vocab_size: int, first: Int32Array | None) -> None:
+        """
+        Args:
+            vocab_size: tokens are below it.
+            first: [vocab, <= 8] what stands for a token until something was learned of it; empty rows when absent.
+        """
+        self.width = min(_WIDTH, vocab_size)
+        self._entries: Int32Array = np.zeros((vocab_size, self.width), np.int32)
+        self._first = first
+        self._hits: npt.NDArray[np.float64] = np.array(_PRIOR[: self.width])
+        self._trials = _PRIOR_TRIALS
+
+    def after(self, token: int) -> list[int]:
+        """The tokens kept after ``token``, the most likely first; empty when nothing is known."""
+        entry: list[int] = (self._entries[token] - 1).tolist()
+        if entry[0] >= 0:
+            return entry
+        first: list[int] = [] if self._first is None else self._first[token].tolist()
+        return first
+
+    def learn(self, tokens: Int32Array, successors: Int32Array) -> None:
+        """Replaces the entries of some tokens; of a token that stands twice, the later row stays.
+
+        Args:
+            tokens: [n].
+            successors: [n, width] the most likely tokens after each, the most likely first.
+        """
+        last = {int(token): at for at, token in enumerate(tokens)}
+        self._entries[list(last)] = successors[list(last.values())] + 1
+
+    def count(self, token: int, follower: int) -> None:
+        """Counts at which rank the entry of ``token`` held what the target then emitted."""
+        entry = self.after(token)
+        if not entry:
+            return
+        self._trials += 1.0
+        if follower in entry:
+            self._hits[entry.index(follower)] += 1.0
+        if self._trials > _MAX_TRIALS:
+            self._hits, self._trials = self._hits / 2, self._trials / 2
+
+    def rates(self) -> list[float]:
+        """[width] how often the token of each rank is right."""
+        rates: list[float] = (self._hits / self._trials).tolist()
+        return rates
+
+
+class RecyclingDrafter(Drafter):
+    """Token recycling (arXiv 2408.08696): a table of the last seen top 8 after each token, grown into a tree at each step.
+
+    After a forward, the 8 most likely tokens after each computed row become the entry of the row's token, whether or not the row
+    was accepted. A draft starts at the root's entry and goes on with the entries of the drafted tokens.
+
+    Shapes: ``published`` is the fixed tree of 80 rows, cut level by level where the budget is smaller; ``ranked`` takes the rows
+    of the best expected gain: a row's estimate is the product, along its path, of how often its ranks were right so far.
+
+    Example: entries ``1 2`` after 7 and ``3 4`` after 1, ranks right at 0.5 and 0.2, budget 3: the row 1 (0.5), then 3 below it
+    (0.25), then 2 (0.2); 4 below 1 would be 0.1.
+
+    Departures from the paper: empty entries draft nothing, where the published zeros cost rows. A token that stands twice in a
+    tree is learned from the accepted path, its last place there; else from the shallowest row, of equally deep ones the first:
+    the published result is up to the device. Rows behind the candidates teach nothing, since what stands before them is a guess.
+
+    **Privacy**: with ``scope="replica"`` one table serves all requests of the replica and outlives them. It holds no text, but
+    how fast a text comes then depends on what others generated. ``scope="request"`` gives each request a table of its own.
+    """
+
+    needs_logits = True
+
+    def __init__(self, shape: str = "ranked", learn_rows: int = 81, start: str = "empty", scope: str = "replica") -> None:
+        """
+        Args:
+            shape: ``ranked`` or ``published``.
+            learn_rows: rows of a step that are learned from, at least 1: accepted ones first, then the others by depth. Each
+                costs a pass over the vocabulary.
+            start: what stands for a token before anything was learned of it: ``empty``, or ``bigram``, the model's bigram table.
+            scope: ``replica`` or ``request``.
+
+        Raises:
+            ValueError: a value that is not one of these.
+        """
+        for name, value, known in (
+            ("shape", shape, ("ranked", "published")),
+            ("start", start, ("empty", "bigram")),
+            ("scope", scope, ("replica", "request")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
+        if learn_rows < 1:
+            raise ValueError(f"learn_rows must be at least 1, got {learn_rows}")
+        self._grow = _grow_ranked if shape == "ranked" else _grow_published
+        self._learn_rows, self._start, self._shared = learn_rows, start, scope == "replica"
+        self._vocab_size = 0
+        self._first: Int32Array | None = None  # [vocab, 8] the bigram table
+        self._tables: dict[str, SuccessorTable] = {}  # by request, or one under ""
+
+    def prepare(self, target: Target) -> None:
+        """Learns the size of the vocabulary. Before, nothing is drafted."""
+        self._vocab_size = target.vocab_size
+        self._first = target.bigram_table(min(_WIDTH, target.vocab_size)) if self._start == "bigram" else None
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One tree per request."""
+        trees = []
+        for request, budget in zip(requests, budgets, strict=True):
+            if budget == 0 or self._vocab_size == 0:
+                trees.append(DraftTree.chain(request.root, ()))
+            else:
+                trees.append(self._grow(self._table(request), request.root, budget))
+        return trees
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        """Learns the candidates after the computed rows, and how good the ranks were on the accepted path."""
+        if not target.has_logits:  # a replay of known outputs, in which another drafter may well draft
+            return
+        table = self._table(request)
+        path = [0, *acceptance.rows]
+        emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
+        for row, follower in zip(path, emitted, strict=True):
+            table.count(int(tree.tokens[row]), follower)
+        rows = _rows_to_learn(tree, path, self._learn_rows)
+        table.learn(tree.tokens[rows], target.top_k(rows, table.width))
+
+    def finish(self, request: Request) -> None:
+        """Drops the table of the request, where it has one."""
+        self._tables.pop(request.request_id, None)
+
+    def _table(self, request: Request) -> SuccessorTable:
+        name = "" if self._shared else request.request_id
+        table = self._tables.get(name)
+        if table is None:
+            assert self._vocab_size > 0, "prepare comes before the first observation"
+            table = self._tables[name] = SuccessorTable(self._vocab_size, self._first)
+        return table
+
+
+def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int]:
+    """Rows in the order of writing: what must win stands last."""
+    accepted = path[-count:]
+    depths = tree.depths()
+    others = sorted(set(range(tree.num_candidates)) - set(path), key=lambda row: (depths[row], row))
+    return [*others[: count - len(accepted)][::-1], *accepted]
+
+
+def _grow_published(table: SuccessorTable, root: int, budget: int) -> DraftTree:
+    """The fixed tree, level by level, without rows whose entry is empty."""
+    tokens, parents = [root], [-1]
+    rows: list[int | None] = [0]  # row in our tree of each row of the published one; None where nothing is known
+    for at, children in enumerate(_PUBLISHED):
+        parent = rows[at]
+        entry = table.after(tokens[parent]) if parent is not None and children else []
+        for rank in range(children):
+            if parent is None or rank >= len(entry) or len(tokens) > budget:
+                rows.append(None)
+            else:
+                rows.append(len(tokens))
+                tokens.append(entry[rank])
+                parents.append(parent)
+    return _tree(tokens, parents)
+
+
+def _grow_ranked(table: SuccessorTable, root: int, budget: int) -> DraftTree:
+    """The rows of the highest estimates; a row never beats its parent, so parents come first."""
+    rates = table.rates()
+    order = sorted(range(len(rates)), key=lambda rank: -rates[rank])
+    tokens, parents, estimates, entries = [root], [-1], [1.0], [table.after(root)]
+    # (estimate, order of entering, parent, place in ``order``): one open child for each row, its siblings follow it.
+    open_rows = [(-rates[order[0]], 0, 0, 0)] if entries[0] else []
+    entered = 1
+    while open_rows and len(tokens) <= budget:
+        estimate, _, parent, place = heapq.heappop(open_rows)
+        row = len(tokens)
+        tokens.append(entries[parent][order[place]])
+        parents.append(parent)
+        estimates.append(-estimate)
+        entries.append(table.after(tokens[row]))
+        if place + 1 < len(order):
+            heapq.heappush(open_rows, (-estimates[parent] * rates[order[place + 1]], entered, parent, place + 1))
+        if entries[row]:
+            heapq.heappush(open_rows, (-estimates[row] * rates[order[0]], entered + 1, row, 0))
+        entered += 2
+    return _tree(tokens, parents)
+
+
+def _tree(tokens: list[int], parents: list[int]) -> DraftTree:
+    sources = np.full(len(tokens), _SOURCE, np.int8)
+    sources[0] = 0
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, len(tokens))

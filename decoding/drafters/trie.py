@@ -1,0 +1,156 @@
+"""Trie: branches of prompt and past outputs, by frequency (Alipay's Lookahead)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decoding.chains import BLOCK, MAX_MATCH
+from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.request import Request, SamplingParams
+from decoding.token_log import TokenLog
+from decoding.tree import DraftTree, Int32Array
+from decoding.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
+
+_SOURCE = SOURCES.index("trie")
+_LAYOUTS = ("hierarchical", "parallel", "single")
+_FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
+
+
+class _OwnTexts:
+    """What is kept for one request: its prompt, split at end tokens, then its references."""
+
+    def __init__(self, request: Request, end_tokens: tuple[int, ...]) -> None:
+        prompt = request.prompt_ids
+        starts = np.flatnonzero(np.isin(prompt, end_tokens))
+        segments = [segment[np.isin(segment[:1], end_tokens).sum() :] for segment in np.split(prompt, starts)]
+        self.log = TokenLog(sum(2 + len(text) // BLOCK for text in (*segments, *request.references)) * BLOCK)
+        for segment in segments:
+            self.log.add(segment)
+        self.references = self.log.end  # the first position of the references
+        for reference in request.references:
+            self.log.add(reference)
+        self.streamed = request.num_prompt  # tokens that the log of outputs holds, or need not hold
+
+
+class TrieDrafter(Drafter):
+    """Multi-branch drafts from a trie of prompt and output branches (Lookahead, arXiv 2312.12728, sections 4.2 and 4.3).
+
+    The last ``max_query_length`` tokens are looked up among the branches of the request's prompt and of all outputs, its own
+    growing one included, then ever shorter ends of them. What followed is drafted as one tree, the most frequent branches first;
+    an occurrence in the prompt counts 9,999 times one in an output, but half of the rows are kept for outputs.
+
+    Example: with the past outputs ``1 2 3 4`` and ``1 2 3 5`` and a text that ends in ``1 2``, the tree is 3 with the children 4
+    and 5.
+
+    The trie is implicit, see ``decoding.token_log``; ``decoding.trie.FrequencyTrie`` is the explicit one that the tests compare
+    it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count the
+    latest ``max_occurrences`` occurrences; an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens
+    later; pruning is continuous: at the capacity the oldest block of tokens leaves, and what was frequent in it survives with
+    half its frequency. References are held like outputs, for their request only.
+    """
+
+    def __init__(
+        self,
+        decoding_length: int = 64,
+        branch_length: int = 12,
+        max_query_length: int = 2,
+        layout: str = "hierarchical",
+        frequencies: str = "mix",
+        min_input: int = 0,
+        min_output: int = -1,
+        max_occurrences: int = 256,
+        capacity: int = 1 << 20,
+    ) -> None:
+        """
+        Args:
+            decoding_length: most rows of a tree, the root counted, at least 1.
+            branch_length: most tokens of a branch, at least 1.
+            max_query_length: tokens to look up, 1 to 32.
+            layout: hierarchical (one tree), parallel (its branches side by side), single (the best branch).
+            frequencies: mix, input (the prompt's) or output.
+            min_input: rows for the branches most frequent in the prompt, with ``mix``.
+            min_output: rows for the branches most frequent in outputs, with ``mix``; half of ``decoding_length`` when -1.
+            max_occurrences: looked at for one n-gram, the latest ones, 1 to 1024.
+            capacity: tokens of outputs to hold.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        for name, value, low, high in (
+            ("decoding_length", decoding_length, 1, 4096), ("branch_length", branch_length, 1, 4096),
+            ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
+            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, 1024), ("capacity", capacity, 1, 2**31),
+        ):  # fmt: skip
+            if not low <= value <= high:
+                raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
+        if frequencies not in _FREQUENCIES:
+            raise ValueError(f"frequencies must be one of {', '.join(_FREQUENCIES)}, got {frequencies!r}")
+        self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
+        self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
+        self._min_input = min_input
+        self._min_output = max(decoding_length // 2, 1) if min_output < 0 else min_output
+        self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()
+        self._own: dict[str, _OwnTexts] = {}
+        self._end_tokens: tuple[int, ...] = ()
+
+    def prepare(self, target: Target) -> None:
+        """Learns which tokens end a text, so that no branch crosses them, and compiles."""
+        self._end_tokens = target.end_token_ids
+        request = Request("", [0], SamplingParams(max_tokens=8))
+        self.propose([request], [4])
+        self.finish(request)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One tree per request."""
+        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def _propose(self, request: Request, budget: int) -> DraftTree:
+        own = self._own.get(request.request_id)
+        if own is None:
+            own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens)
+        self._stream(request, own)
+        size = min(self._decoding_length, budget + 1)
+        if size < 2:
+            return DraftTree.chain(request.root, ())
+        tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
+        logs = (own.log.arrays, own.references, self._outputs.arrays, self._outputs.oldest)
+        context, depth = request.tokens[-MAX_MATCH:], min(self._branch_length, request.remaining - 1)
+        if self._layout == "single":
+            rows = single(
+                *logs, context, self._max_query_length, depth, self._mode, self._max_occurrences, self._nodes, tokens, parents
+            )
+        else:
+            rows = hierarchical(
+                *logs, context, self._max_query_length, depth, self._min_input, self._min_output, self._mode,
+                self._max_occurrences, self._nodes, tokens, parents,
+            )  # fmt: skip
+        sources = np.full(rows, _SOURCE, np.int8)
+        tree = DraftTree(tokens[:rows], parents[:rows], sources, rows)
+        return _side_by_side(tree) if self._layout == "parallel" else tree
+
+    def _stream(self, request: Request, own: _OwnTexts) -> None:
+        """Adds what was emitted since the last time to the outputs."""
+        self._outputs.extend(request.request_id, request.tokens[own.streamed :])
+        own.streamed = request.num_tokens
+
+    def finish(self, request: Request) -> None:
+        """Completes the request's output in the trie, and eliminates its prompt and references."""
+        own = self._own.pop(request.request_id, None)
+        if own is not None:
+            self._stream(request, own)
+            self._outputs.close(request.request_id)
+
+
+def _side_by_side(tree: DraftTree) -> DraftTree:
+    """The paths to the leaves as disjoint chains, cut to as many rows as the tree has."""
+    tokens, parents = [int(tree.tokens[0])], [-1]
+    for leaf in np.setdiff1d(np.arange(1, len(tree)), tree.parents):
+        path = tree.path(int(leaf))[: len(tree) - len(tokens)]
+        parents.extend([0, *range(len(tokens), len(tokens) + len(path) - 1)][: len(path)])
+        tokens.extend(int(tree.tokens[row]) for row in path)
+    rows: Int32Array = np.asarray(tokens, np.int32)
+    return DraftTree(rows, np.asarray(parents, np.int32), np.full(len(rows), _SOURCE, np.int8), len(rows))

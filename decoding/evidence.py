@@ -1,0 +1,51 @@
+"""What a draft row rests on, in buckets small enough to learn how often rows of each are accepted."""
+
+from __future__ import annotations
+
+from decoding.jit import compiled
+
+# Kinds of evidence. The first four are occurrences: in the request's own texts or in the shared log, of the whole path up to the
+# root and beyond, or of an end of the path only.
+COPY, HISTORY, COPY_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(7)
+MATCH_BUCKETS, SHARE_BUCKETS = 12, 8
+NUM_FEATURES = 7 * MATCH_BUCKETS * SHARE_BUCKETS
+
+
+@compiled
+def match_bucket(length: int) -> int:
+    """Lengths of agreement in twelve steps: 1 .. 6, 8, 12, 16, 24, 48 and more."""
+    if length <= 6:
+        return max(0, length - 1)
+    if length <= 8:
+        return 6
+    if length <= 12:
+        return 7
+    if length <= 16:
+        return 8
+    if length <= 24:
+        return 9
+    return 10 if length <= 48 else 11
+
+
+@compiled
+def share_bucket(share: float) -> int:
+    """A child's share of the weight of its node's occurrences in eight steps; the last one is all of it."""
+    if share >= 0.75:
+        return 7 if share >= 0.999 else (6 if share >= 0.9 else 5)
+    if share >= 0.25:
+        return 4 if share >= 0.5 else 3
+    return 2 if share >= 0.1 else (1 if share >= 0.03 else 0)
+
+
+@compiled
+def context_bucket(length: int) -> int:
+    """The longest agreement at a node in eight steps, for children that no occurrence backs; 0 for none."""
+    if length <= 5:
+        return max(0, length)
+    return 6 if length <= 8 else 7
+
+
+@compiled
+def feature(kind: int, match: int, share: int) -> int:
+    """The entry of the table for a kind of evidence and two buckets."""
+    return (kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share

@@ -1,0 +1,251 @@
+"""Best-first growth of a draft tree from everything that is known about how a text goes on.
+
+Each node of the implied tree has children from three kinds of evidence: occurrences of the node's context elsewhere, weighed by
+how much of the context agrees; what the target ranks next after the node's token; and tokens that are frequent anyway. A child's
+chance given its parent is read from a table of measured acceptance rates (``decoding.acceptance``), and the children with the
+highest product of chances along their path become rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from decoding.candidates import HASH_SLOTS, Float64Array, clear_slots, pop, push, slot_of
+from decoding.chains import BLOCK, Int64Array, LogArrays, follower, gather, unigram_bucket
+from decoding.evidence import BIGRAM, MATCH_BUCKETS, RECYCLING, UNIGRAM, context_bucket, feature, match_bucket, share_bucket
+from decoding.jit import compiled
+from decoding.tree import Int32Array
+
+MAX_CANDIDATES = 8192  # nodes looked at for one tree
+MAX_OCCURRENCES = 8192
+
+
+class Pool(NamedTuple):
+    """Working memory of one expansion, kept between calls: candidates, and the occurrences below them as linked lists."""
+
+    tokens: Int32Array  # [candidates]
+    parents: Int32Array  # [candidates] row of the parent
+    depths: Int32Array  # [candidates]
+    kinds: Int32Array  # [candidates] evidence
+    features: Int32Array  # [candidates]
+    matches: Int32Array  # [candidates] longest agreement of an occurrence, at depth 0
+    weights: Float64Array  # [candidates] sum over occurrences
+    chances: Float64Array  # [candidates] product of chances along the path
+    firsts: Int32Array  # [candidates] first occurrence, -1 for none
+    heap: Int32Array  # [candidates + 1]
+    slots: Int32Array  # [HASH_SLOTS] candidates of the node at hand by token, -1 for none
+    positions: Int64Array  # [occurrences] where the token of a node occurs
+    lengths: Int32Array  # [occurrences] agreement there
+    sources: Int32Array  # [occurrences] 0: the request's own texts, 1: the shared log
+    starts: Int32Array  # [occurrences] depth of the node at which it was found
+    links: Int32Array  # [occurrences] next in the list of its node
+
+    @classmethod
+    def empty(cls) -> Pool:
+        """Memory for one thread."""
+        nodes, found = MAX_CANDIDATES, MAX_OCCURRENCES
+        return cls(
+            tokens=np.empty(nodes, np.int32),
+            parents=np.empty(nodes, np.int32),
+            depths=np.empty(nodes, np.int32),
+            kinds=np.empty(nodes, np.int32),
+            features=np.empty(nodes, np.int32),
+            matches=np.empty(nodes, np.int32),
+            weights=np.empty(nodes),
+            chances=np.empty(nodes),
+            firsts=np.empty(nodes, np.int32),
+            heap=np.empty(nodes + 1, np.int32),
+            slots=np.full(HASH_SLOTS, -1, np.int32),
+            positions=np.empty(found, np.int64),
+            lengths=np.empty(found, np.int32),
+            sources=np.empty(found, np.int32),
+            starts=np.empty(found, np.int32),
+            links=np.empty(found, np.int32),
+        )
+
+
+class Ranked(NamedTuple):
+    """What comes next by rank rather than by occurrence."""
+
+    frequent: Int32Array  # [n] tokens that are frequent anyway, the most frequent first
+    recycled: Int32Array  # [vocab, k] what the target ranked after each token when it last saw it, -1 for nothing; [0, 0] without
+    bigrams: Int32Array  # [vocab, k] what the target ranks after each token alone; [0, 0] without
+
+
+class Rows(NamedTuple):
+    """A grown tree without its root: row i of these stands at row i + 1 of the tree."""
+
+    tokens: Int32Array  # [budget]
+    parents: Int32Array  # [budget]
+    kinds: Int32Array  # [budget]
+    features: Int32Array  # [budget]
+    chances: Float64Array  # [budget] non-increasing
+
+    @classmethod
+    def empty(cls, budget: int) -> Rows:
+        """Memory for trees of up to ``budget`` rows."""
+        tokens, parents, kinds, features = np.empty((4, budget), np.int32)
+        return cls(tokens, parents, kinds, features, np.empty(budget))
+
+    def first(self, count: int) -> Rows:
+        """The first rows."""
+        return Rows(self.tokens[:count], self.parents[:count], self.kinds[:count], self.features[:count], self.chances[:count])
+
+
+@compiled
+def fresh_occurrences(
+    log: LogArrays, oldest: int, token: int, parent_token: int, cap: int, source: int, owner: int, depth: int, first: int,
+    used: int, pool: Pool,
+) -> tuple[int, int]:  # fmt: skip
+    """Adds the latest occurrences of a node's token that do not follow its parent's token (those came with the parent).
+
+    Returns:
+        The new head of the node's list of occurrences, and how many entries are used in all.
+    """
+    tokens = log.tokens
+    mask = len(tokens) - 1
+    p = log.heads1[unigram_bucket(token, len(log.heads1))]
+    looked = 0
+    while p >= oldest and looked < cap and used < len(pool.positions):
+        looked += 1
+        new = tokens[(p + 1) & mask] != -1 and tokens[(p - 1) & mask] != parent_token
+        if new and tokens[p & mask] == token and log.owners[(p & mask) // BLOCK] != owner:
+            pool.positions[used], pool.sources[used], pool.lengths[used], pool.starts[used] = p, source, 1, depth
+            pool.links[used] = first
+            first = used
+            used += 1
+        step = log.back[0, p & mask]
+        if step == 0:
+            break
+        p -= step
+    return first, used
+
+
+@compiled
+def branch(
+    own: LogArrays, shared: LogArrays, weights: Float64Array, history_weight: float, first: int, depth: int, row: int, count: int,
+    pool: Pool,
+) -> tuple[int, float, int]:  # fmt: skip
+    """Makes the children that a node's occurrences give.
+
+    Returns:
+        Candidates in use, the weight of all occurrences, and the longest agreement at the node.
+    """
+    total, longest = 0.0, 0
+    at = first
+    while at >= 0:
+        after = pool.links[at]
+        source, below = pool.sources[at], depth - pool.starts[at]
+        log_tokens = own.tokens if source == 0 else shared.tokens
+        length = pool.lengths[at] + below
+        weight = weights[min(length, len(weights) - 1)] * (history_weight if source == 1 else 1.0)
+        total += weight
+        longest = max(longest, length)
+        token = follower(log_tokens, pool.positions[at] + 1 + below)
+        if token >= 0:
+            slot = slot_of(token, pool.slots, pool.tokens)
+            child = pool.slots[slot]
+            if child < 0 and count < len(pool.tokens):
+                child, count = count, count + 1
+                pool.slots[slot] = child
+                pool.tokens[child], pool.parents[child], pool.depths[child] = token, row, depth + 1
+                pool.weights[child], pool.firsts[child], pool.matches[child] = 0.0, -1, 0
+            if child >= 0:
+                pool.weights[child] += weight
+                pool.links[at] = pool.firsts[child]
+                pool.firsts[child] = at
+                if length > pool.matches[child]:
+                    pool.matches[child] = length
+                    pool.kinds[child] = source + (2 if pool.starts[at] > 0 else 0)
+        at = after
+    return count, total, longest
+
+
+@compiled
+def add_ranked(
+    ranked: Int32Array, kind: int, context: int, row: int, depth: int, chance: float, table: Float64Array, count: int, pool: Pool
+) -> int:
+    """Makes children of ranked tokens that are none yet; returns the candidates in use."""
+    for rank in range(len(ranked)):
+        token = ranked[rank]
+        if token < 0 or count >= len(pool.tokens):
+            continue
+        slot = slot_of(token, pool.slots, pool.tokens)
+        if pool.slots[slot] >= 0:
+            continue
+        pool.slots[slot] = count
+        pool.tokens[count], pool.parents[count], pool.depths[count], pool.firsts[count] = token, row, depth + 1, -1
+        pool.kinds[count] = kind
+        pool.features[count] = feature(kind, min(rank // 2 if kind == UNIGRAM else rank, MATCH_BUCKETS - 1), context)
+        pool.chances[count] = chance * table[pool.features[count]]
+        count += 1
+    return count
+
+
+@compiled
+def grow(
+    own: LogArrays, own_oldest: int, shared: LogArrays, shared_oldest: int, owner: int, context: Int32Array, ranked: Ranked,
+    table: Float64Array, weights: Float64Array, history_weight: float, caps: Int64Array, budget: int, max_depth: int,
+    least_chance: float, pool: Pool, rows: Rows,
+) -> int:  # fmt: skip
+    """Grows a tree below the end of ``context``, the best chances first.
+
+    Args:
+        own: log of the request's texts; its positions before ``own_oldest`` are gone.
+        shared: log of past outputs; blocks of ``owner`` are passed over.
+        context: [c] the last committed tokens, the root is the last one.
+        table: [NUM_FEATURES] chance of a child given its parent.
+        weights: [w] weight of an occurrence by length of agreement; longer ones weigh like the last entry.
+        history_weight: factor on occurrences in the shared log.
+        caps: [4] the most occurrences to gather from each log by 1-, 2-, 4-grams, and for each node below the root.
+        max_depth: of rows.
+        least_chance: nodes of less are left out.
+        rows: out.
+
+    Returns:
+        How many rows were grown.
+    """
+    used = gather(own, own_oldest, 0, -1, context, caps, 0, pool.positions, pool.lengths)
+    own_used = used
+    used = gather(shared, shared_oldest, 0, owner, context, caps, used, pool.positions, pool.lengths)
+    first = -1
+    for at in range(used - 1, -1, -1):
+        pool.sources[at], pool.starts[at], pool.links[at] = (0 if at < own_used else 1), 0, first
+        first = at
+    count = size = grown = depth = row = 0
+    chance = 1.0
+    token = context[-1]
+    while True:
+        begin = count
+        count, total, longest = branch(own, shared, weights, history_weight, first, depth, row, count, pool)
+        for child in range(begin, count):
+            match = match_bucket(pool.matches[child])
+            pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
+            pool.chances[child] = chance * table[pool.features[child]]
+        ends = context_bucket(longest)
+        if token < len(ranked.recycled):
+            count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, count, pool)
+        if token < len(ranked.bigrams):
+            count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, count, pool)
+        if depth == 0:
+            count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, count, pool)
+        clear_slots(begin, count, pool.slots, pool.tokens)
+        if depth < max_depth:
+            for child in range(begin, count):
+                if pool.chances[child] >= least_chance:
+                    size = push(pool.heap, size, pool.chances, child)
+        if size == 0 or grown >= budget:
+            return grown
+        size = pop(pool.heap, size, pool.chances)
+        best = pool.heap[size]
+        rows.tokens[grown], rows.parents[grown], rows.kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
+        rows.features[grown], rows.chances[grown] = pool.features[best], pool.chances[best]
+        grown += 1
+        parent = context[-1] if pool.parents[best] == 0 else rows.tokens[pool.parents[best] - 1]
+        row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]
+        if depth < max_depth:
+            cap = caps[3]
+            first, used = fresh_occurrences(own, own_oldest, token, parent, cap, 0, -1, depth, first, used, pool)
+            first, used = fresh_occurrences(shared, shared_oldest, token, parent, cap, 1, owner, depth, first, used, pool)

@@ -1,0 +1,59 @@
+"""Native speed for loops over arrays, where numba is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., object])
+
+NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
+
+
+def compiled(function: F) -> F:
+    """Compiles a function of numbers, arrays and named tuples of arrays at its first call.
+
+    The machine code is kept on disk, under a name that changes with any source beside this file: numba notices a change in the
+    file of a function, but not in those of the functions it calls. Where nothing can be written each process compiles anew.
+    """
+    if not NATIVE:
+        return function
+    import numba
+
+    settings: Any = numba.config
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder() / f"native-{_version()}")
+    try:
+        return cast(F, numba.njit(cache=True)(function))
+    except RuntimeError:  # no folder that can be written to
+        return cast(F, numba.njit(function))
+    finally:
+        settings.CACHE_DIR = before
+
+
+def cache_folder() -> Path:
+    """Where what is costly to make is kept: ``$XDG_CACHE_HOME/outrider``, or ``~/.cache/outrider``.
+
+    In the temporary folder for a user without a home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "outrider"
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # a container whose user has no entry and no HOME
+        return Path(tempfile.gettempdir()) / "outrider"
+
+
+@cache
+def _version() -> str:
+    """Digits that stand for the sources beside this file."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""What a request changes in the model's logits before a token is chosen: bias, tokens that may not come yet, penalties.
+
+The rules and their order are vLLM's: logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858, section 4.1;
+negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API reference).
+Temperature, min-p, top-k and top-p follow (``decoding.sampling``). They act at every visited row of a draft tree with that row's
+own prefix: the committed tokens and the path to the row.
+
+Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, presence_penalty 0.25. A logit of 3.0 of token 5
+becomes 3.0 / 2 = 1.5, and one of -1.0 of token 6 becomes -1.0 * 2 - 0.5 * 2 - 0.25 = -3.25.
+
+Departures from vLLM: ``min_tokens`` keeps back the tokens that would end this request (vLLM's also the model's own end tokens
+under ``ignore_eos``), and does not put off stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from decoding.request import SamplingParams
+from decoding.tree import Int32Array
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence and how often its output holds each, kept token by token, forwards and backwards.
+
+    So nothing is counted twice: a row of logits costs one gather and one scatter over distinct tokens.
+    """
+
+    __slots__ = ("_counts", "_ids", "_index", "_output", "_prompt_size", "_size")
+
+    def __init__(self, prompt_ids: Sequence[int] | Int32Array) -> None:
+        """
+        Args:
+            prompt_ids: [n] tokens that are in the sequence and not in the output; may be empty.
+        """
+        distinct = np.unique(np.asarray(prompt_ids, np.int64))
+        self._prompt_size = self._size = len(distinct)
+        self._ids = np.zeros(self._size + 64, np.int64)
+        self._ids[: self._size] = distinct
+        self._counts = np.zeros(len(self._ids), np.int64)
+        self._index: dict[int, int] = {token: at for at, token in enumerate(distinct.tolist())}
+        self._output: list[int] = []
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """[d] int64 view: the distinct tokens, the prompt's first."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """[d] int64 view: how often the output holds each of ``ids``."""
+        return self._counts[: self._size]
+
+    def push(self, token: int) -> None:
+        """Appends a token to the output."""
+        at = self._index.get(token)
+        if at is None:
+            at = self._index[token] = self._size
+            if at == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._ids[at] = token
+            self._size += 1
+        self._counts[at] += 1
+        self._output.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Takes tokens from the end of the output until it holds ``length`` at most."""
+        while len(self._output) > length:
+            at = self._index[self._output.pop()]
+            self._counts[at] -= 1
+            if self._counts[at] == 0 and at >= self._prompt_size:
+                # Distinct tokens are in the order of their first occurrence, so the one that is gone is the last.
+                assert at == self._size - 1, (at, self._size)
+                del self._index[int(self._ids[at])]
+                self._size -= 1
+
+    def catch_up(self, output_ids: Int32Array) -> None:
+        """Makes the output equal to ``output_ids``, of which the shorter must be the beginning of the longer."""
+        self.truncate(len(output_ids))
+        for token in output_ids[len(self._output) :].tolist():
+            self.push(token)
+
+
+class LogitRules:
+    """The rules of one request, and the tokens that they look back on."""
+
+    __slots__ = ("_bias_ids", "_biases", "_params", "counts")
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array) -> None:
+        """
+        Args:
+            params: the request's.
+            prompt_ids: [n] its prompt, which the repetition penalty alone looks at.
+        """
+        self._params = params
+        self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1.0 else ())
+        self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
+        self._biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float64)
+
+    def apply(self, logits: torch.Tensor, barred: Collection[int] = ()) -> torch.Tensor:
+        """The logits after the rules, given the output that ``counts`` holds.
+
+        Args:
+            logits: [vocab] floating point, left as they are.
+            barred: tokens that may not be chosen here, because the output is shorter than ``min_tokens``; those outside the
+                vocabulary are ignored.
+
+        Returns:
+            [vocab] float32, or float64 where the logits are; -inf for barred tokens.
+        """
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        if len(self._bias_ids):
+            scores[self._bias_ids.to(scores.device)] += self._biases.to(scores)
+        inside = [token for token in barred if token < len(scores)]
+        if inside:
+            scores[torch.tensor(inside, device=scores.device)] = -torch.inf
+        if self._params.penalized and len(self.counts.ids):
+            self._penalize(scores)
+        return scores
+
+    def _penalize(self, scores: torch.Tensor) -> None:
+        params = self._params
+        ids = torch.from_numpy(self.counts.ids).to(scores.device)
+        counts = torch.from_numpy(self.counts.counts).to(scores)
+        seen = scores[ids]
+        if params.repetition_penalty != 1.0:
+            seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        seen -= params.frequency_penalty * counts
+        seen -= params.presence_penalty * (counts > 0)
+        scores[ids] = seen

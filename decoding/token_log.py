@@ -1,0 +1,177 @@
+"""An implicit trie of past texts: a log of tokens and chains of where each n-gram occurred.
+
+An explicit trie stores each text once per start, ``branch_length`` deep. The log stores it once; the branches below an n-gram are
+what follows its occurrences, and the frequency of a node is the number of occurrences that go through it. Insertion is a few
+writes a token, and a retrieval reads a bounded number of occurrences, the latest ones, whatever the log holds.
+
+Texts live in blocks of 64 tokens in a ring, so that several can grow at once. When the ring is full the oldest block leaves;
+what was frequent in it survives with half its frequency, as under the pruning of the published trie (Lookahead, arXiv 2312.12728,
+section 4.2; there, nodes are halved and those at 1 or below are dropped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decoding.chains import BLOCK, MOVED, LogArrays, UInt8Array, append, survivors
+from decoding.tree import Int32Array
+
+OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
+_CONTEXT = 4  # of these are only there for matching backwards
+
+
+@dataclass(slots=True)
+class _Text:
+    """A text that may grow: where its next token goes, and the end of its block."""
+
+    position: int
+    block_end: int
+    tail: list[int]  # its last tokens, which move where the next block is not a neighbour
+
+
+class TokenLog:
+    """Token sequences in a ring, with chains of the occurrences of their 1-, 2- and 4-grams.
+
+    Memory: ``nbytes``, about 24 bytes for each token of capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """
+        Args:
+            capacity: tokens to hold, at least one block; rounded up to a power of two.
+
+        Raises:
+            ValueError: a capacity below one token.
+        """
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 token, got {capacity}")
+        size = 2 * BLOCK
+        while size < capacity:
+            size *= 2
+        self.arrays = LogArrays(
+            tokens=np.full(size, -1, np.int32),
+            back=np.zeros((3, size), np.int32),
+            heads1=np.full(min(size, 2**17), -1, np.int64),
+            heads2=np.full(max(64, size // 4), -1, np.int64),
+            heads4=np.full(max(64, size // 2), -1, np.int64),
+            counts=np.zeros(size, np.uint8),
+            owners=np.full(size // BLOCK, -1, np.int64),
+        )
+        self.end = 0  # the first position behind all blocks
+        self._open: dict[Hashable, _Text] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._next_number = 0
+        self._rescued = _Text(0, 0, [])
+
+    @property
+    def oldest(self) -> int:
+        """The first position that is still there."""
+        return max(0, self.end - len(self.arrays.tokens))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> None:
+        """Appends tokens to a text, which is created when it is not open.
+
+        What follows an n-gram can be drafted as soon as it is here. Negative tokens are not allowed.
+        """
+        if not len(new):
+            return
+        entry = self._open.get(text)
+        if entry is None:
+            entry = self._open[text] = _Text(0, 0, [])
+            self._numbers[text] = self._next_number
+            self._next_number += 1
+        self._write(entry, np.asarray(new, np.int32), self._numbers[text], 1)
+
+    def close(self, text: Hashable) -> None:
+        """Says that a text is complete. One that is not open is no error."""
+        self._open.pop(text, None)
+        self._numbers.pop(text, None)
+
+    def add(self, tokens: Sequence[int] | Int32Array) -> None:
+        """A complete text."""
+        if len(tokens):
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._write(_Text(0, 0, []), np.asarray(tokens, np.int32), number, 1)
+
+    def number(self, text: Hashable) -> int:
+        """The owner number of an open text; -1 for another."""
+        return self._numbers.get(text, -1)
+
+    def _write(self, entry: _Text, new: Int32Array, number: int, count: int) -> None:
+        at = 0
+        while at < len(new):
+            if entry.position == entry.block_end or entry.position < self.oldest:  # full, or gone while it paused
+                self._grow(entry, len(new) - at, number)
+            part = new[at : at + entry.block_end - entry.position]
+            append(self.arrays, self.oldest, entry.position, part, count)
+            entry.position += len(part)
+            at += len(part)
+            entry.tail = [*entry.tail, *part[-OVERLAP:].tolist()][-OVERLAP:]
+
+    def _grow(self, entry: _Text, wanted: int, number: int) -> None:
+        """Takes as many blocks as ``wanted`` tokens need, beside the text's last one where that is free.
+
+        Where it is not, the text's last tokens move to the new blocks: there they are found, in the old block they only follow.
+        """
+        neighbour = entry.block_end == self.end and entry.position > 0
+        head = 0 if neighbour else 1 + len(entry.tail)  # the first place of a run stays empty: matching backwards ends there
+        # A text longer than the ring is written in parts, each of which fits.
+        blocks = min(-(-(wanted + head) // BLOCK), len(self.arrays.owners) // 2)
+        start = self._take(blocks, number)
+        left, entry.position, entry.block_end = entry.position, start, start + blocks * BLOCK
+        if neighbour:
+            return
+        mask = len(self.arrays.tokens) - 1
+        for offset, token in enumerate(entry.tail):
+            here = start + 1 + offset
+            if offset < _CONTEXT:
+                self.arrays.tokens[here & mask] = token
+                continue
+            there = left - len(entry.tail) + offset
+            if there >= self.oldest:
+                self.arrays.tokens[there & mask], self.arrays.counts[there & mask] = MOVED - token, 0
+            append(self.arrays, self.oldest, here, np.array([token], np.int32), 1)
+        entry.position = start + head
+
+    def _take(self, blocks: int, number: int) -> int:
+        """Empties the next blocks of the ring; what was frequent in them is written again behind them."""
+        size = len(self.arrays.tokens)
+        rescued: list[tuple[Int32Array, UInt8Array]] = []
+        start = self.end
+        for block in range(start // BLOCK, start // BLOCK + blocks):
+            leaving = block * BLOCK - size
+            if leaving >= 0 and number >= 0:
+                out, counts = np.empty(BLOCK // 2, np.int32), np.empty(BLOCK // 2, np.uint8)
+                used = survivors(self.arrays.tokens, self.arrays.counts, leaving, leaving, out, counts)
+                if used:
+                    rescued.append((out[:used], counts[:used]))
+            slot = (block * BLOCK) % size
+            self.arrays.tokens[slot : slot + BLOCK] = -1
+            self.arrays.counts[slot : slot + BLOCK] = 0
+            self.arrays.owners[slot // BLOCK] = number
+        self.end = start + blocks * BLOCK
+        for out, counts in rescued:
+            self._rescue(out, counts)
+        return start
+
+    def _rescue(self, tokens: Int32Array, counts: UInt8Array) -> None:
+        """Writes surviving runs into blocks of their own; a -1 stands between runs."""
+        entry = self._rescued
+        for index, token in enumerate(tokens):
+            if entry.position == entry.block_end or entry.position < self.oldest:
+                entry.position = self._take(1, -2)
+                entry.block_end = entry.position + BLOCK
+                entry.position += 1
+            if token >= 0:
+                one = tokens[index : index + 1]
+                append(self.arrays, self.oldest, entry.position, one, int(counts[index]))
+            entry.position += 1
+        entry.position = min(entry.position + 1, entry.block_end)

@@ -1,0 +1,222 @@
+"""Tables computed from the model alone (N-Grammys, arXiv 2411.03786, section 4.1), and the folder that keeps them.
+
+A table is a hint to a drafter: a wrong one costs speed and changes no output. So a file is believed when its name, shape, type
+and range are right, and built again, with a warning, when they are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from decoding.tree import Int32Array
+from engine.batch import Batch, Segment
+from engine.errors import ModelLoadError
+from engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "1"  # part of every name: raise it when a table is computed otherwise
+_MAX_LOGITS = 2**25  # logits of one forward: 128 MiB in float32
+_MAX_ROWS = 512  # tokens of one forward
+_HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
+_SAMPLES = 4096  # elements of each larger tensor that are hashed
+_EMBEDDING_ROWS = 8192  # rows of an embedding that are converted at once
+
+
+class Progress:
+    """A line every few seconds for what takes longer than two."""
+
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            what: is being done, as the line begins.
+            total: steps of it.
+            clock: seconds.
+        """
+        self._what, self._total, self._clock = what, total, clock
+        self._started = clock()
+        self._next = self._started + 2.0
+
+    def update(self, done: int) -> None:
+        """Says how far it is, if it is time to."""
+        now = self._clock()
+        if now < self._next or done == 0:
+            return
+        self._next = now + 5.0
+        left_s = (now - self._started) / done * (self._total - done)
+        # A warning, so that it shows on stderr where nobody set up logging: a start that takes long is worth a line.
+        logger.warning("%s: %d %% done, about %.0f s left", self._what, 100 * done // self._total, left_s)
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """32 hexadecimal digits that stand for the weights, the configuration and the tokenizer.
+
+    Names, types and shapes of all weights count, and their contents: whole up to ``_HASH_WHOLE_BYTES``, of larger models evenly
+    spaced elements of each tensor.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # where it came from is not what it is
+        config.pop(name, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(b"" if tokenizer is None else tokenizer.backend_tokenizer.to_str().encode())
+    whole = sum(tensor.nbytes for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
+    for name, tensor in model.named_parameters():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        chosen = flat if whole else flat[:: max(1, len(flat) // _SAMPLES)]
+        digest.update(chosen.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, build: Callable[[], Int32Array]) -> Int32Array:
+    """A table from its file, or built and kept there.
+
+    Args:
+        folder: is made when it does not exist. Where it cannot be written to, a warning says so, and the table is built again at
+            the next start.
+        name: of the file, without suffix; it must tell apart everything that the contents depend on.
+        shape: the table must have.
+        limit: entries are at least 0 and below it.
+        build: makes the table.
+
+    Returns:
+        ``shape`` int32.
+    """
+    path = folder / f"{name}-v{_FORMAT}.npy"
+    try:
+        # Mapped, so that a damaged header cannot ask for more memory than the file is long; an object array cannot be mapped.
+        return _checked(np.array(np.lib.format.open_memmap(path, mode="r")), shape, limit)
+    except FileNotFoundError:
+        logger.debug("no table at %s yet", path)
+    except (OSError, ValueError, EOFError, tokenize.TokenError) as error:
+        logger.warning("the table at %s cannot be used and is built again: %s", path, error)
+    table = _checked(build(), shape, limit)
+    try:
+        _write(path, table)
+    except OSError as error:
+        logger.warning("a table could not be kept and will be built again at the next start: %s", error)
+    return table
+
+
+def _checked(table: npt.NDArray[np.int32], shape: tuple[int, ...], limit: int) -> Int32Array:
+    if table.dtype != np.int32 or table.shape != shape:
+        raise ValueError(f"expected int32 {shape}, got {table.dtype} {table.shape}")
+    if table.size and not (table.min() >= 0 and table.max() < limit):
+        raise ValueError(f"entries must be between 0 and {limit - 1}, got {table.min()} to {table.max()}")
+    return table
+
+
+def _write(path: Path, table: Int32Array) -> None:
+    """Puts a file in place whole: other processes see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, table, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | None) -> Int32Array:
+    """The most likely next tokens after each token alone, or after the beginning of a sequence and the token.
+
+    Many tokens are computed in one forward, as rows that do not see each other: all of them at position 0, or, with ``bos``, as
+    branches below it.
+
+    Example: with ``bos`` = 1, the rows ``1 a b c`` at the positions 0 1 1 1 give what follows ``1 a``, ``1 b`` and ``1 c``.
+
+    Args:
+        runner: of the model; slot 0 is written to.
+        vocab_size: tokens are below it.
+        width: tokens to keep after each, at most ``vocab_size``.
+        bos: token that stands before each; None for the token alone.
+
+    Returns:
+        [vocab_size, width] int32, the most likely first.
+    """
+    table = np.empty((vocab_size, width), np.int32)
+    first = 0 if bos is None else 1
+    rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size, runner.cache.capacity - first))
+    progress = Progress(f"building the table of bigrams of {type(runner.model).__name__}", vocab_size)
+    for start in range(0, vocab_size, rows):
+        tokens = np.arange(start, min(start + rows, vocab_size))
+        logits = runner.forward(_apart(tokens, bos))
+        table[tokens] = torch.topk(logits.float(), width, dim=-1).indices.to("cpu", torch.int32).numpy()
+        progress.update(start + len(tokens))
+    return table
+
+
+def _apart(tokens: npt.NDArray[np.int64], bos: int | None) -> Batch:
+    """Rows that see themselves and ``bos`` only; its own logits are not wanted."""
+    first = 0 if bos is None else 1
+    mask = np.eye(first + len(tokens), dtype=np.bool_)
+    mask[:, :first] = True
+    ids = tokens if bos is None else np.concatenate([[bos], tokens])
+    positions = np.full(len(ids), first, np.int64)
+    positions[:first] = 0
+    return Batch(ids, positions, (Segment(0, 0, 0, len(ids), mask),), np.arange(first, len(ids)), (0,))
+
+
+def unigram_distances(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """How far each token's output embedding is from the mean of all, as the input embeddings measure it.
+
+    ``d(x)^2 = (u_x - mean) S (u_x - mean)`` with ``S = V^T V``, so that tokens are near which change the logits alike whatever
+    token comes before. (The paper's listing ranks by ``mean S u_x``, another quantity; its text is followed here.)
+
+    Example: V = the identity, U = [[0, 0], [2, 0], [1, 3]] has the mean [1, 1] and the squared distances 2, 2 and 4.
+
+    Args:
+        inputs: V, [vocab, d] input embeddings.
+        outputs: U, [vocab, d] output embeddings.
+
+    Returns:
+        [vocab] squared distances, float32, or float64 where the embeddings are. Converted some rows at a time: what comes on top
+        of the embeddings is small.
+    """
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    covariance = torch.zeros(inputs.shape[1], inputs.shape[1], dtype=dtype, device=inputs.device)
+    for part in inputs.split(_EMBEDDING_ROWS):
+        covariance += part.to(dtype).T @ part.to(dtype)
+    covariance = covariance.to(outputs.device)
+    mean = sum(part.to(dtype).sum(0) for part in outputs.split(_EMBEDDING_ROWS)) / len(outputs)
+    distances = []
+    for part in outputs.split(_EMBEDDING_ROWS):
+        centred = part.to(dtype) - mean
+        distances.append(((centred @ covariance) * centred).sum(-1))
+    return torch.cat(distances)
+
+
+@torch.inference_mode()
+def unigram_ranking(model: PreTrainedModel, vocab_size: int) -> Int32Array:
+    """[vocab_size] int32: tokens by ``unigram_distances``, the nearest first, the lower id of equals.
+
+    Raises:
+        ModelLoadError: input and output embeddings are not of one width, or there are none.
+    """
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    if inputs is None or outputs is None or inputs.weight.shape[1] != outputs.weight.shape[1]:
+        raise ModelLoadError(
+            f"{type(model).__name__} has no unigram ranking, since its input and output embeddings are not of one width: "
+            "choose another strategy, or a bigram table as wide as there are rows"
+        )
+    distances = unigram_distances(inputs.weight[:vocab_size], outputs.weight[:vocab_size])
+    ranking: Int32Array = torch.argsort(distances, stable=True).to("cpu", torch.int32).numpy()
+    return ranking

@@ -1,0 +1,147 @@
+"""The target model as drafters see it before the first request."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from decoding.jit import cache_folder
+from decoding.sampling import argmax_rows
+from decoding.tree import DraftTree, Int32Array
+from engine.batch import Batch, Segment
+from engine.loading import ModelInfo
+from engine.model_tables import bigram_table, cached_table, fingerprint, unigram_ranking
+from engine.runner import ModelRunner
+
+_TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
+_CONTEXT = 256  # tokens before the rows that are timed
+_TIMING_S = 1.0  # for all timings together
+_REPEATS = 5
+
+
+class LocalTarget:
+    """The model of this process as ``decoding.drafters.base.Target``. Used while no request has a slot: slot 0 is written to."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        info: ModelInfo,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        folder: Path | None = None,
+        bos: bool | None = None,
+    ) -> None:
+        """
+        Args:
+            runner: of the model.
+            info: of the model.
+            tokenizer: of the model.
+            folder: where tables are kept; the user's cache when absent.
+            bos: whether the bigram table sees a beginning of sequence before each token; as the tokenizer does it when absent.
+
+        Raises:
+            ValueError: ``bos`` is asked for and the tokenizer has no such token.
+        """
+        self.vocab_size = info.vocab_size
+        self.end_token_ids = info.eos_token_ids
+        self.max_model_len = info.max_model_len
+        self._runner, self._tokenizer = runner, tokenizer
+        self._folder = folder
+        self._bos = _bos_token(tokenizer, bos)
+        self._fingerprint: str | None = None
+
+    def bigram_table(self, width: int) -> Int32Array:
+        """See ``Target``: [vocab, width] int32. Built when asked for the first time for a model: a forward over its vocabulary.
+
+        Raises:
+            ValueError: ``width`` is not between 1 and the size of the vocabulary.
+        """
+        self._check_width(width)
+        kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
+        context = "alone" if self._bos is None else f"bos{self._bos}"
+        table = self._cached(
+            f"bigram-{kept}-{context}",
+            (self.vocab_size, kept),
+            lambda: bigram_table(self._runner, self.vocab_size, kept, self._bos),
+        )
+        return np.ascontiguousarray(table[:, :width])
+
+    def unigram_ranking(self, width: int) -> Int32Array:
+        """See ``Target``: [width] int32.
+
+        Raises:
+            ValueError: ``width`` is not between 1 and the size of the vocabulary.
+            ModelLoadError: the model's embeddings allow no such ranking.
+        """
+        self._check_width(width)
+        ranking = self._cached("unigram", (self.vocab_size,), lambda: unigram_ranking(self._runner.model, self.vocab_size))
+        return ranking[:width].copy()
+
+    def step_seconds(self, rows: Sequence[int]) -> list[float]:
+        """See ``Target``: the median of a few forwards behind a context of ``_CONTEXT`` tokens, or what fits.
+
+        Rows are a root and branches of one token, under a mask, as in a step with a draft tree. The first forward over so many
+        rows is dropped, unless the time is up by then: it takes about a second, or one forward each where those are slow.
+
+        Raises:
+            ValueError: a number below 1, or more rows than a slot holds.
+        """
+        for count in rows:
+            if not 1 <= count <= self._runner.cache.capacity:
+                raise ValueError(f"rows must be between 1 and {self._runner.cache.capacity}, the size of a KV slot, got {count}")
+        if not rows:
+            return []
+        context = max(0, min(_CONTEXT, self.max_model_len - 2, self._runner.cache.capacity - max(rows)))
+        self._clear(context)
+        argmax_rows(self._runner.forward(_star(max(rows), context)))  # the first of all is the slowest
+        return [self._median_seconds(_star(count, context), _TIMING_S / len(rows)) for count in rows]
+
+    def _median_seconds(self, batch: Batch, limit_s: float) -> float:
+        seconds: list[float] = []
+        while len(seconds) <= _REPEATS and sum(seconds) < limit_s:
+            started = time.perf_counter()
+            argmax_rows(self._runner.forward(batch))  # the argmax waits for a GPU
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:] or seconds)
+
+    def _clear(self, length: int) -> None:
+        """Zeroes the first entries of slot 0: unwritten memory may hold numbers that are slow to compute with."""
+        keys, values = self._runner.cache.entries(0, length)
+        for layer in range(len(keys)):
+            self._runner.cache.write(layer, 0, 0, torch.zeros_like(keys[layer]), torch.zeros_like(values[layer]))
+
+    def _check_width(self, width: int) -> None:
+        if not 1 <= width <= self.vocab_size:
+            raise ValueError(f"width must be between 1 and {self.vocab_size}, the size of the vocabulary, got {width}")
+
+    def _cached(self, kind: str, shape: tuple[int, ...], build: Callable[[], Int32Array]) -> Int32Array:
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._runner.model, self._tokenizer)
+        folder = cache_folder() if self._folder is None else self._folder
+        return cached_table(folder, f"{self._fingerprint}-{kind}", shape, self.vocab_size, build)
+
+
+def _star(rows: int, context: int) -> Batch:
+    """A root and ``rows - 1`` branches of one token behind ``context`` entries of slot 0."""
+    parents = np.minimum(np.arange(-1, rows - 1, dtype=np.int32), 0)
+    tree = DraftTree(np.zeros(rows, np.int32), parents, np.zeros(rows, np.int8), rows)
+    mask = None if tree.is_chain else tree.ancestor_mask()
+    positions = context + tree.depths().astype(np.int64)
+    return Batch(np.zeros(rows, np.int64), positions, (Segment(0, context, 0, rows, mask),), np.arange(rows), (0,))
+
+
+def _bos_token(tokenizer: PreTrainedTokenizerFast | None, wanted: bool | None) -> int | None:
+    """The token that stands before each one in the bigram table, or None."""
+    token = None if tokenizer is None else tokenizer.bos_token_id
+    if wanted and token is None:
+        raise ValueError("bos is asked for, but the tokenizer has no token for the beginning of a sequence")
+    if token is None or wanted is False:
+        return None
+    if wanted is None and tokenizer is not None and tokenizer("a").input_ids[:1] != [token]:
+        return None
+    return int(token)

@@ -1,0 +1,173 @@
+"""Contestants in turns over the same prompts: what each did, and where outputs part."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
+
+from experiments.contestants import Contestant, Prompt, Run
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one contestant did in all repeats."""
+
+    wall_s: list[float]  # per repeat, as all times
+    prefill_s: list[float]  # to the first token
+    forward_s: list[float]  # forwards after it
+    propose_s: list[float] | None  # drafting after it; None where it cannot be told apart
+    tokens: int = 0
+    steps: int = 0
+    drafted: int | None = 0  # as propose_s
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
+
+    @classmethod
+    def empty(cls, repeats: int) -> Tally:
+        """Before the first run."""
+        return cls([0.0] * repeats, [0.0] * repeats, [0.0] * repeats, [0.0] * repeats)
+
+    def add(self, repeat: int, run: Run, wall_s: float) -> None:
+        """Counts a run."""
+        self.wall_s[repeat] += wall_s
+        self.prefill_s[repeat] += run.prefill_s
+        self.forward_s[repeat] += run.forward_s
+        if run.propose_s is None or self.propose_s is None:
+            self.propose_s = None
+        else:
+            self.propose_s[repeat] += run.propose_s
+        self.drafted = None if run.drafted is None or self.drafted is None else self.drafted + run.drafted
+        self.steps += run.steps
+        self.tokens += sum(map(len, run.outputs))
+        for source, count in run.accepted_by_source.items():
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
+
+
+def compete(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    batch_size: int,
+    progress: Progress,
+    expected: Mapping[str, list[int]] | None = None,
+) -> tuple[Mapping[str, list[int]], dict[str, Tally]]:
+    """Runs everything; the first group is run once more before, untimed, to warm up.
+
+    The contestants take turns on each group, so that a drift of the machine hits all alike. Each repeat begins with contestants
+    that know no earlier prompt: what a drafter learned from an output must not help it with the same output again.
+
+    Args:
+        contestants: the first one is the baseline.
+        prompts: in the order in which they come.
+        repeats: how often all is run.
+        batch_size: prompts of a group.
+        progress: shows how far it is.
+        expected: output of each prompt by id; when absent, that of the baseline on each prompt alone.
+
+    Returns:
+        The expected outputs, and a tally per contestant.
+    """
+    groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+    if expected is None:
+        task = progress.add_task("reference", total=len(prompts))
+        outputs: dict[str, list[int]] = {}
+        for prompt in prompts:
+            outputs[prompt.id] = contestants[0].run([prompt]).outputs[0]
+            progress.advance(task)
+        expected = outputs
+    tallies = {contestant.name: Tally.empty(repeats) for contestant in contestants}
+    for contestant in contestants:
+        contestant.run(groups[0])
+    task = progress.add_task("in turns", total=repeats * len(groups) * len(contestants))
+    for repeat in range(repeats):
+        for contestant in contestants:
+            contestant.renew()
+        for group in groups:
+            for contestant in contestants:
+                tally, started = tallies[contestant.name], time.perf_counter()
+                run = contestant.run(group)
+                tally.add(repeat, run, time.perf_counter() - started)
+                for prompt, output in zip(group, run.outputs, strict=True):
+                    if output != expected[prompt.id]:
+                        tally.differing.setdefault(prompt.id, output)
+                progress.advance(task)
+    return expected, tallies
+
+
+@torch.inference_mode()
+def divergence(model: PreTrainedModel, prompt: Prompt, expected: list[int], output: list[int]) -> dict[str, Any]:
+    """Where an output leaves that of ``generate``, and how close the target's two best tokens are there.
+
+    Returns:
+        ``position`` in the output, ``top_logit``, the ``gap`` to the second one, and whether the outputs hold these two tokens.
+    """
+    shared = next((i for i, (a, b) in enumerate(zip(expected, output, strict=False)) if a != b), min(len(expected), len(output)))
+    tokens = torch.tensor([prompt.ids + expected[:shared]], device=model.device)
+    best = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits[0, -1].double().topk(2)
+    first, second = best.values.tolist()
+    are_top_two = set(expected[shared : shared + 1] + output[shared : shared + 1]) == set(best.indices.tolist())
+    return {"id": prompt.id, "position": shared, "top_logit": first, "gap": first - second, "top_two": are_top_two}
+
+
+def summary(tally: Tally, baseline: Tally, divergences: list[dict[str, Any]], num_prompts: int, repeats: int) -> dict[str, Any]:
+    """The figures of one contestant; ``speedup`` is the baseline's seconds over its own, repeat by repeat."""
+    speedups = [base / own for base, own in zip(baseline.wall_s, tally.wall_s, strict=True)]
+    gaps = [entry["gap"] for entry in divergences]
+    return {
+        "wall_s": [round(seconds, 3) for seconds in tally.wall_s],
+        "speedup": [round(speedup, 3) for speedup in speedups],
+        "speedup_median": round(statistics.median(speedups), 3),
+        "output_tokens": tally.tokens // repeats,
+        "tokens_per_s": round(tally.tokens / sum(tally.wall_s), 1),
+        "tokens_per_step": round(tally.tokens / tally.steps, 3),
+        "identical": num_prompts - len(tally.differing),
+        "identical_share": round(1 - len(tally.differing) / num_prompts, 4),
+        "largest_gap": max(gaps, default=None),
+        "divergences": divergences,
+    }
+
+
+def decode_ratios(tally: Tally, baseline: Tally) -> list[float]:
+    """The baseline's seconds after the first token over a contestant's own, repeat by repeat."""
+    return [
+        (base - base_prefill) / (own - own_prefill)
+        for base, base_prefill, own, own_prefill in zip(
+            baseline.wall_s, baseline.prefill_s, tally.wall_s, tally.prefill_s, strict=True
+        )
+    ]
+
+
+def where_time_goes(tally: Tally, prefills: int) -> dict[str, float | None]:
+    """Milliseconds of one decoding step and of one prefill, when prompts ran one at a time.
+
+    Args:
+        tally: of a contestant.
+        prefills: prompts that it ran, those of all repeats.
+
+    Returns:
+        ``propose``, ``forward`` and ``rest`` of a step, and ``prefill``, to the first token. ``propose`` is None, and part of the
+        rest, where it cannot be told apart. Where every prompt ended with its first token, the step has zeros.
+    """
+    steps = max(tally.steps - prefills, 1)
+    propose_s = None if tally.propose_s is None else sum(tally.propose_s)
+    rest_s = sum(tally.wall_s) - sum(tally.prefill_s) - sum(tally.forward_s) - (propose_s or 0.0)
+    return {
+        "propose": None if propose_s is None else round(1e3 * propose_s / steps, 3),
+        "forward": round(1e3 * sum(tally.forward_s) / steps, 3),
+        "rest": round(1e3 * rest_s / steps, 3),
+        "prefill": round(1e3 * sum(tally.prefill_s) / prefills, 3),
+    }

@@ -1,0 +1,114 @@
+"""Target-guided runs: the forward is real, the token that is committed is the known one (LLMA, arXiv 2304.04487, section 3.2).
+
+So the speed of a model on real text can be measured without that model's weights: a random model of its shape, driven along what
+another one wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from decoding.tree import Int32Array
+from engine.attention import TREE_ATTENTION
+from engine.batch import Work
+from engine.executor import LocalExecutor, Outcome, Verifier
+from engine.runner import ModelRunner
+
+_CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
+
+# Shapes of random models: with the 50,257 tokens of GPT-2 the first has 109 million parameters.
+SIZES: dict[str, dict[str, int]] = {
+    "110m": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A Llama with random weights, tied embeddings and no end token, for the engine.
+
+    Args:
+        size: a key of ``SIZES``.
+        vocab_size: of the tokenizer that cut the texts.
+        context: tokens of prompt and output together.
+        dtype: of weights and activations.
+        seed: same seed, same weights.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, **SIZES[size],
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
+
+
+def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights, in the same memory, as transformers runs them."""
+    config = type(model.config).from_dict(model.config.to_dict())
+    twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    twin.load_state_dict(model.state_dict(), assign=True)
+    twin.tie_weights()
+    return twin.to(model.device).eval()
+
+
+class GuidedVerifier(Verifier):
+    """Lets the known token win below each row on the known path; below all others the model says what it says."""
+
+    def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._known = known
+
+    @torch.inference_mode()
+    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
+        """See ``Verifier``. The logits are changed in place, so that drafters learn from them what was committed."""
+        assert work.tree is not None
+        greedy = greedy.copy()
+        reached = [0]
+        for token in self._known[work.request.request_id][work.request.num_output :]:
+            greedy[reached] = token
+            logits[reached, token] = _CERTAIN
+            reached = work.tree.children(reached, token)
+            if not reached:
+                break
+        return super().verify(work, logits, greedy)
+
+
+class GuidedExecutor(LocalExecutor):
+    """Computes every row and commits the known tokens. Requests are greedy."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.known: dict[str, Sequence[int]] = {}  # request id -> output to commit; set before the request is added
+        self._verifier = GuidedVerifier(self.known)
+
+
+@contextmanager
+def guided_generate(model: PreTrainedModel, num_prompt: int, known: Sequence[int]) -> Iterator[None]:
+    """Makes ``generate`` emit known tokens, one prompt at a time: in each row the logit of its position's known token is raised.
+
+    A forward hook, and no logits processor: transformers' prompt lookup runs its candidates through the processors and would cut
+    them where they leave the known output, which only the target knows.
+
+    Args:
+        model: to run with a cache that tells its length.
+        num_prompt: tokens of the prompt.
+        known: the output.
+    """
+
+    def raise_known(module: object, args: object, kwargs: dict[str, Any], output: Any) -> None:
+        logits, seen = output.logits, kwargs["past_key_values"].get_seq_length()
+        first = seen - logits.shape[1] + 1 - num_prompt  # place in the output of the token that the first row foretells
+        for row in range(logits.shape[1]):
+            if 0 <= first + row < len(known):
+                logits[0, row, known[first + row]] = _CERTAIN
+
+    hook = model.register_forward_hook(raise_known, with_kwargs=True)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        hook.remove()

@@ -1,0 +1,52 @@
+"""One model in this process, and engines that take turns on it."""
+
+from __future__ import annotations
+
+from cluster.strategy_option import StrategyChoice
+from configs.slices import EngineOptions
+from decoding.drafters import LOSSLESS
+from engine.engine import Engine
+from engine.executor import LocalExecutor
+from engine.loading import LoadedModel, ModelInfo
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.target import LocalTarget
+from experiments.guided import GuidedExecutor
+
+
+class SharedModel:
+    """The weights and KV slots of a model. Its engines must not have requests at the same time."""
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions, budget: int, guided: bool = False) -> None:
+        """
+        Args:
+            loaded: with tree attention.
+            options: of each engine.
+            budget: most drafted rows of a request in a step.
+            guided: requests follow known outputs (see ``experiments.guided``).
+        """
+        self.loaded, self._options, self._budget = loaded, options, budget
+        self._runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget)
+        self.executor: LocalExecutor = GuidedExecutor(self._runner) if guided else LocalExecutor(self._runner)
+
+    def engine(self, choice: StrategyChoice) -> Engine:
+        """A new engine with a new drafter, which knows no earlier request. It gives token ids and no text.
+
+        Raises:
+            ValueError: an unknown strategy or option, or a value outside its range.
+        """
+        model = self.loaded.model
+        info = ModelInfo(
+            served_name=self.loaded.served_name,
+            max_model_len=self.loaded.max_model_len,
+            vocab_size=model.config.get_text_config().vocab_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            num_parameters=model.num_parameters(),
+            eos_token_ids=self.loaded.eos_token_ids,
+            strategy=choice.label,
+            lossless=choice.name in LOSSLESS,
+        )
+        drafter = choice.build()
+        drafter.prepare(LocalTarget(self._runner, info, self.loaded.tokenizer))
+        return Engine(self.executor, drafter, Scheduler(self._options, self._budget), info)

@@ -1,0 +1,141 @@
+"""The token log against naive searches of the texts that were put into it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.chains import BLOCK, MAX_MATCH, bucket, follower, gather, unigram_bucket
+from decoding.token_log import TokenLog
+
+NO_CAP = np.full(3, 1000, np.int64)
+TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=90), min_size=1, max_size=6)
+
+
+def found(log: TokenLog, context: list[int], caps: np.ndarray = NO_CAP, owner: int = -1) -> list[tuple[list[int], int]]:
+    """What follows each occurrence, up to four tokens, and how much agrees there."""
+    positions, matches = np.empty(1000, np.int64), np.empty(1000, np.int32)
+    count = gather(log.arrays, log.oldest, 0, owner, np.array(context, np.int32), caps, 0, positions, matches)
+    tokens = log.arrays.tokens
+    followers = []
+    for position in positions[:count]:
+        after = [follower(tokens, position + i) for i in range(1, 5)]
+        followers.append(after[: after.index(-1)] if -1 in after else after)
+    return list(zip(followers, matches[:count].tolist(), strict=True))
+
+
+def naive(texts: list[list[int]], context: list[int]) -> list[tuple[list[int], int]]:
+    hits = []
+    for text in texts:
+        for at in range(len(text) - 1):
+            length = 0
+            while length < min(at + 1, len(context), MAX_MATCH) and text[at - length] == context[-1 - length]:
+                length += 1
+            if length:
+                hits.append((text[at + 1 : at + 5], length))
+    return hits
+
+
+@settings(max_examples=60)
+@given(TEXTS, st.lists(st.integers(0, 4), min_size=1, max_size=40))
+def test_finds_every_occurrence_once(texts: list[list[int]], context: list[int]) -> None:
+    log = TokenLog(2048)
+    for text in texts:
+        log.add(text)
+    assert sorted(found(log, context)) == sorted(naive(texts, context))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=70)), max_size=12))
+def test_texts_that_grow_in_turns_are_the_texts_added_whole(pieces: list[tuple[int, list[int]]]) -> None:
+    log = TokenLog(8192)
+    texts: dict[int, list[int]] = {}
+    for text, piece in pieces:
+        log.extend(text, piece)
+        texts.setdefault(text, []).extend(piece)
+    context = [0, 1, 2]
+    expected = naive(list(texts.values()), context)
+    assert sorted(f[:1] for f, _ in found(log, context)) == sorted(f[:1] for f, _ in expected)
+
+
+def test_a_text_moves_on_in_one_piece() -> None:
+    log, rng = TokenLog(64 * BLOCK), np.random.default_rng(0)
+    texts = [rng.integers(0, 1000, 400).tolist() for _ in range(3)]
+    for start in range(0, 400, 7):  # three texts in turns: none finds its next block free
+        for name, text in enumerate(texts):
+            log.extend(name, text[start : start + 7])
+    for text in texts:
+        for at in range(4, 390):
+            followers = [f for f, length in found(log, text[at - 4 : at]) if length == 4]
+            assert followers == [text[at : at + 4]], at
+
+
+def test_the_latest_occurrences_come_first_and_caps_hold() -> None:
+    log = TokenLog(1024)
+    for last in range(10, 20):
+        log.add([1, 2, last])
+    assert [f for f, _ in found(log, [1, 2])] == [[f] for f in range(19, 9, -1)]
+    assert [f for f, _ in found(log, [1, 2], np.array([9, 3, 9], np.int64))] == [[19], [18], [17]]
+
+
+def test_a_text_does_not_see_its_own_blocks_if_asked() -> None:
+    log = TokenLog(1024)
+    log.extend("a", [1, 2, 3])
+    log.extend("b", [1, 2, 4])
+    assert sorted(f for f, _ in found(log, [1, 2], owner=log.number("a"))) == [[4]]
+    log.close("a")
+    assert log.number("a") == -1 and sorted(f for f, _ in found(log, [1, 2])) == [[3], [4]]
+
+
+def test_the_ring_forgets_the_oldest_and_keeps_what_was_frequent() -> None:
+    log = TokenLog(16 * BLOCK)
+    for _ in range(3):
+        log.add([90, 91, 92, 93, 94, 95])
+    log.add([80, 81, 82, 83, 84, 85])
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        log.add(rng.integers(1000, 10**6, BLOCK - 4))
+    assert found(log, [90, 91, 92, 93]) and not found(log, [80, 81, 82, 83])
+    for _ in range(200):  # each time round its count is halved
+        log.add(rng.integers(1000, 10**6, BLOCK - 4))
+    assert not found(log, [90, 91, 92, 93])
+    assert len(log.arrays.tokens) == 16 * BLOCK and log.end > 200 * BLOCK
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_the_ring_went_through_what_it_finds_was_written(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    log = TokenLog(int(rng.integers(1, 12)) * BLOCK)
+    texts: dict[int, list[int]] = {}
+    for step in range(int(rng.integers(1, 60))):
+        text = int(rng.integers(0, 4)) if rng.random() < 0.7 else 100 + step
+        piece = rng.integers(0, 6, int(rng.integers(1, 150))).tolist()
+        texts.setdefault(text, []).extend(piece)
+        log.extend(text, piece)
+        if rng.random() < 0.2:
+            log.close(text)
+            texts[1000 + step] = texts.pop(text)
+    grams = {tuple(text[i : i + 3]) for text in texts.values() for i in range(len(text) - 2)}
+    for context in ([0, 1], [3], [2, 2, 5]):
+        for followers, length in found(log, context):
+            if length >= len(context) and followers:
+                seen = (*context, *followers)[:3] if len(context) < 3 else tuple(context)
+                assert len(seen) < 3 or seen in grams
+
+
+def test_sizes_are_checked_and_reported() -> None:
+    with pytest.raises(ValueError, match="capacity must be at least 1"):
+        TokenLog(0)
+    log = TokenLog(1000)
+    assert len(log.arrays.tokens) == 1024 and log.nbytes < 60 * 1024
+    log.extend("a", [])
+    assert log.number("a") == -1 and log.end == 0
+
+
+def test_one_token_has_one_bucket() -> None:
+    for token in (0, 1, 77, 50256, 250_000):
+        tokens = np.array([token], np.int32)
+        assert bucket(tokens, 0, 1, 0, 4096) == unigram_bucket(token, 4096)

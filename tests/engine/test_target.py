@@ -1,0 +1,179 @@
+"""What a drafter may ask of the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import Request, SamplingParams
+from engine import target as target_module
+from engine.engine import Engine
+from engine.loading import LoadedModel, ModelInfo, load_model
+from engine.model_tables import bigram_table
+from engine.runner import ModelRunner
+from engine.target import LocalTarget
+from tests.models import END, VOCAB, llama_config, save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config(tie_word_embeddings=True), seed=4))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: str) -> LoadedModel:
+    return load_model(ModelOptions(folder, dtype="float64"))
+
+
+@pytest.fixture
+def runner(loaded: LoadedModel) -> ModelRunner:
+    return ModelRunner(loaded.model, slots=2, capacity=100)
+
+
+def info(max_model_len: int = 90) -> ModelInfo:
+    return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True)
+
+
+def with_bos(loaded: LoadedModel, adds: bool) -> PreTrainedTokenizerFast:
+    """The tokenizer with a token for the beginning of a sequence, which it adds or not."""
+    from tokenizers import processors
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str()),
+        bos_token=END,
+    )
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{END} $A", special_tokens=[(END, tokenizer.bos_token_id)]
+        )
+    return tokenizer
+
+
+def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
+    target = LocalTarget(runner, info(), None, tmp_path)
+    assert (target.vocab_size, target.end_token_ids, target.max_model_len) == (VOCAB, (0, 5), 90)
+
+
+def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
+    runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bigram_table(runner, VOCAB, 32, None)
+    first = LocalTarget(runner, info(), loaded.tokenizer, tmp_path)
+    assert (first.bigram_table(10) == expected[:, :10]).all() and first.bigram_table(10).flags.c_contiguous
+    ranking = first.unigram_ranking(VOCAB)
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def built(*_: object) -> None:
+        raise AssertionError("built twice")
+
+    monkeypatch.setattr(target_module, "bigram_table", built)
+    monkeypatch.setattr(target_module, "unigram_ranking", built)
+    second = LocalTarget(runner, info(), loaded.tokenizer, tmp_path)
+    for width in (1, 8, 32):
+        assert (second.bigram_table(width) == expected[:, :width]).all()
+    assert (second.unigram_ranking(7) == ranking[:7]).all()
+    with pytest.raises(AssertionError, match="built twice"):
+        second.bigram_table(33)
+
+
+def test_a_beginning_of_sequence_as_the_tokenizer_does_it(runner: ModelRunner, loaded: LoadedModel, tmp_path: Path) -> None:
+    alone, behind = bigram_table(runner, VOCAB, 4, None), bigram_table(runner, VOCAB, 4, loaded.tokenizer.eos_token_id)
+    assert (alone != behind).any()
+    for adds, bos, expected in [
+        (True, None, behind),
+        (False, None, alone),
+        (False, True, behind),
+        (True, False, alone),
+    ]:
+        target = LocalTarget(runner, info(), with_bos(loaded, adds), tmp_path, bos)
+        assert (target.bigram_table(4) == expected).all(), (adds, bos)
+    assert (LocalTarget(runner, info(), None, tmp_path).bigram_table(4) == alone).all()
+    with pytest.raises(ValueError, match="bos"):
+        LocalTarget(runner, info(), loaded.tokenizer, tmp_path, bos=True)
+
+
+def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> None:
+    target = LocalTarget(runner, info(), None, tmp_path)
+    for width in (0, VOCAB + 1):
+        with pytest.raises(ValueError, match="width"):
+            target.bigram_table(width)
+        with pytest.raises(ValueError, match="width"):
+            target.unigram_ranking(width)
+    assert target.bigram_table(VOCAB).shape == (VOCAB, VOCAB)
+
+
+def test_step_seconds_are_one_number_for_each(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    forward = runner.forward
+
+    def recorded(batch: object) -> torch.Tensor:
+        logits = forward(batch)  # type: ignore[arg-type]
+        shapes.append((batch.segments[0], len(logits), int(batch.positions.max())))  # type: ignore[attr-defined]
+        return logits
+
+    monkeypatch.setattr(runner, "forward", recorded)
+    target = LocalTarget(runner, info(), None, tmp_path)
+    seconds = target.step_seconds([1, 4, 64])
+    assert len(seconds) == 3 and all(0 < value < 60 for value in seconds)
+    assert {count for _, count, _ in shapes} == {1, 4, 64}
+    assert all(segment.start == 100 - 64 and segment.rows == count for segment, count, _ in shapes)  # one context for all
+    assert max(position for *_, position in shapes) == 100 - 64 + 1
+    masks = {count: segment.mask for segment, count, _ in shapes}
+    assert masks[1] is None and (masks[4] == np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])).all()
+    assert target.step_seconds([]) == []
+
+
+@pytest.mark.parametrize("rows", [0, 101])
+def test_step_seconds_refuse_what_does_not_fit(runner: ModelRunner, tmp_path: Path, rows: int) -> None:
+    with pytest.raises(ValueError, match="rows must be between 1 and 100"):
+        LocalTarget(runner, info(), None, tmp_path).step_seconds([1, rows])
+
+
+def test_step_seconds_in_a_context_of_two_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
+    runner = ModelRunner(loaded.model, slots=1, capacity=2)
+    (seconds,) = LocalTarget(runner, info(max_model_len=2), None, tmp_path).step_seconds([2])
+    assert seconds > 0
+
+
+def test_slots_serve_as_before(folder: str, loaded: LoadedModel) -> None:
+    """Whatever was asked before the first request leaves nothing behind."""
+    outputs = []
+    for strategy, asked in (("autoregressive", False), ("ngrammys", True)):
+        options = EngineOptions(max_running=1)
+        engine = Engine.load(ModelOptions(folder, dtype="float64"), options, SpeculationOptions(strategy))
+        if asked:
+            target = LocalTarget(engine._executor.runner, engine.info, engine.tokenizer)  # type: ignore[attr-defined]
+            target.step_seconds([1, 16])
+            target.bigram_table(2)
+        request = Request("a", [10, 20, 30, 10, 20], SamplingParams(max_tokens=30, ignore_eos=True))
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        outputs.append(request.output_ids.tolist())
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 30
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("ngrammys", {}),
+        ("ngrammys", {"layout": "batched", "k": 40}),
+        ("recycling", {}),
+        ("recycling", {"start": "bigram", "shape": "published"}),
+    ],
+)
+def test_an_engine_prepares_its_drafter(folder: str, strategy: str, options: dict[str, object]) -> None:
+    engine = Engine.load(
+        ModelOptions(folder, dtype="float64"), EngineOptions(max_running=2), SpeculationOptions(strategy, 64, options)
+    )
+    request = Request("a", [10, 20, 30], SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    sources = {"recycling": {"recycling"}, "ngrammys": {"context_ngram", "bigram", "unigram"}}[strategy]
+    assert request.stats.accepted > 0 and set(request.stats.accepted_by_source) <= sources
