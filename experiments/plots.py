@@ -87,7 +87,7 @@ def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     below.set_ylabel("tokens per step, by source")
     below.set_xticks(places, names, rotation=40, ha="right", fontsize=8)
-    below.legend(frameon=False, fontsize=8, ncols=4)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=6)
     for axes in (above, below):
         axes.set_axisbelow(True)
     return _save(figure, out)
