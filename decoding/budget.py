@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from decoding.candidates import Float64Array
-from decoding.drafters.base import Target
+
+if TYPE_CHECKING:  # the drafters import this file
+    from decoding.drafters.base import Target
 
 _TIMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -51,7 +54,7 @@ class RowCosts:
         """The chance from which on rows pay, over all requests of a step.
 
         With rows in order of their chance, the first n are expected to add the sum of their chances to one token per request.
-        The n that gives most tokens per time is taken; 0 is among the answers.
+        The n that gives most tokens per time is taken; 0 is among the answers. Rows of equal chance are taken or left together.
 
         Example: costs 1.0, 1.1 and 1.8 for one, two and three rows and chances 0.5 and 0.4: 1.0, 1.36 and 1.06 tokens per time,
         so one row is drafted and the answer is 0.5.
@@ -66,5 +69,6 @@ class RowCosts:
         base = float(len(chances))
         gain = base + np.concatenate(([0.0], np.cumsum(ordered)))
         rate = gain / self.of(np.arange(len(gain), dtype=np.float64) + base)
+        rate[1:-1][ordered[:-1] == ordered[1:]] = 0.0  # an equal chance follows: the answer would let it in as well
         best = int(np.argmax(rate))
         return float(ordered[best - 1]) if best else float("inf")

@@ -11,6 +11,7 @@ from decoding.tree import Int32Array
 Float64Array = npt.NDArray[np.float64]
 
 HASH_SLOTS = 4096  # of the children of one node
+MAX_CHILDREN = HASH_SLOTS // 2  # of one node; a free slot must be left, where searches end
 
 
 @compiled
@@ -52,7 +53,7 @@ def pop(heap: Int32Array, size: int, keys: Float64Array) -> int:
 def slot_of(token: int, slots: Int32Array, tokens: Int32Array) -> int:
     """Where a token's candidate stands among a node's children, or the free slot where it may go."""
     mask = len(slots) - 1
-    at = (token * 40503) & mask
+    at = (int(token) * 40503) & mask
     while slots[at] >= 0 and tokens[slots[at]] != token:
         at = (at + 1) & mask
     return at
@@ -66,7 +67,7 @@ def clear_slots(first: int, count: int, slots: Int32Array, tokens: Int32Array) -
         return
     mask = len(slots) - 1
     for child in range(first, count):
-        at = (tokens[child] * 40503) & mask
+        at = (int(tokens[child]) * 40503) & mask
         while slots[at] >= 0:
             slots[at] = -1
             at = (at + 1) & mask

@@ -15,6 +15,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 BLOCK = 64  # tokens; a block belongs to one text
 MOVED = -2  # a token t that moved to another block stands as MOVED - t: it follows, but is not found
+WAYS = 4  # interleaved chains of a bucket of 2- or 4-grams: a walk waits for memory once where it would wait four times
 MAX_MATCH = 32  # agreement is not measured beyond so many tokens
 
 
@@ -22,9 +23,9 @@ class LogArrays(NamedTuple):
     """The arrays of a log; ``size`` is a power of two and position p stands at ``p & (size - 1)``."""
 
     tokens: Int32Array  # [size], -1 where nothing stands, below for a token that moved
-    back: Int32Array  # [3, size] distance to the previous n-gram of the same bucket, 0 for none
+    back: Int32Array  # [3, size] distance to the n-gram before in the same bucket, of 2- and 4-grams the WAYS-th before; 0: none
     heads1: Int64Array  # [buckets] the latest position of each bucket of 1-grams, -1 for none
-    heads2: Int64Array
+    heads2: Int64Array  # [buckets, WAYS] the latest positions, the latest first
     heads4: Int64Array
     counts: UInt8Array  # [size] how often the 4-gram that ends here was seen, at its latest occurrence; 0 elsewhere
     owners: Int64Array  # [size / BLOCK] number of the text in each block
@@ -82,20 +83,37 @@ def append(log: LogArrays, oldest: int, position: int, new: Int32Array, count: i
         while known < 4 and tokens[(p - known) & mask] >= 0:
             known += 1
         counts[p & mask] = count
-        for chain in range(3):
-            order = 1 << chain
-            back[chain, p & mask] = 0
-            if known < order:
-                continue
-            heads = log.heads1 if chain == 0 else (log.heads2 if chain == 1 else log.heads4)
-            h = bucket(tokens, p & mask, order, mask, len(heads))
-            before = heads[h]
-            heads[h] = p
-            if before >= oldest and p - before < 2147483647:
-                back[chain, p & mask] = p - before
-                if chain == 2 and same_gram(tokens, p, before, 4, mask):
-                    counts[p & mask] = min(255, int(counts[before & mask]) + count)
-                    counts[before & mask] = 0
+        back[0, p & mask] = back[1, p & mask] = back[2, p & mask] = 0
+        if known == 0:
+            continue
+        h = unigram_bucket(tokens[p & mask], len(log.heads1))
+        link(back[0], p, log.heads1[h], oldest, mask)
+        log.heads1[h] = p
+        if known >= 2:
+            push_head(back[1], p, log.heads2, bucket(tokens, p & mask, 2, mask, len(log.heads2)), oldest, mask)
+        if known >= 4:
+            before = push_head(back[2], p, log.heads4, bucket(tokens, p & mask, 4, mask, len(log.heads4)), oldest, mask)
+            if before >= oldest and same_gram(tokens, p, before, 4, mask):
+                counts[p & mask] = min(255, int(counts[before & mask]) + count)
+                counts[before & mask] = 0
+
+
+@compiled
+def link(back: Int32Array, position: int, before: int, oldest: int, mask: int) -> None:
+    """Chains a position to one before, where that is still there."""
+    if before >= oldest and position - before < 2147483647:
+        back[position & mask] = position - before
+
+
+@compiled
+def push_head(back: Int32Array, position: int, heads: Int64Array, bucket_at: int, oldest: int, mask: int) -> int:
+    """Makes a position the latest of a bucket; returns the one that was the latest."""
+    latest = int(heads[bucket_at, 0])
+    link(back, position, heads[bucket_at, WAYS - 1], oldest, mask)
+    for way in range(WAYS - 1, 0, -1):
+        heads[bucket_at, way] = heads[bucket_at, way - 1]
+    heads[bucket_at, 0] = position
+    return latest
 
 
 @compiled
@@ -128,31 +146,60 @@ def gather(
     Returns:
         Entries that are taken now.
     """
-    tokens, back, owners = log.tokens, log.back, log.owners
-    mask, n = len(tokens) - 1, len(context)
-    query = np.empty(4, np.int32)
     for chain in range(2, -1, -1):
-        order = 1 << chain
-        if n < order or caps[chain] == 0:
-            continue
-        for offset in range(order):
-            query[order - 1 - offset] = context[n - 1 - offset]
-        heads = log.heads1 if chain == 0 else (log.heads2 if chain == 1 else log.heads4)
-        p = heads[bucket(query, order - 1, order, 3, len(heads))]
-        taken = looked = 0
-        while p >= oldest and p >= after and taken < caps[chain] and looked < 2 * caps[chain] and found < len(positions):
-            looked += 1
-            if tokens[(p + 1) & mask] != -1 and tokens[p & mask] == context[n - 1] and owners[(p & mask) // BLOCK] != owner:
-                length = match_length(tokens, p, context, MAX_MATCH)
-                if length >= order and (chain == 2 or length < 2 * order):
-                    positions[found] = p
-                    matches[found] = length
-                    found += 1
-                    taken += 1
-            step = back[chain, p & mask]
-            if step == 0:
-                break
-            p -= step
+        found = gather_chain(log, chain, oldest, after, owner, context, caps[chain], MAX_MATCH, found, positions, matches)
+    return found
+
+
+@compiled
+def gather_chain(
+    log: LogArrays, chain: int, oldest: int, after: int, owner: int, context: Int32Array, cap: int, limit: int, found: int,
+    positions: Int64Array, matches: Int32Array,
+) -> int:  # fmt: skip
+    """The occurrences of one of ``gather``'s n-grams, without those that the next longer n-gram finds.
+
+    Args:
+        chain: 0, 1, 2 for the 1-, 2- and 4-grams.
+        cap: the most occurrences to take; twice as many are looked at.
+        limit: agreement is measured up to so many tokens, at least 4.
+    """
+    tokens, back, owners = log.tokens, log.back[chain], log.owners
+    mask, n, order = len(tokens) - 1, len(context), 1 << chain
+    if n < order:
+        return found
+    if chain == 0:
+        p = log.heads1[unigram_bucket(context[n - 1], len(log.heads1))]
+        p1 = p2 = p3 = -1
+    else:
+        heads = log.heads2 if chain == 1 else log.heads4
+        h = bucket(context, n - 1, order, -1, len(heads))
+        p, p1, p2, p3 = heads[h, 0], heads[h, 1], heads[h, 2], heads[h, 3]
+    looked, full = 0, min(found + cap, len(positions))
+    while found < full and looked < 2 * cap:
+        # Collected first, without a branch that waits for a token: so the reads of several occurrences overlap.
+        end = found
+        while end < full and p >= oldest and p >= after:
+            positions[end], matches[end] = p, tokens[(p + 1) & mask]
+            end += 1
+            step = back[p & mask]
+            before = p - step if step != 0 else -1
+            if chain == 0:
+                p = before
+            else:
+                p, p1, p2, p3 = p1, p2, p3, before
+        if end == found:
+            break
+        looked += end - found
+        for at in range(found, end):
+            q = positions[at]
+            if matches[at] == -1 or tokens[q & mask] != context[n - 1]:
+                continue
+            if owner != -1 and owners[(q & mask) // BLOCK] == owner:
+                continue
+            length = match_length(tokens, q, context, limit)
+            if length >= order and (chain == 2 or length < 2 * order):
+                positions[found], matches[found] = q, length
+                found += 1
     return found
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.candidates import HASH_SLOTS, Float64Array, clear_slots, pop, push, slot_of
+from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.chains import BLOCK, Int64Array, LogArrays, follower, gather, unigram_bucket
 from decoding.evidence import BIGRAM, MATCH_BUCKETS, RECYCLING, UNIGRAM, context_bucket, feature, match_bucket, share_bucket
 from decoding.jit import compiled
@@ -133,7 +133,7 @@ def branch(
     Returns:
         Candidates in use, the weight of all occurrences, and the longest agreement at the node.
     """
-    total, longest = 0.0, 0
+    total, longest, begin = 0.0, 0, count
     at = first
     while at >= 0:
         after = pool.links[at]
@@ -147,7 +147,7 @@ def branch(
         if token >= 0:
             slot = slot_of(token, pool.slots, pool.tokens)
             child = pool.slots[slot]
-            if child < 0 and count < len(pool.tokens):
+            if child < 0 and count < len(pool.tokens) and count - begin < MAX_CHILDREN:
                 child, count = count, count + 1
                 pool.slots[slot] = child
                 pool.tokens[child], pool.parents[child], pool.depths[child] = token, row, depth + 1
@@ -165,12 +165,13 @@ def branch(
 
 @compiled
 def add_ranked(
-    ranked: Int32Array, kind: int, context: int, row: int, depth: int, chance: float, table: Float64Array, count: int, pool: Pool
-) -> int:
-    """Makes children of ranked tokens that are none yet; returns the candidates in use."""
+    ranked: Int32Array, kind: int, context: int, row: int, depth: int, chance: float, table: Float64Array, begin: int, count: int,
+    pool: Pool,
+) -> int:  # fmt: skip
+    """Makes children of ranked tokens that are none yet; the node's begin at ``begin``. Returns the candidates in use."""
     for rank in range(len(ranked)):
         token = ranked[rank]
-        if token < 0 or count >= len(pool.tokens):
+        if token < 0 or count >= len(pool.tokens) or count - begin >= MAX_CHILDREN:
             continue
         slot = slot_of(token, pool.slots, pool.tokens)
         if pool.slots[slot] >= 0:
@@ -226,11 +227,11 @@ def grow(
             pool.chances[child] = chance * table[pool.features[child]]
         ends = context_bucket(longest)
         if token < len(ranked.recycled):
-            count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, count, pool)
+            count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, begin, count, pool)
         if token < len(ranked.bigrams):
-            count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, count, pool)
+            count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, begin, count, pool)
         if depth == 0:
-            count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, count, pool)
+            count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, begin, count, pool)
         clear_slots(begin, count, pool.slots, pool.tokens)
         if depth < max_depth:
             for child in range(begin, count):

@@ -26,12 +26,13 @@ def compiled(function: F) -> F:
         return function
     import numba
 
+    folder = cache_folder() / f"native-{_version()}"
+    if not _writable(folder):  # numba would look for another folder itself, one without our version in its name
+        return cast(F, numba.njit(function))
     settings: Any = numba.config
-    before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder() / f"native-{_version()}")
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
         return cast(F, numba.njit(cache=True)(function))
-    except RuntimeError:  # no folder that can be written to
-        return cast(F, numba.njit(function))
     finally:
         settings.CACHE_DIR = before
 
@@ -48,6 +49,17 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "outrider"
     except RuntimeError:  # a container whose user has no entry and no HOME
         return Path(tempfile.gettempdir()) / "outrider"
+
+
+@cache
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 @cache

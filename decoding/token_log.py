@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.chains import BLOCK, MOVED, LogArrays, UInt8Array, append, survivors
+from decoding.chains import BLOCK, MOVED, WAYS, LogArrays, UInt8Array, append, survivors
 from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
@@ -35,7 +35,7 @@ class _Text:
 class TokenLog:
     """Token sequences in a ring, with chains of the occurrences of their 1-, 2- and 4-grams.
 
-    Memory: ``nbytes``, about 24 bytes for each token of capacity.
+    Memory: ``nbytes``, about 41 bytes for each token of capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,8 +55,8 @@ class TokenLog:
             tokens=np.full(size, -1, np.int32),
             back=np.zeros((3, size), np.int32),
             heads1=np.full(min(size, 2**17), -1, np.int64),
-            heads2=np.full(max(64, size // 4), -1, np.int64),
-            heads4=np.full(max(64, size // 2), -1, np.int64),
+            heads2=np.full((max(64, size // 4), WAYS), -1, np.int64),
+            heads4=np.full((max(64, size // 2), WAYS), -1, np.int64),
             counts=np.zeros(size, np.uint8),
             owners=np.full(size // BLOCK, -1, np.int64),
         )

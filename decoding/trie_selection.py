@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.candidates import HASH_SLOTS, Float64Array, clear_slots, pop, push, slot_of
+from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.chains import Int64Array, LogArrays, follower, gather
 from decoding.jit import compiled
 from decoding.tree import Int32Array
@@ -81,7 +81,7 @@ def open_children(
         if token >= 0:
             slot = slot_of(token, nodes.slots, nodes.tokens)
             child = nodes.slots[slot]
-            if child < 0 and count < len(nodes.tokens):
+            if child < 0 and count < len(nodes.tokens) and count - begin < MAX_CHILDREN:
                 child, count = count, count + 1
                 nodes.slots[slot] = child
                 nodes.tokens[child], nodes.parents[child], nodes.depths[child] = token, parent, depth + 1
@@ -137,12 +137,13 @@ def occurrences(
 @compiled
 def choose_best(
     own: LogArrays, shared: LogArrays, by: int, quota: int, top: int, branch_length: int, count: int, nodes: Nodes,
-    tokens: Int32Array, parents: Int32Array, drafted: int,
+    tokens: Int32Array, parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Drafts up to ``quota`` nodes more, those of the highest frequency first; frequencies never rise along a path.
+    """Sees to it that the draft holds the ``quota`` nodes of the highest frequency; frequencies never rise along a path.
 
     Args:
         by: which frequency.
+        since: nodes in rows before it, which longer suffixes gave, are not counted.
         top: children of the root; they are the first nodes.
 
     Returns:
@@ -161,6 +162,7 @@ def choose_best(
             tokens[drafted], parents[drafted] = nodes.tokens[best], (0 if above < 0 else nodes.rows[above])
             nodes.rows[best] = drafted
             drafted += 1
+        if nodes.rows[best] >= since:
             quota -= 1
         if depth >= branch_length:
             continue
@@ -205,11 +207,17 @@ def hierarchical(
         if first < 0:
             continue
         top = open_children(own, shared, first, -1, 0, 0, 0, nodes, tokens, parents, drafted)
-        count = top
+        count, since = top, drafted
         if mode == 2:
-            count, drafted = choose_best(own, shared, 0, min_input, top, branch_length, count, nodes, tokens, parents, drafted)
-            count, drafted = choose_best(own, shared, 1, min_output, top, branch_length, count, nodes, tokens, parents, drafted)
-        count, drafted = choose_best(own, shared, mode, len(tokens), top, branch_length, count, nodes, tokens, parents, drafted)
+            count, drafted = choose_best(
+                own, shared, 0, min_input, top, branch_length, count, nodes, tokens, parents, since, drafted
+            )
+            count, drafted = choose_best(
+                own, shared, 1, min_output, top, branch_length, count, nodes, tokens, parents, since, drafted
+            )
+        count, drafted = choose_best(
+            own, shared, mode, len(tokens), top, branch_length, count, nodes, tokens, parents, since, drafted
+        )
         if drafted == len(tokens) or 1 < drafted >= branch_length:
             break
     return drafted

@@ -101,7 +101,9 @@ _SEEDS = {
 class TinyTarget:
     """What drafters may ask of a tiny model: its own tables, computed once, and a step time that no clock decides."""
 
-    vocab_size, end_token_ids, max_model_len = VOCAB, (0,), CONTEXT
+    vocab_size: int = VOCAB
+    end_token_ids: tuple[int, ...] = (0,)
+    max_model_len: int = CONTEXT
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -107,7 +107,7 @@ class AutoDrafter(Drafter):
     def prepare(self, target: Target) -> None:
         """Makes room for what the target ranks, builds its bigram table if asked to, and times its steps."""
         if self._recycling:
-            self._recycled = np.full((target.vocab_size, _RECYCLED_WIDTH), -1, np.int32)
+            self._recycled = np.full((target.vocab_size, min(_RECYCLED_WIDTH, target.vocab_size)), -1, np.int32)
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
@@ -173,7 +173,7 @@ class AutoDrafter(Drafter):
             self._table.observe(tree.parents, state.features, acceptance.rows)
         if self._recycling and target.has_logits:
             rows = [0, *acceptance.rows]
-            self._recycled[tree.tokens[rows]] = target.top_k(rows, min(_RECYCLED_WIDTH, self._recycled.shape[1]))
+            self._recycled[tree.tokens[rows]] = target.top_k(rows, self._recycled.shape[1])
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests, and forgets the rest."""

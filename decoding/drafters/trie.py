@@ -18,19 +18,25 @@ _LAYOUTS = ("hierarchical", "parallel", "single")
 _FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
 
 
+def _segments(tokens: Int32Array, end_tokens: tuple[int, ...]) -> list[Int32Array]:
+    """What stands before, between and after the end tokens, which are in none of them."""
+    ends = np.flatnonzero(np.isin(tokens, end_tokens))
+    return [tokens[start:end] for start, end in zip((0, *(ends + 1)), (*ends, len(tokens)), strict=True)]
+
+
 class _OwnTexts:
-    """What is kept for one request: its prompt, split at end tokens, then its references."""
+    """What is kept for one request: its prompt, then its references, all split at end tokens."""
 
     def __init__(self, request: Request, end_tokens: tuple[int, ...]) -> None:
-        prompt = request.prompt_ids
-        starts = np.flatnonzero(np.isin(prompt, end_tokens))
-        segments = [segment[np.isin(segment[:1], end_tokens).sum() :] for segment in np.split(prompt, starts)]
-        self.log = TokenLog(sum(2 + len(text) // BLOCK for text in (*segments, *request.references)) * BLOCK)
-        for segment in segments:
+        prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references))
+        prompt = [segment for segment in prompt if len(segment) > 1]  # a token alone has no branch, but would take a block
+        references = [segment for segments in documents for segment in segments if len(segment) > 1]
+        self.log = TokenLog((1 + sum(1 + len(text) // BLOCK for text in (*prompt, *references))) * BLOCK)
+        for segment in prompt:
             self.log.add(segment)
         self.references = self.log.end  # the first position of the references
-        for reference in request.references:
-            self.log.add(reference)
+        for segment in references:
+            self.log.add(segment)
         self.streamed = request.num_prompt  # tokens that the log of outputs holds, or need not hold
 
 
@@ -71,7 +77,7 @@ class TrieDrafter(Drafter):
             layout: hierarchical (one tree), parallel (its branches side by side), single (the best branch).
             frequencies: mix, input (the prompt's) or output.
             min_input: rows for the branches most frequent in the prompt, with ``mix``.
-            min_output: rows for the branches most frequent in outputs, with ``mix``; half of ``decoding_length`` when -1.
+            min_output: rows for the branches most frequent in outputs, with ``mix``; half of the tree's most rows when -1.
             max_occurrences: looked at for one n-gram, the latest ones, 1 to 1024.
             capacity: tokens of outputs to hold.
 
@@ -91,8 +97,7 @@ class TrieDrafter(Drafter):
             raise ValueError(f"frequencies must be one of {', '.join(_FREQUENCIES)}, got {frequencies!r}")
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
-        self._min_input = min_input
-        self._min_output = max(decoding_length // 2, 1) if min_output < 0 else min_output
+        self._min_input, self._min_output = min_input, min_output
         self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
@@ -114,18 +119,19 @@ class TrieDrafter(Drafter):
             own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens)
         self._stream(request, own)
         size = min(self._decoding_length, budget + 1)
-        if size < 2:
+        context, depth = request.tokens[-MAX_MATCH:], min(self._branch_length, request.remaining - 1)
+        if size < 2 or depth < 1:
             return DraftTree.chain(request.root, ())
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         logs = (own.log.arrays, own.references, self._outputs.arrays, self._outputs.oldest)
-        context, depth = request.tokens[-MAX_MATCH:], min(self._branch_length, request.remaining - 1)
         if self._layout == "single":
             rows = single(
                 *logs, context, self._max_query_length, depth, self._mode, self._max_occurrences, self._nodes, tokens, parents
             )
         else:
+            min_output = max(size // 2, 1) if self._min_output < 0 else self._min_output
             rows = hierarchical(
-                *logs, context, self._max_query_length, depth, self._min_input, self._min_output, self._mode,
+                *logs, context, self._max_query_length, depth, self._min_input, min_output, self._mode,
                 self._max_occurrences, self._nodes, tokens, parents,
             )  # fmt: skip
         sources = np.full(rows, _SOURCE, np.int8)
@@ -134,7 +140,12 @@ class TrieDrafter(Drafter):
 
     def _stream(self, request: Request, own: _OwnTexts) -> None:
         """Adds what was emitted since the last time to the outputs."""
-        self._outputs.extend(request.request_id, request.tokens[own.streamed :])
+        new = request.tokens[own.streamed :]
+        segments = [new] if set(new.tolist()).isdisjoint(self._end_tokens) else _segments(new, self._end_tokens)
+        for number, segment in enumerate(segments):
+            if number:  # an end token stands before it: what follows is another text
+                self._outputs.close(request.request_id)
+            self._outputs.extend(request.request_id, segment)
         own.streamed = request.num_tokens
 
     def finish(self, request: Request) -> None:

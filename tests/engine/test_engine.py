@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config
+from transformers import DogeConfig, GptOssConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
@@ -225,13 +225,32 @@ def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, fo
 
 
 def test_attention_that_is_not_computed_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = Gemma2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, attn_logit_softcapping=50.0, max_position_embeddings=64,
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    cases: list[tuple[PreTrainedConfig, str]] = [
+        (GptOssConfig(**sizes, num_local_experts=2, num_experts_per_tok=1), "s_aux"),  # attention sinks
+        (DogeConfig(**sizes), "masks its attention itself"),
+        (Qwen2MoeConfig(**sizes, num_experts=2, num_experts_per_tok=1, use_sliding_window=True), "their window"),
+    ]
+    for config, part in cases:
+        folder = save_model(tmp_path / config.model_type, config)
+        with pytest.raises(ModelLoadError, match=part):
+            Engine.load(ModelOptions(str(folder)), EngineOptions(), SpeculationOptions())
+
+
+def test_longrope_is_served_as_far_as_its_frequencies_stay(tmp_path: Path) -> None:
+    config = Phi3Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
+        max_position_embeddings=256, original_max_position_embeddings=64,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     )  # fmt: skip
-    softcapped = save_model(tmp_path / "softcapped", config)
-    with pytest.raises(ModelLoadError, match="softcap"):
-        Engine.load(ModelOptions(str(softcapped)), EngineOptions(), SpeculationOptions())
+    folder = str(save_model(tmp_path, config))
+    assert load_model(ModelOptions(folder)).max_model_len == 64
+    assert load_model(ModelOptions(folder, max_model_len=32)).max_model_len == 32
+    with pytest.raises(ModelLoadError, match=r"64.*longrope"):
+        load_model(ModelOptions(folder, max_model_len=65))
 
 
 def test_model_options_out_of_range_name_the_field(folder: str) -> None:

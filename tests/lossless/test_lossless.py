@@ -1,25 +1,26 @@
-"""Exactness: every strategy gives, token for token, what plain decoding gives, for every kind of request it meets."""
+"""Exactness of an engine as it is loaded from a folder, on prompts of many lengths: every strategy gives, token for token, what
+plain decoding gives. ``test_models.py`` has the matrix of model families."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES, Drafter
+from decoding.drafters import STRATEGIES
 from decoding.request import Request, SamplingParams
-from decoding.tree import DraftTree
 from engine.engine import Engine
+from tests.hostile import HostileDrafter
 from tests.models import VOCAB, llama_config, save_model
 
 STRATEGY_NAMES = sorted(STRATEGIES)
 DTYPES = ("float32", "float64")
-MAX_TOKENS = 40
+MAX_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def prompts() -> list[list[int]]:
 
 PROMPTS = prompts()
 SAMPLINGS = (
-    {"temperature": 0.8},
+    {"temperature": 0.3},
     {"temperature": 1.3, "top_k": 20},
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
@@ -86,30 +87,37 @@ def load(folder: str, dtype: str, strategy: str, batch: int, step_tokens: int = 
 GREEDY = [SamplingParams(max_tokens=MAX_TOKENS)] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-def test_greedy_is_transformers_generate(folder: str, reference: tuple[str, list[list[int]]], strategy: str, batch: int) -> None:
+def test_greedy_is_transformers_generate(folder: str, reference: tuple[str, list[list[int]]], strategy: str) -> None:
     dtype, expected = reference
-    assert generate(load(folder, dtype, strategy, batch), GREEDY, expected) == expected
+    assert generate(load(folder, dtype, strategy, 8), GREEDY, expected) == expected
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+SAMPLED = [
+    SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, **SAMPLINGS[i % len(SAMPLINGS)])  # type: ignore[arg-type]
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def sampled(request: pytest.FixtureRequest, folder: str) -> tuple[str, list[list[int]]]:
+    """Plain decoding, one request at a time."""
+    return request.param, generate(load(folder, request.param, "autoregressive", 1), SAMPLED)
+
+
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_seed_gives_the_same_text_under_every_strategy_and_batch(folder: str, dtype: str, strategy: str, batch: int) -> None:
-    params = [
-        SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, **SAMPLINGS[i % len(SAMPLINGS)])  # type: ignore[arg-type]
-        for i in range(len(PROMPTS))
-    ]
-    plain = generate(load(folder, dtype, "autoregressive", 1), params)
-    assert generate(load(folder, dtype, strategy, batch), params, plain) == plain
-    assert len({tuple(output) for output in plain}) == len(plain)
-    other_seeds = [SamplingParams(**{**_fields(p), "seed": p.seed + 1}) for p in params]
-    assert generate(load(folder, dtype, strategy, batch), other_seeds) != plain
+def test_same_seed_gives_the_same_text_under_every_strategy(
+    folder: str, sampled: tuple[str, list[list[int]]], strategy: str
+) -> None:
+    dtype, expected = sampled
+    assert generate(load(folder, dtype, strategy, 3), SAMPLED, expected) == expected
 
 
-def _fields(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in params.__dataclass_fields__}
+def test_another_seed_gives_another_text(folder: str, sampled: tuple[str, list[list[int]]]) -> None:
+    dtype, outputs = sampled
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+    other_seeds = [replace(params, seed=params.seed + 1) for params in SAMPLED]
+    assert generate(load(folder, dtype, "llma", 8), other_seeds) != outputs
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
@@ -118,41 +126,11 @@ def test_chunked_prefill_changes_nothing(folder: str, reference: tuple[str, list
     assert generate(load(folder, dtype, strategy, batch=4, step_tokens=16), GREEDY, expected) == expected
 
 
-class HostileDrafter(Drafter):
-    """Trees of any shape and content: the right continuation in places, wrong, invalid, too deep or too many tokens elsewhere."""
-
-    def __init__(self, answers: dict[str, list[int]], seed: int) -> None:
-        self._answers, self._rng = answers, np.random.default_rng(seed)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        return [self._tree(request, self._answers[request.request_id]) for request in requests]
-
-    def _tree(self, request: Request, answer: list[int]) -> DraftTree:
-        rng, kind = self._rng, int(self._rng.integers(5))
-        rows = int(rng.integers(1, 40))
-        if kind == 0:  # one token over and over, the end token among them
-            return DraftTree.chain(request.root, [int(rng.integers(0, 3))] * rows, 1)
-        if kind == 1:  # ids that no embedding has
-            return DraftTree.chain(request.root, rng.integers(-5, VOCAB + 500, rows).tolist(), 1)
-        parents, tokens, depths = [-1], [request.root], [0]
-        for row in range(1, rows):
-            parent = int(rng.integers(0, row)) if rng.random() < 0.5 else row - 1
-            depth = depths[parent] + 1
-            at = request.num_output + depth - 1
-            right = answer[at] if at < len(answer) else 0
-            parents.append(parent)
-            depths.append(depth)
-            tokens.append(right if rng.random() < 0.6 else int(rng.integers(0, VOCAB)))
-        candidates = int(rng.integers(1, rows + 1))
-        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(rows, np.int8), candidates)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_hostile_trees_change_nothing(folder: str, sampled: bool, batch: int, seed: int) -> None:
-    params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8 if sampled else 0.0, seed=i) for i in range(len(PROMPTS))]
+def test_hostile_trees_change_nothing(folder: str, hot: bool, batch: int) -> None:
+    params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8 if hot else 0.0, seed=i) for i in range(len(PROMPTS))]
     plain = generate(load(folder, "float64", "autoregressive", 1), params)
     engine = load(folder, "float64", "llma", batch)
-    engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(plain)}, seed)
+    engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(plain)}, batch)
     assert generate(engine, params) == plain

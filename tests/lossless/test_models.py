@@ -107,18 +107,19 @@ def test_hostile_drafts_change_nothing(family: str, dtype: str) -> None:
         assert run(engine_over(tiny_model(family, dtype).runner, drafter, batch), requests()) == expected, batch
 
 
-_FILLING = CONTEXT - MAX_TOKENS  # prompts of this length fill the context with their output
+_LAST = 12
+_FILLING = CONTEXT - _LAST  # prompts of this length fill the context with their output
 HOSTILE_PROMPTS = (
     [0],
     [VOCAB - 1],
     [5] * _FILLING,
     np.random.default_rng(6).integers(0, VOCAB, _FILLING).tolist(),
 )
-ENDLESS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=_LAST, ignore_eos=True)
 _FULL = np.random.default_rng(7).integers(1, VOCAB, CONTEXT - 1).tolist()
 HOSTILE_CASES = (
     *((prompt, ENDLESS) for prompt in HOSTILE_PROMPTS),
-    ([0] * _FILLING, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.3, seed=8)),
+    ([0] * _FILLING, SamplingParams(max_tokens=_LAST, ignore_eos=True, temperature=0.3, seed=8)),
     (_FULL, SamplingParams(max_tokens=1)),  # no room for a draft
     (_FULL[1:], SamplingParams(max_tokens=2, temperature=0.5)),
 )
@@ -135,7 +136,7 @@ def test_hostile_prompts_change_nothing_to_the_last_position(family: str) -> Non
     for prompt, output in zip(HOSTILE_PROMPTS, expected, strict=False):
         stock = tiny_model(family, "float64").stock
         stock.generation_config.eos_token_id = None
-        assert output == by_generate(family, "float64", prompt, MAX_TOKENS)[0]
+        assert output == by_generate(family, "float64", prompt, _LAST)[0]
         stock.generation_config.eos_token_id = 0
     model, answers = tiny_model(family, "float64"), {str(at): output for at, output in enumerate(expected)}
     names = sorted(STRATEGIES) if family in LEARNED_POSITIONS else ["llma"]

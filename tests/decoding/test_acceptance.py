@@ -1,0 +1,92 @@
+"""What is learned of how often rows are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoding.acceptance import AcceptanceTable, prior
+from decoding.evidence import COPY, MATCH_BUCKETS, NUM_FEATURES, RECYCLING, SHARE_BUCKETS, UNIGRAM, feature
+
+HALF = feature(COPY, 0, SHARE_BUCKETS - 1)  # a copy that agrees in one token and has no rival: prior 0.5
+
+
+def observe(table: AcceptanceTable, parents: Sequence[int], features: Sequence[int], accepted: tuple[int, ...]) -> None:
+    table.observe(np.array(parents, np.int32), np.array(features, np.int32), accepted)
+
+
+def test_the_example_of_the_docstring() -> None:
+    table = AcceptanceTable()
+    assert table.chances[HALF] == pytest.approx(0.5)
+    for accepted in ((1,), (1,), (), (1,), (1,), (1,)):
+        observe(table, [-1, 0], [0, HALF], accepted)
+    assert table.chances[HALF] == pytest.approx((5 + 4 * 0.5) / (6 + 4)) == pytest.approx(0.7)
+    others = np.delete(np.arange(NUM_FEATURES), HALF)
+    assert (table.chances[others] == prior()[others]).all()
+
+
+def test_only_children_of_reached_rows_count() -> None:
+    # Root with 1 and 2; 3 and 4 below 1, 5 below 2, 6 below 3. Accepted: 1 and 4. Tried: 1, 2, 3, 4.
+    table, parents = AcceptanceTable(), [-1, 0, 0, 1, 1, 2, 3]
+    observe(table, parents, range(7), (1, 4))
+    base = prior()
+    expected = {1: (1 + 4 * base[1]) / 5, 2: 4 * base[2] / 5, 3: 4 * base[3] / 5, 4: (1 + 4 * base[4]) / 5}
+    for entry in range(7):
+        assert table.chances[entry] == pytest.approx(expected.get(entry, base[entry]))
+
+
+def test_a_rejected_tree_counts_below_the_root() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1, 0, 1], [0, 10, 11], ())
+    assert table.chances[10] < prior()[10] and table.chances[11] == prior()[11]
+
+
+def test_the_last_accepted_rows_children_were_tried() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1, 0, 1], [0, 10, 11], (1,))
+    assert table.chances[10] > prior()[10] and table.chances[11] < prior()[11]
+
+
+def test_a_root_alone_teaches_nothing() -> None:
+    table = AcceptanceTable()
+    observe(table, [-1], [0], ())
+    assert (table.chances == prior()).all()
+
+
+def test_old_observations_fade() -> None:
+    table = AcceptanceTable()
+    for _ in range(5000):
+        observe(table, [-1, 0], [0, HALF], (1,))
+    assert table.chances[HALF] > 0.998
+    for _ in range(2500):
+        observe(table, [-1, 0], [0, HALF], ())
+    seen, accepted = 0.0, 0.0
+    for hit in [1.0] * 5000 + [0.0] * 2500:
+        seen, accepted = seen + 1, accepted + hit
+        if seen > 4096:
+            seen, accepted = seen / 2, accepted / 2
+    assert table.chances[HALF] == pytest.approx((accepted + 2) / (seen + 4))
+    assert table.chances[HALF] < 0.5 < 5000 / 7500
+
+
+@given(st.lists(st.tuples(st.integers(0, NUM_FEATURES - 1), st.booleans()), max_size=60))
+def test_chances_stay_within_bounds_and_follow_the_counts(steps: list[tuple[int, bool]]) -> None:
+    table, base = AcceptanceTable(), prior()
+    for entry, hit in steps:
+        observe(table, [-1, 0], [0, entry], (1,) if hit else ())
+    for entry in {entry for entry, _ in steps}:
+        hits = [hit for seen, hit in steps if seen == entry]
+        assert table.chances[entry] == pytest.approx((sum(hits) + 4 * base[entry]) / (len(hits) + 4))
+    assert (table.chances > 0).all() and (table.chances <= 1).all()
+
+
+def test_the_prior_orders_evidence() -> None:
+    base = prior().reshape(7, MATCH_BUCKETS, SHARE_BUCKETS)
+    assert base.shape[0] * base.shape[1] * base.shape[2] == NUM_FEATURES and ((base > 0) & (base <= 1)).all()
+    assert (np.diff(base[:4], axis=1) >= 0).all() and (np.diff(base[:4], axis=2) >= 0).all()  # longer, and a larger share
+    assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=1) < 0).all()  # of ranks the first
+    assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=2) < 0).all()  # where occurrences agree, they know better

@@ -1,0 +1,350 @@
+"""Best-first growth against a naive growth that knows texts as lists and searches them all at every node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoding.candidates import HASH_SLOTS, Float64Array, pop, push
+from decoding.chains import MAX_MATCH
+from decoding.evidence import (
+    BIGRAM,
+    COPY,
+    COPY_FRESH,
+    HISTORY,
+    HISTORY_FRESH,
+    MATCH_BUCKETS,
+    NUM_FEATURES,
+    RECYCLING,
+    SHARE_BUCKETS,
+    UNIGRAM,
+    context_bucket,
+    feature,
+    match_bucket,
+    share_bucket,
+)
+from decoding.expansion import Pool, Ranked, Rows, grow
+from decoding.token_log import TokenLog
+from decoding.tree import Int32Array
+
+Path = tuple[int, ...]
+VOCAB = 6
+NO_CAPS = np.full(4, 1000, np.int64)
+WEIGHTS = 2.0 ** np.minimum(np.arange(6), 4)  # agreement beyond five tokens weighs no more
+NOTHING = np.zeros((0, 0), np.int32)
+
+
+@cache
+def table() -> Float64Array:
+    """Chances by feature, all different but for what another log than the request's own gives."""
+    made = np.random.default_rng(0).uniform(0.05, 1.0, (7, MATCH_BUCKETS * SHARE_BUCKETS))
+    # Where both logs agree equally long either may be the kind. So their chances are the same.
+    made[HISTORY], made[HISTORY_FRESH] = made[COPY], made[COPY_FRESH]
+    return made.ravel()
+
+
+@dataclass
+class Known:
+    """What a tree can be grown from."""
+
+    own: list[list[int]]
+    shared: list[list[int]]  # of others
+    owned: list[list[int]]  # in the shared log, but by the request itself
+    context: list[int]
+    recycled: list[list[int]]  # by token
+    bigrams: list[list[int]]
+    frequent: list[int]
+
+
+@dataclass
+class Grown:
+    """Rows as paths, in their order."""
+
+    paths: list[Path]
+    chances: list[float]
+    kinds: list[int]
+    features: list[int]
+
+
+TOKENS = st.integers(0, VOCAB - 1)
+TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=40), max_size=3)
+RANKS = st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
+KNOWN = st.builds(
+    Known,
+    own=TEXTS,
+    shared=TEXTS,
+    owned=TEXTS,
+    context=st.lists(TOKENS, min_size=1, max_size=8),
+    recycled=st.just([]) | RANKS,
+    bigrams=st.just([]) | RANKS,
+    frequent=st.lists(TOKENS, max_size=4, unique=True),
+)
+
+
+def logs(known: Known) -> tuple[TokenLog, TokenLog, int]:
+    own, shared = TokenLog(2048), TokenLog(2048)
+    for text in known.own:
+        own.add(text)
+    for text in known.shared:
+        shared.add(text)
+    for text in known.owned:  # one growing text
+        shared.extend("mine", text)
+    return own, shared, shared.number("mine")
+
+
+def ranks(lists: Sequence[Sequence[int]]) -> Int32Array:
+    return np.array(lists, np.int32) if len(lists) else NOTHING
+
+
+def grown(
+    known: Known, budget: int, max_depth: int = 8, least: float = 1e-4, history: float = 0.5, caps: np.ndarray = NO_CAPS,
+    pool: Pool | None = None, chances: Float64Array | None = None,
+) -> Grown:  # fmt: skip
+    """Grows a tree, and checks what holds for all of them."""
+    own, shared, owner = logs(known)
+    rows = Rows.empty(budget)
+    ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
+    count = grow(
+        own.arrays, own.oldest, shared.arrays, shared.oldest, owner, np.array(known.context, np.int32), ranked,
+        table() if chances is None else chances, WEIGHTS, history, caps, budget, max_depth, least, pool or Pool.empty(), rows,
+    )  # fmt: skip
+    assert 0 <= count <= budget
+    rows = rows.first(count)
+    paths: list[Path] = [()]
+    for row, (token, parent) in enumerate(zip(rows.tokens.tolist(), rows.parents.tolist(), strict=True), start=1):
+        assert 0 <= parent < row
+        paths.append((*paths[parent], token))
+    assert len(set(paths)) == len(paths)
+    assert all(len(path) <= max_depth for path in paths)
+    assert (np.diff(rows.chances) <= 0).all() and (rows.chances >= least).all()
+    return Grown(paths[1:], rows.chances.tolist(), rows.kinds.tolist(), rows.features.tolist())
+
+
+def agreement(text: Sequence[int], at: int, path: Sequence[int]) -> int:
+    length = 0
+    while length < min(at + 1, len(path)) and text[at - length] == path[-1 - length]:
+        length += 1
+    return length
+
+
+class Naive:
+    """Children of a node by a search of all texts, and the best nodes by a search of all open ones."""
+
+    def __init__(self, known: Known, history: float, chances: Float64Array) -> None:
+        self._known, self._history, self._table = known, history, chances
+        self.seen: dict[Path, tuple[float, frozenset[int]]] = {}  # of all open nodes: chance, and what may be their kind
+
+    def children(self, path: Path, chance: float) -> dict[Path, tuple[float, frozenset[int]]]:
+        known, depth = self._known, len(path)
+        context = (*known.context[-MAX_MATCH:], *path)
+        total, longest = 0.0, 0
+        weights: dict[int, float] = {}
+        matches: dict[int, int] = {}
+        kinds: dict[int, set[int]] = {}
+        for source, text in [(0, text) for text in known.own] + [(1, text) for text in known.shared]:
+            for at in range(len(text)):
+                length = agreement(text, at, context)
+                ends = at + 1 == len(text)
+                # Where a text ends nothing follows. It counts among a node's occurrences when it came with the parent's.
+                if length == 0 or (ends and (depth == 0 or length == 1)):
+                    continue
+                weight = WEIGHTS[min(length, len(WEIGHTS) - 1)] * (self._history if source else 1.0)
+                total, longest = total + weight, max(longest, length)
+                if ends:
+                    continue
+                token = text[at + 1]
+                weights[token] = weights.get(token, 0.0) + weight
+                kind = source + (2 if length <= depth else 0)
+                if length > matches.get(token, 0):
+                    matches[token], kinds[token] = length, {kind}
+                elif length == matches[token]:
+                    kinds[token].add(kind)
+        found = {
+            token: (feature(min(kinds[token]), match_bucket(matches[token]), share_bucket(weights[token] / total)), kinds[token])
+            for token in weights
+        }
+        ends_in = context_bucket(longest)
+        lists = [(RECYCLING, known.recycled), (BIGRAM, known.bigrams)]
+        after = [(kind, by_token[context[-1]]) for kind, by_token in lists if by_token]
+        for kind, tokens in [*after, *([(UNIGRAM, known.frequent)] if depth == 0 else [])]:
+            for rank, token in enumerate(tokens):
+                if token >= 0 and token not in found:
+                    found[token] = (feature(kind, rank // 2 if kind == UNIGRAM else rank, ends_in), {kind})
+        return {(*path, token): (chance * self._table[entry], frozenset(kinds)) for token, (entry, kinds) in found.items()}
+
+    def best(self, budget: int, max_depth: int, least: float) -> dict[Path, float]:
+        open_nodes = self.children((), 1.0) if max_depth else {}
+        taken: dict[Path, float] = {}
+        self.seen = dict(open_nodes)
+        while len(taken) < budget:
+            path = max(open_nodes, key=lambda path: open_nodes[path][0], default=None)
+            if path is None or open_nodes[path][0] < least:
+                break
+            chance, _ = open_nodes.pop(path)
+            taken[path] = chance
+            if len(path) < max_depth:
+                below = self.children(path, chance)
+                open_nodes.update(below)
+                self.seen.update(below)
+        return taken
+
+
+@settings(max_examples=250)
+@given(KNOWN, st.integers(0, 30), st.integers(0, 6), st.sampled_from([0.0, 1e-4, 0.05, 0.3]))
+def test_the_best_rows_are_grown(known: Known, budget: int, max_depth: int, least: float) -> None:
+    assert_best(grown(known, budget, max_depth, least), Naive(known, 0.5, table()), budget, max_depth, least)
+
+
+@settings(max_examples=100)
+@given(KNOWN, st.booleans(), st.integers(1, 30))
+def test_each_kind_has_its_own_chances(known: Known, from_own: bool, budget: int) -> None:
+    known.own, known.shared = (known.own, []) if from_own else ([], known.own)
+    chances = np.random.default_rng(1).uniform(0.05, 1.0, NUM_FEATURES)
+    assert_best(grown(known, budget, chances=chances), Naive(known, 0.5, chances), budget, 8, 1e-4)
+
+
+def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: float) -> None:
+    """The rows are the naive ones; of those with the last row's chance any may be taken."""
+    expected = naive.best(budget, max_depth, least)
+    assert got.chances == pytest.approx(sorted(expected.values(), reverse=True))
+    worst = min(expected.values(), default=0.0)
+    assert {path for path, chance in expected.items() if chance > worst * (1 + 1e-9)} <= set(got.paths)
+    for path, chance, kind, entry in zip(got.paths, got.chances, got.kinds, got.features, strict=True):
+        assert entry // (MATCH_BUCKETS * SHARE_BUCKETS) == kind
+        if path not in naive.seen:  # below a node that ties with the last row
+            assert chance == pytest.approx(worst)
+            continue
+        known_chance, kinds = naive.seen[path]
+        assert chance == pytest.approx(known_chance) and kind in kinds
+
+
+def known(own: list[list[int]], context: list[int], **rest: list[list[int]] | list[int]) -> Known:
+    parts = {"shared": [], "owned": [], "recycled": [], "bigrams": [], "frequent": []} | rest
+    return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
+
+
+def test_longer_agreement_and_more_occurrences_weigh_more() -> None:
+    chances = np.ones(NUM_FEATURES).reshape(7, MATCH_BUCKETS, SHARE_BUCKETS)
+    chances[:] = np.linspace(0.1, 0.8, SHARE_BUCKETS)  # by share alone
+    # After 1 2: 3 agrees in two tokens and weighs 4; 4 agrees in one, three times, and weighs 6; 5 weighs 2.
+    texts = [[1, 2, 3], [9, 2, 4], [8, 2, 4], [7, 2, 4], [6, 2, 5]]
+    got = grown(known(texts, [1, 2]), 3, chances=chances.ravel())
+    assert sorted(got.paths[:2]) == [(3,), (4,)] and got.paths[2] == (5,)
+    assert got.features[got.paths.index((4,))] == feature(COPY, 0, share_bucket(6 / 12))
+    assert got.features[got.paths.index((3,))] == feature(COPY, 1, share_bucket(4 / 12))
+    # An occurrence elsewhere weighs half: 3 weighs 2 of 10.
+    got = grown(known(texts[1:], [1, 2], shared=[texts[0]]), 3, chances=chances.ravel())
+    assert got.features[got.paths.index((3,))] == feature(HISTORY, 1, share_bucket(2 / 10))
+
+
+def test_below_the_root_shorter_ends_of_the_path_add_children() -> None:
+    # 3 follows 1 2; 4 follows 1 2 3 in the same text, and 5 follows 3 in a text that does not hold 2 3.
+    got = grown(known([[1, 2, 3, 4], [0, 3, 5]], [1, 2]), 8)
+    assert set(got.paths) == {(3,), (3, 4), (3, 5)}
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [COPY, COPY, COPY_FRESH]
+    got = grown(known([], [1, 2], shared=[[1, 2, 3, 4], [0, 3, 5]]), 8)
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [HISTORY, HISTORY, HISTORY_FRESH]
+
+
+def test_the_blocks_of_the_owner_are_passed_over() -> None:
+    assert grown(known([], [1], owned=[[1, 2, 3]]), 8).paths == []
+    assert set(grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths) >= {(4,), (2,)}
+    assert (2, 3) not in grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths
+
+
+def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
+    recycled = [[-1, -1]] * 6
+    recycled[1] = [2, 3]
+    got = grown(known([[1, 2]], [1], recycled=recycled, bigrams=[[3, 4]] * 6, frequent=[4, 2, 5]), 4, max_depth=1)
+    by_path = dict(zip(got.paths, got.kinds, strict=True))
+    assert by_path == {(2,): COPY, (3,): RECYCLING, (4,): BIGRAM, (5,): UNIGRAM}
+    entries = dict(zip(got.paths, got.features, strict=True))
+    assert entries[(3,)] == feature(RECYCLING, 1, context_bucket(1))
+    assert entries[(4,)] == feature(BIGRAM, 1, context_bucket(1))
+    assert entries[(5,)] == feature(UNIGRAM, 1, context_bucket(1))  # two ranks share a bucket
+    got = grown(known([], [1], frequent=[4, 2, 5]), 9)
+    assert set(got.paths) == {(4,), (2,), (5,)}  # frequent tokens stand below the root only
+    assert entries[(5,)] != got.features[got.paths.index((5,))] == feature(UNIGRAM, 1, 0)
+
+
+def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
+    got = grown(known([], [50_000], recycled=[[1, 2]] * 3, bigrams=[[1, 50_000]] * 4), 4)
+    assert got.paths == []
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_the_smallest_budgets(budget: int) -> None:
+    assert grown(known([[1, 2, 3], [1, 2, 4], [1, 5]], [1]), budget).paths == [(2,)][:budget]
+
+
+def test_nothing_is_known() -> None:
+    assert grown(known([], [1]), 8).paths == []
+    assert grown(known([[1]], [1]), 8).paths == []
+    assert grown(known([[1, 2]], [1]), 8, max_depth=0).paths == []
+    assert grown(known([[1, 2]], [1]), 8, least=1.1).paths == []
+
+
+def test_a_cap_takes_the_latest_occurrences() -> None:
+    texts = [[1, follower] for follower in range(10, 20)]
+    caps = np.array([3, 0, 0, 0], np.int64)
+    assert {path[0] for path in grown(known(texts, [1]), 30, caps=caps).paths} == {17, 18, 19}
+
+
+@settings(max_examples=40)
+@given(KNOWN, st.integers(1, 12), st.integers(1, 12), st.integers(0, 40))
+def test_a_pool_that_is_full_grows_what_it_can(known: Known, nodes: int, found: int, budget: int) -> None:
+    sizes = dict.fromkeys(Pool._fields, nodes) | dict.fromkeys(("positions", "lengths", "sources", "starts", "links"), found)
+    sizes |= {"heap": nodes + 1, "slots": HASH_SLOTS}
+    # Compiled code checks no bounds: what stands behind each array must not change.
+    backing = {name: np.full(sizes[name] + 16, -1, array.dtype) for name, array in Pool.empty()._asdict().items()}
+    views = {name: array[:-16] for name, array in backing.items()}
+    got = grown(known, budget, pool=Pool(**views))
+    assert all((array[-16:] == -1).all() for array in backing.values())
+    assert (views["slots"] == -1).all()
+    assert len(got.paths) <= nodes
+
+
+def test_thousands_of_occurrences_and_ranked_tokens() -> None:
+    rng = np.random.default_rng(0)
+    text = [token for follower in rng.integers(0, 50_000, 20_000).tolist() for token in (7, follower)]
+    own, shared = TokenLog(65536), TokenLog(65536)
+    own.add(text)
+    shared.add(text[::-1])
+    ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), NOTHING)
+    rows = Rows.empty(2000)
+    context = np.array(text[-33:-2], np.int32)
+    count = grow(
+        own.arrays, 0, shared.arrays, 0, -1, context, ranked, np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.full(4, 5000, np.int64),
+        2000, 8, 1e-4, Pool.empty(), rows,
+    )  # fmt: skip
+    assert count == 2000
+    assert len(set(zip(rows.parents.tolist(), rows.tokens.tolist(), strict=True))) == 2000
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+def test_the_heap_sorts(keys: list[int]) -> None:
+    values, heap, size = np.array(keys, np.float64), np.empty(len(keys) + 1, np.int32), 0
+    for candidate in range(len(keys)):
+        size = push(heap, size, values, candidate)
+    order = []
+    while size:
+        size = pop(heap, size, values)
+        order.append(int(heap[size]))
+    assert sorted(order) == list(range(len(keys)))
+    assert [keys[candidate] for candidate in order] == sorted(keys, reverse=True)
+
+
+def test_buckets_are_steps() -> None:
+    assert [match_bucket(length) for length in (1, 2, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 48, 49, 1000)] == [
+        0, 1, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11,
+    ]  # fmt: skip
+    assert [share_bucket(share) for share in (0.0, 0.03, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)] == list(range(8))
+    assert [context_bucket(length) for length in (0, 1, 5, 6, 8, 9, 100)] == [0, 1, 5, 6, 6, 7, 7]
+    last = feature(6, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1)
+    assert feature(0, 0, 0) == 0 and last == NUM_FEATURES - 1

@@ -1,0 +1,104 @@
+"""Compiled and plain functions do the same, wherever compiled code can or cannot be kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decoding import jit
+from decoding.drafters import build_drafter
+from decoding.replay import known_rows
+from decoding.request import Request, SamplingParams
+from decoding.tree import DraftTree
+from decoding.verify import verify_exact
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def drafted() -> list[list[list[float]]]:
+    """What some drafters propose in a short script, past the end of a small log; the largest tokens overflow 32-bit products."""
+    rng = np.random.default_rng(0)
+    texts = rng.choice([0, 1, 7, 60_000, 250_000], (3, 70)).tolist()
+    found = []
+    options: list[tuple[str, dict[str, object]]] = [
+        ("auto", {"history_tokens": 128, "all_rows": True}),
+        ("trie", {"capacity": 128, "min_input": 2}),
+        ("trie", {"layout": "single", "max_query_length": 3}),
+    ]
+    for strategy, chosen in options:
+        drafter = build_drafter(strategy, chosen | ({"frequent_tokens": 0} if strategy == "auto" else {}))
+        for number, text in enumerate(texts):
+            request = Request(str(number), text[:25], SamplingParams(max_tokens=45), [text[3:30][::-1]])
+            tree = DraftTree.chain(request.root, ())
+            while True:
+                upcoming = iter(text[request.num_tokens :])
+                acceptance = verify_exact(tree, lambda row, upcoming=upcoming: next(upcoming), request.remaining, frozenset())
+                request.commit([*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token])
+                if not request.remaining:
+                    break
+                drafter.observe(request, tree, known_rows(tree, acceptance), acceptance)
+                (tree,) = drafter.propose([request], [12])
+                found.append([tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist()])
+            drafter.finish(request)
+    return found
+
+
+def python(program: str, **environment: str) -> str:
+    """What a program prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
+def test_plain_python_proposes_the_same_trees() -> None:
+    program = (
+        "import sys; sys.modules['numba'] = None; sys.argv = ['plain']\n"
+        f"import runpy; runpy.run_path({str(Path(__file__))!r}, run_name='__main__')"
+    )
+    plain = json.loads(python(program))
+    assert plain == drafted() and len(plain) > 50 and any(len(tree[0]) > 10 for tree in plain)
+
+
+@pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
+def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    beside = ROOT / "decoding" / "__pycache__"
+    kept = set(beside.glob("*.nb*"))
+    program = (
+        "import numpy as np\n"
+        "from decoding.candidates import push\n"
+        "heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])\n"
+        "size = 0\n"
+        "for candidate in range(3): size = push(heap, size, keys, candidate)\n"
+        "print(size, heap[0], len(push.signatures), type(push._cache).__name__)"
+    )
+    assert python(program, XDG_CACHE_HOME=str(blocked)).split() == ["3", "1", "1", "NullCache"]
+    assert set(beside.glob("*.nb*")) == kept  # there code would outlive a change in what it calls
+    assert python(program, XDG_CACHE_HOME=str(tmp_path)).split() == ["3", "1", "1", "FunctionCache"]
+    (folder,) = (tmp_path / "outrider").iterdir()
+    assert folder.name == f"native-{jit._version()}" and list(folder.rglob("*.nbi"))
+
+
+def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cache_folder() == tmp_path / "outrider"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert jit.cache_folder() == tmp_path / ".cache" / "outrider"
+
+
+if __name__ == "__main__":
+    assert not jit.NATIVE
+    warnings.simplefilter("error")  # numbers that overflow warn
+    print(json.dumps(drafted()))
