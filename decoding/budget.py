@@ -13,12 +13,14 @@ if TYPE_CHECKING:  # the drafters import this file
     from decoding.drafters.base import Target
 
 _TIMED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_START, _DECAY = 10.0, 0.998  # steps that the first guess counts for, and how fast old steps are forgotten
 
 
 class RowCosts:
     """Time of one step by its rows, relative to a step of one row.
 
-    Between measurements it is linear, beyond the last one it goes on with the last slope, and it never falls.
+    Between measurements it is linear, beyond the last one it goes on with the last slope. It never falls: where more rows take
+    less time, as may be in half precision on a CPU, their time stands for fewer rows as well.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
@@ -35,7 +37,8 @@ class RowCosts:
         if min(seconds) <= 0:
             raise ValueError(f"seconds must be positive, got {list(seconds)}")
         self._rows = np.asarray(rows, np.float64)
-        self._costs = np.maximum.accumulate(np.asarray(seconds, np.float64) / seconds[0])
+        least = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1]  # of so many rows or more
+        self._costs = least / least[0]
         self._slope = (self._costs[-1] - self._costs[-2]) / (self._rows[-1] - self._rows[-2])
 
     @classmethod
@@ -50,25 +53,41 @@ class RowCosts:
         costs: Float64Array = np.interp(rows, self._rows, self._costs) + beyond * self._slope
         return costs
 
-    def least_chance(self, chances: Sequence[Float64Array]) -> float:
-        """The chance from which on rows pay, over all requests of a step.
+    def rows_to_draft(self, chances: Sequence[Float64Array], rate: float) -> list[int]:
+        """How many rows pay for each request of a step.
 
-        With rows in order of their chance, the first n are expected to add the sum of their chances to one token per request.
-        The n that gives most tokens per time is taken; 0 is among the answers. Rows of equal chance are taken or left together.
+        With the rows of all requests in order of their chance, the first n are expected to add the sum of their chances to the
+        one token that each request gets anyway, and cost what a step of n more rows takes longer. Time has a price: the tokens that
+        it brings elsewhere. The n with the highest gain after that price is taken; 0 is among the answers.
 
-        Example: costs 1.0, 1.1 and 1.8 for one, two and three rows and chances 0.5 and 0.4: 1.0, 1.36 and 1.06 tokens per time,
-        so one row is drafted and the answer is 0.5.
+        Example: costs 1.0, 1.1 and 1.8 for one, two and three rows, chances 0.5 and 0.4, and 1.3 tokens per time: one row gains
+        0.5 and costs 0.1 * 1.3, the second gains 0.4 and costs 0.7 * 1.3 more, so one row is drafted.
 
         Args:
-            chances: of the rows of each request, non-increasing.
-
-        Returns:
-            Rows of this chance and above are worth computing; infinity where none is.
+            chances: of the rows of each request, non-increasing; of at least one request.
+            rate: tokens that steps bring in the time of a step of one row, on average.
         """
-        ordered = np.sort(np.concatenate(chances))[::-1]
-        base = float(len(chances))
-        gain = base + np.concatenate(([0.0], np.cumsum(ordered)))
-        rate = gain / self.of(np.arange(len(gain), dtype=np.float64) + base)
-        rate[1:-1][ordered[:-1] == ordered[1:]] = 0.0  # an equal chance follows: the answer would let it in as well
-        best = int(np.argmax(rate))
-        return float(ordered[best - 1]) if best else float("inf")
+        joined = np.concatenate(chances)
+        order = np.argsort(-joined, kind="stable")
+        costs = self.of(np.arange(len(joined) + 1, dtype=np.float64) + len(chances))
+        gain = np.concatenate(([0.0], np.cumsum(joined[order]))) - rate * costs
+        taken = np.zeros(len(joined), np.bool_)
+        taken[order[: int(np.argmax(gain))]] = True
+        return [int(part.sum()) for part in np.split(taken, np.cumsum([len(part) for part in chances])[:-1])]
+
+
+class Throughput:
+    """Tokens per time of late, in the units of ``RowCosts``."""
+
+    def __init__(self) -> None:
+        self._tokens = self._cost = _START
+
+    @property
+    def rate(self) -> float:
+        """Tokens that steps bring in the time of a step of one row."""
+        return self._tokens / self._cost
+
+    def add(self, tokens: float, cost: float) -> None:
+        """Counts a step, or a request's part of one."""
+        self._tokens = self._tokens * _DECAY + tokens
+        self._cost = self._cost * _DECAY + cost

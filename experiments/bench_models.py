@@ -18,6 +18,7 @@ from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel, load_model, load_tokenizer
+from engine.packed_linear import pack_linears
 from experiments.contestants import Contestant, EngineContestant, Prompt
 from experiments.guided import GuidedExecutor, random_model, stock_twin
 from experiments.shared_model import SharedModel
@@ -123,7 +124,9 @@ def _random_setting(args: argparse.Namespace) -> Setting:
     device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device
     model = model.to("cpu" if device == "auto" else device)
     loaded = LoadedModel(model, load_tokenizer(str(args.tokenizer)), f"random-{args.random_model}", context, ())
-    return Setting(loaded, stock_twin(model), [fitting(workload, 0, context) for workload in workloads])
+    stock = stock_twin(model)
+    pack_linears(model)  # as a model that is loaded from files; the twin computes as transformers does
+    return Setting(loaded, stock, [fitting(workload, 0, context) for workload in workloads])
 
 
 def contestants(

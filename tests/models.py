@@ -85,7 +85,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "glm": GlmConfig(**_GROUPED, initializer_range=0.1, head_dim=12),
     "glm4": Glm4Config(**_GROUPED, initializer_range=0.1, head_dim=12),
     "gemma": GemmaConfig(**_GROUPED, initializer_range=0.1, head_dim=16),
-    "gemma2": Gemma2Config(**_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, attn_logit_softcapping=2.0),
+    "gemma2": Gemma2Config(
+        **_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, query_pre_attn_scalar=1, attn_logit_softcapping=1.0
+    ),
     "gemma3": Gemma3TextConfig(**_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, query_pre_attn_scalar=16),
     "mixtral": MixtralConfig(**_GROUPED, initializer_range=0.1, num_local_experts=4, num_experts_per_tok=2),
 }
@@ -94,7 +96,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 # Of the weights. Chosen so that greedy outputs vary, repeat themselves in places, and are nowhere within rounding of a tie.
 _SEEDS = {
     "llama": 9, "mistral": 4, "qwen2": 6, "qwen3": 3, "phi3": 1, "opt": 9, "gpt2": 8, "gpt_neox": 10, "glm": 11, "glm4": 9,
-    "gemma": 1, "gemma2": 11, "gemma3": 3, "mixtral": 6,
+    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from decoding.acceptance import AcceptanceTable
-from decoding.budget import RowCosts
+from decoding.budget import RowCosts, Throughput
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, RECYCLING, UNIGRAM
@@ -102,6 +102,7 @@ class AutoDrafter(Drafter):
         self._table, self._pool = AcceptanceTable(), Pool.empty()
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._costs: RowCosts | None = None
+        self._throughput, self._step_cost = Throughput(), 1.0
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
@@ -119,8 +120,11 @@ class AutoDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""
         grown = [self._grow(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        least = self._costs.least_chance([rows.chances for rows in grown]) if self._costs and grown else 0.0
-        return [self._tree(request, rows, least) for request, rows in zip(requests, grown, strict=True)]
+        if self._costs is not None and grown:
+            counts = self._costs.rows_to_draft([rows.chances for rows in grown], self._throughput.rate)
+            self._step_cost = self._costs.of(np.array([float(sum(counts) + len(grown))]))[0] / len(grown)
+            grown = [rows.first(count) for rows, count in zip(grown, counts, strict=True)]
+        return [self._tree(request, rows) for request, rows in zip(requests, grown, strict=True)]
 
     def _grow(self, request: Request, budget: int) -> Rows:
         state = self._states.get(request.request_id)
@@ -139,13 +143,12 @@ class AutoDrafter(Drafter):
         )  # fmt: skip
         return rows.first(count)
 
-    def _tree(self, request: Request, rows: Rows, least_chance: float) -> DraftTree:
-        count = int(np.searchsorted(-rows.chances, -least_chance, side="right"))
-        tokens = np.concatenate((request.tokens[-1:], rows.tokens[:count]))
-        parents = np.concatenate((_ROOT_PARENT, rows.parents[:count]))
-        sources = np.concatenate((_ROOT_SOURCE, _SOURCE_OF_KIND[rows.kinds[:count]]))
-        self._states[request.request_id].features = np.concatenate((_ROOT_SOURCE, rows.features[:count]), dtype=np.int32)
-        return DraftTree(tokens, parents, sources, count + 1)
+    def _tree(self, request: Request, rows: Rows) -> DraftTree:
+        tokens = np.concatenate((request.tokens[-1:], rows.tokens))
+        parents = np.concatenate((_ROOT_PARENT, rows.parents))
+        sources = np.concatenate((_ROOT_SOURCE, _SOURCE_OF_KIND[rows.kinds]))
+        self._states[request.request_id].features = np.concatenate((_ROOT_SOURCE, rows.features), dtype=np.int32)
+        return DraftTree(tokens, parents, sources, len(tokens))
 
     def _share(self, request: Request, state: _RequestState) -> None:
         """Shows new output to the other requests."""
@@ -171,6 +174,7 @@ class AutoDrafter(Drafter):
         state = self._states.get(request.request_id)
         if state is not None and len(tree) == len(state.features) > 1:
             self._table.observe(tree.parents, state.features, acceptance.rows)
+            self._throughput.add(acceptance.count, self._step_cost)
         if self._recycling and target.has_logits:
             rows = [0, *acceptance.rows]
             self._recycled[tree.tokens[rows]] = target.top_k(rows, self._recycled.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget import RowCosts
+from decoding.budget import RowCosts, Throughput
 from decoding.tree import Int32Array
 
 
@@ -38,7 +39,7 @@ class Timed:
 def test_the_example_of_the_docstring() -> None:
     costs = RowCosts([1, 2, 3], [2.0, 2.2, 3.6])
     assert costs.of(np.array([1.0, 2.0, 3.0])) == pytest.approx([1.0, 1.1, 1.8])
-    assert costs.least_chance([np.array([0.5, 0.4])]) == 0.5
+    assert costs.rows_to_draft([np.array([0.5, 0.4])], 1.3) == [1]
 
 
 def test_costs_between_and_beyond_the_measurements() -> None:
@@ -47,7 +48,7 @@ def test_costs_between_and_beyond_the_measurements() -> None:
 
 
 def test_noise_does_not_make_more_rows_cheaper() -> None:
-    costs = RowCosts([1, 2, 4, 8], [1.0, 0.7, 1.5, 1.2])
+    costs = RowCosts([1, 2, 4, 8], [1.0, 0.8, 1.5, 1.2])
     assert costs.of(np.array([1.0, 2.0, 4.0, 8.0, 100.0])) == pytest.approx([1.0, 1.0, 1.5, 1.5, 1.5])
 
 
@@ -79,40 +80,49 @@ def test_the_target_is_timed_up_to_the_most_rows(most: int, rows: list[int]) -> 
 
 def test_rows_that_cost_nothing_all_pay() -> None:
     costs = RowCosts([1, 64], [1.0, 1.0])
-    assert costs.least_chance([np.array([0.5, 0.001])]) == 0.001
-    assert costs.least_chance([np.array([0.5]), np.array([0.3, 0.2])]) == 0.2
+    assert costs.rows_to_draft([np.array([0.5, 0.001])], 1.0) == [2]
+    assert costs.rows_to_draft([np.array([0.5]), np.array([0.3, 0.2])], 2.0) == [1, 2]
 
 
 def test_no_row_pays_where_it_costs_more_than_it_gives() -> None:
     costs = RowCosts([1, 2], [1.0, 2.0])
-    assert costs.least_chance([np.array([0.9, 0.8])]) == float("inf")
-    assert costs.least_chance([np.zeros(0), np.zeros(0)]) == float("inf")
+    assert costs.rows_to_draft([np.array([0.9, 0.8])], 1.0) == [0]
+    assert costs.rows_to_draft([np.zeros(0), np.zeros(0)], 1.0) == [0, 0]
 
 
 def test_rows_that_pay_together_but_not_alone() -> None:
     # The second row costs as much as a step, those behind it nothing.
-    assert RowCosts([1, 2, 64], [1.0, 2.0, 2.0]).least_chance([np.full(10, 0.9)]) == 0.9
+    assert RowCosts([1, 2, 64], [1.0, 2.0, 2.0]).rows_to_draft([np.full(10, 0.9)], 1.0) == [10]
+
+
+def test_the_faster_steps_are_the_more_a_row_must_give() -> None:
+    costs, chances = RowCosts([1, 11], [1.0, 2.0]), [np.linspace(0.9, 0.0, 10)]
+    drafted = [costs.rows_to_draft(chances, rate)[0] for rate in (0.5, 1.0, 2.0, 4.0, 8.0)]
+    assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] > drafted[-1]
 
 
 @given(
     st.lists(st.lists(st.floats(0.0, 1.0), max_size=8), min_size=1, max_size=3),
     st.lists(st.floats(1.0, 4.0), min_size=4, max_size=4),
+    st.floats(0.5, 5.0),
 )
-def test_the_most_tokens_per_time(chances: list[list[float]], seconds: list[float]) -> None:
+def test_the_most_tokens_after_the_price_of_time(chances: list[list[float]], seconds: list[float], rate: float) -> None:
     costs = RowCosts([1, 2, 8, 16], seconds)
-    least = costs.least_chance([np.array(sorted(each, reverse=True)) for each in chances])
-    ordered = sorted((chance for each in chances for chance in each), reverse=True)
+    sorted_chances = [np.array(sorted(each, reverse=True)) for each in chances]
+    drafted = costs.rows_to_draft(sorted_chances, rate)
     base = len(chances)
-    rates = [(base + sum(ordered[:n])) / costs.of(np.array([base + n], np.float64))[0] for n in range(len(ordered) + 1)]
-    cuts = [n for n in range(len(ordered) + 1) if n in (0, len(ordered)) or ordered[n - 1] > ordered[n]]
-    drafted = sum(chance >= least for chance in ordered)
-    assert drafted in cuts and rates[drafted] == pytest.approx(max(rates[n] for n in cuts))
+
+    def gain(counts: tuple[int, ...]) -> float:
+        tokens = sum(float(each[:count].sum()) for each, count in zip(sorted_chances, counts, strict=True))
+        return tokens - rate * float(costs.of(np.array([base + sum(counts)], np.float64))[0])
+
+    every = itertools.product(*(range(len(each) + 1) for each in chances))
+    assert gain(tuple(drafted)) == pytest.approx(max(map(gain, every)))
 
 
-def test_rows_of_equal_chance_are_drafted_together_or_not_at_all() -> None:
-    costs = RowCosts([1, 2, 4, 8, 64], [1.0, 1.0, 1.0, 1.05, 2.8])
-    # Three rows of 0.02 are free, but nothing tells them from the others, which cost more than they give.
-    assert costs.least_chance([np.full(64, 0.02)]) == float("inf")
-    assert costs.least_chance([np.array([0.5, *[0.02] * 63])]) == 0.5
-    assert costs.least_chance([np.full(3, 0.02)]) == 0.02
-    assert costs.least_chance([np.full(64, 0.05)]) == 0.05
+def test_throughput_follows_the_steps() -> None:
+    throughput = Throughput()
+    assert throughput.rate == 1.0
+    for _ in range(5000):
+        throughput.add(3.0, 1.5)
+    assert throughput.rate == pytest.approx(2.0, rel=0.01)
