@@ -44,8 +44,8 @@ class SpeculationOptions:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    strategy: str = "llma"
-    max_draft_tokens: int = 16  # drafted rows of one request in one step
+    strategy: str = "auto"
+    max_draft_tokens: int = 64  # most drafted rows of one request in one step; auto drafts as many of them as pay
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
 
 

@@ -57,8 +57,8 @@ class RowCosts:
         """How many rows pay for each request of a step.
 
         With the rows of all requests in order of their chance, the first n are expected to add the sum of their chances to the
-        one token that each request gets anyway, and cost what a step of n more rows takes longer. Time has a price: the tokens that
-        it brings elsewhere. The n with the highest gain after that price is taken; 0 is among the answers.
+        one token that each request gets anyway, and cost what a step of n more rows takes longer. Time has a price: the tokens
+        that it brings elsewhere. The n with the highest gain after that price is taken; 0 is among the answers.
 
         Example: costs 1.0, 1.1 and 1.8 for one, two and three rows, chances 0.5 and 0.4, and 1.3 tokens per time: one row gains
         0.5 and costs 0.1 * 1.3, the second gains 0.4 and costs 0.7 * 1.3 more, so one row is drafted.

@@ -29,7 +29,6 @@ class _Text:
 
     position: int
     block_end: int
-    tail: list[int]  # its last tokens, which move where the next block is not a neighbour
 
 
 class TokenLog:
@@ -64,7 +63,7 @@ class TokenLog:
         self._open: dict[Hashable, _Text] = {}
         self._numbers: dict[Hashable, int] = {}
         self._next_number = 0
-        self._rescued = _Text(0, 0, [])
+        self._rescued = _Text(0, 0)
 
     @property
     def oldest(self) -> int:
@@ -85,7 +84,7 @@ class TokenLog:
             return
         entry = self._open.get(text)
         if entry is None:
-            entry = self._open[text] = _Text(0, 0, [])
+            entry = self._open[text] = _Text(0, 0)
             self._numbers[text] = self._next_number
             self._next_number += 1
         self._write(entry, np.asarray(new, np.int32), self._numbers[text], 1)
@@ -99,7 +98,7 @@ class TokenLog:
         """A complete text."""
         if len(tokens):
             number, self._next_number = self._next_number, self._next_number + 1
-            self._write(_Text(0, 0, []), np.asarray(tokens, np.int32), number, 1)
+            self._write(_Text(0, 0), np.asarray(tokens, np.int32), number, 1)
 
     def number(self, text: Hashable) -> int:
         """The owner number of an open text; -1 for another."""
@@ -108,13 +107,14 @@ class TokenLog:
     def _write(self, entry: _Text, new: Int32Array, number: int, count: int) -> None:
         at = 0
         while at < len(new):
-            if entry.position == entry.block_end or entry.position < self.oldest:  # full, or gone while it paused
+            oldest = self.oldest
+            if entry.position == entry.block_end or entry.position < oldest:  # full, or gone while it paused
                 self._grow(entry, len(new) - at, number)
+                oldest = self.oldest
             part = new[at : at + entry.block_end - entry.position]
-            append(self.arrays, self.oldest, entry.position, part, count)
+            append(self.arrays, oldest, entry.position, part, count)
             entry.position += len(part)
             at += len(part)
-            entry.tail = [*entry.tail, *part[-OVERLAP:].tolist()][-OVERLAP:]
 
     def _grow(self, entry: _Text, wanted: int, number: int) -> None:
         """Takes as many blocks as ``wanted`` tokens need, beside the text's last one where that is free.
@@ -122,7 +122,8 @@ class TokenLog:
         Where it is not, the text's last tokens move to the new blocks: there they are found, in the old block they only follow.
         """
         neighbour = entry.block_end == self.end and entry.position > 0
-        head = 0 if neighbour else 1 + len(entry.tail)  # the first place of a run stays empty: matching backwards ends there
+        tail = [] if neighbour else self._tail(entry.position)
+        head = 0 if neighbour else 1 + len(tail)  # the first place of a run stays empty: matching backwards ends there
         # A text longer than the ring is written in parts, each of which fits.
         blocks = min(-(-(wanted + head) // BLOCK), len(self.arrays.owners) // 2)
         start = self._take(blocks, number)
@@ -130,16 +131,26 @@ class TokenLog:
         if neighbour:
             return
         mask = len(self.arrays.tokens) - 1
-        for offset, token in enumerate(entry.tail):
+        for offset, token in enumerate(tail):
             here = start + 1 + offset
             if offset < _CONTEXT:
                 self.arrays.tokens[here & mask] = token
                 continue
-            there = left - len(entry.tail) + offset
+            there = left - len(tail) + offset
             if there >= self.oldest:
                 self.arrays.tokens[there & mask], self.arrays.counts[there & mask] = MOVED - token, 0
             append(self.arrays, self.oldest, here, np.array([token], np.int32), 1)
         entry.position = start + head
+
+    def _tail(self, end: int) -> list[int]:
+        """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""
+        tail: list[int] = []
+        for position in range(end - 1, max(end - 1 - OVERLAP, self.oldest - 1), -1):
+            token = int(self.arrays.tokens[position & (len(self.arrays.tokens) - 1)])
+            if token < 0:
+                break
+            tail.append(token)
+        return tail[::-1]
 
     def _take(self, blocks: int, number: int) -> int:
         """Empties the next blocks of the ring; what was frequent in them is written again behind them."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.chains import Int64Array, LogArrays, follower, gather
+from decoding.chains import Int64Array, LogArrays, follower, gather_chain
 from decoding.jit import compiled
 from decoding.tree import Int32Array
 
@@ -15,129 +15,135 @@ MAX_NODES = 16384  # looked at in one retrieval
 MAX_FOUND = 8192  # occurrences
 # Frequencies to go by. Mixed, an occurrence in the prompt counts 9,999 times one in an output.
 INPUT, OUTPUT, MIXED = range(3)
+# Columns of a node: its token, node above (-1 below the root), depth, row in the draft (-1 for none), first occurrence, first
+# child (-1: not looked at) and number of children.
+TOKEN, PARENT, DEPTH, ROW, FIRST, CHILDREN, COUNT = range(7)
+# Columns of an occurrence: its slot in the log, where that is (0: the prompt, 1: a reference, 2: the shared log of outputs), and
+# the next occurrence of the same node; and a token further on, see ``occurrences``.
+SLOT, PLACE, LINK, AHEAD = range(4)
 
 
 class Nodes(NamedTuple):
-    """Working memory of a retrieval, kept between calls."""
+    """Working memory of a retrieval, kept between calls: few arrays, as passing one costs time, and a node in one cache line."""
 
-    tokens: Int32Array  # [nodes]
-    parents: Int32Array  # [nodes] node above, -1 below the root
-    depths: Int32Array  # [nodes]
-    rows: Int32Array  # [nodes] row in the draft, -1 for none
-    firsts: Int32Array  # [nodes] first occurrence
-    children: Int32Array  # [nodes] first child, -1 not looked at
-    counts: Int32Array  # [nodes] children
+    nodes: Int32Array  # [nodes, 8]
     frequencies: Float64Array  # [3, nodes] prompt's, outputs', mixed
     heap: Int32Array  # [nodes + 1]
+    queue: Int32Array  # [nodes]
     slots: Int32Array  # [HASH_SLOTS]
+    found: Int32Array  # [occurrences, 4]
     positions: Int64Array  # [occurrences]
     lengths: Int32Array  # [occurrences] agreement
-    places: Int32Array  # [occurrences] 0: the prompt, 1: a reference, 2: the shared log of outputs
-    links: Int32Array  # [occurrences] next of the same node
 
     @classmethod
     def empty(cls) -> Nodes:
         """Memory for one thread."""
         return cls(
-            tokens=np.empty(MAX_NODES, np.int32),
-            parents=np.empty(MAX_NODES, np.int32),
-            depths=np.empty(MAX_NODES, np.int32),
-            rows=np.empty(MAX_NODES, np.int32),
-            firsts=np.empty(MAX_NODES, np.int32),
-            children=np.empty(MAX_NODES, np.int32),
-            counts=np.empty(MAX_NODES, np.int32),
+            nodes=np.empty((MAX_NODES, 8), np.int32),
             frequencies=np.empty((3, MAX_NODES)),
             heap=np.empty(MAX_NODES + 1, np.int32),
+            queue=np.empty(MAX_NODES, np.int32),
             slots=np.full(HASH_SLOTS, -1, np.int32),
+            found=np.empty((MAX_FOUND, 4), np.int32),
             positions=np.empty(MAX_FOUND, np.int64),
             lengths=np.empty(MAX_FOUND, np.int32),
-            places=np.empty(MAX_FOUND, np.int32),
-            links=np.empty(MAX_FOUND, np.int32),
         )
 
 
 @compiled
+def add_node(nodes: Int32Array, frequencies: Float64Array, node: int, token: int, parent: int, depth: int) -> None:
+    """Writes a node that is in no row, has no occurrence, and was not looked at."""
+    nodes[node, TOKEN], nodes[node, PARENT], nodes[node, DEPTH] = token, parent, depth
+    nodes[node, ROW], nodes[node, FIRST], nodes[node, CHILDREN], nodes[node, COUNT] = -1, -1, -1, 0
+    frequencies[INPUT, node] = frequencies[OUTPUT, node] = frequencies[MIXED, node] = 0.0
+
+
+@compiled
 def open_children(
-    own: LogArrays, shared: LogArrays, first: int, parent: int, depth: int, row: int, count: int, nodes: Nodes,
-    tokens: Int32Array, parents: Int32Array, drafted: int,
+    own: Int32Array, shared: Int32Array, first: int, parent: int, depth: int, count: int, nodes: Int32Array,
+    frequencies: Float64Array, slots: Int32Array, found: Int32Array,
 ) -> int:  # fmt: skip
-    """Makes the children of a node from its occurrences; those that the draft holds know their row.
+    """Makes the children of a node from its occurrences.
 
     Args:
+        own: tokens of the log of the request's texts, ``shared`` of that of outputs.
         first: occurrence in the node's list.
         parent: the node, -1 for the root.
-        row: the node's row in the draft, -1 when it has none.
-        tokens: [drafted] of the draft, ``parents`` likewise.
 
     Returns:
         Nodes in use.
     """
     begin, at = count, first
+    names = nodes[:, TOKEN]
     while at >= 0:
-        after = nodes.links[at]
-        place = nodes.places[at]
-        log_tokens = shared.tokens if place == 2 else own.tokens
-        token = follower(log_tokens, nodes.positions[at] + 1 + depth)
+        after, place = found[at, LINK], found[at, PLACE]
+        token = follower(shared if place == 2 else own, found[at, SLOT] + 1 + depth)
         if token >= 0:
-            slot = slot_of(token, nodes.slots, nodes.tokens)
-            child = nodes.slots[slot]
-            if child < 0 and count < len(nodes.tokens) and count - begin < MAX_CHILDREN:
+            slot = slot_of(token, slots, names)
+            child = slots[slot]
+            if child < 0 and count < len(nodes) and count - begin < MAX_CHILDREN:
                 child, count = count, count + 1
-                nodes.slots[slot] = child
-                nodes.tokens[child], nodes.parents[child], nodes.depths[child] = token, parent, depth + 1
-                nodes.rows[child], nodes.firsts[child], nodes.children[child], nodes.counts[child] = -1, -1, -1, 0
-                nodes.frequencies[:, child] = 0.0
+                slots[slot] = child
+                add_node(nodes, frequencies, child, token, parent, depth + 1)
             if child >= 0:
-                nodes.frequencies[min(place, 1), child] += 1.0
-                nodes.frequencies[2, child] += 1e-4 if place else 0.9999
-                nodes.links[at] = nodes.firsts[child]
-                nodes.firsts[child] = at
+                frequencies[min(place, 1), child] += 1.0
+                frequencies[MIXED, child] += 1e-4 if place else 0.9999
+                found[at, LINK] = nodes[child, FIRST]
+                nodes[child, FIRST] = at
         at = after
-    if row >= 0:
-        for below in range(row + 1, drafted):
-            if parents[below] == row:
-                child = nodes.slots[slot_of(tokens[below], nodes.slots, nodes.tokens)]
-                if child >= 0:
-                    nodes.rows[child] = below
-    clear_slots(begin, count, nodes.slots, nodes.tokens)
+    clear_slots(begin, count, slots, names)
     return count
+
+
+@compiled
+def find_rows(nodes: Int32Array, begin: int, end: int, row: int, since: int, tokens: Int32Array, parents: Int32Array) -> None:
+    """Tells the children of the node in a row, which are the nodes from ``begin`` to ``end``, their rows before ``since``."""
+    for below in range(row + 1, since):
+        if parents[below] == row:
+            for child in range(begin, end):
+                if nodes[child, TOKEN] == tokens[below]:
+                    nodes[child, ROW] = below
 
 
 @compiled
 def occurrences(
     own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, context: Int32Array, length: int, mode: int,
-    cap: int, nodes: Nodes,
-) -> int:  # fmt: skip
-    """Links the occurrences at which ``length`` or more tokens agree, the latest ``cap`` of each n-gram and log.
+    cap: int, memory: Nodes,
+) -> tuple[int, bool]:  # fmt: skip
+    """Links the occurrences at which ``length`` or more tokens agree, ``cap`` of each log: of the longest n-grams, the latest.
 
     Returns:
-        The first of the list, -1 for none.
+        The first of the list, -1 for none, and whether one is in the prompt.
     """
-    caps = np.zeros(3, np.int64)
-    caps[2] = cap
-    if length < 4:
-        caps[1] = cap
-    if length < 2:
-        caps[0] = cap
+    found, positions, lengths = memory.found, memory.positions, memory.lengths
+    shortest, limit = (0 if length < 2 else (1 if length < 4 else 2)), max(4, length)
     used = 0
-    used = gather(own, 0, 0, -1, context, caps, used, nodes.positions, nodes.lengths)
+    for chain in range(2, shortest - 1, -1):
+        used = gather_chain(own, chain, 0, 0, -1, context, cap - used, limit, used, positions, lengths)
     in_own = used
-    if mode != 0:
-        used = gather(shared, shared_oldest, 0, -1, context, caps, used, nodes.positions, nodes.lengths)
-    first = -1
+    if mode != INPUT:
+        for chain in range(2, shortest - 1, -1):
+            room = cap - (used - in_own)
+            used = gather_chain(shared, chain, shared_oldest, 0, -1, context, room, limit, used, positions, lengths)
+    first, any_prompt = -1, False
+    own_mask, shared_mask = len(own.tokens) - 1, len(shared.tokens) - 1
     for at in range(used):
-        place = 2 if at >= in_own else (1 if nodes.positions[at] >= references else 0)
-        if nodes.lengths[at] >= length and (mode == 2 or min(place, 1) == mode):
-            nodes.places[at] = place
-            nodes.links[at] = first
+        place = 2 if at >= in_own else (1 if positions[at] >= references else 0)
+        if lengths[at] >= length and (mode == MIXED or min(place, 1) == mode):
+            slot = positions[at] & (shared_mask if place == 2 else own_mask)
+            found[at, SLOT], found[at, PLACE], found[at, LINK] = slot, place, first
+            # Read here, where reads overlap, so that the line is near when a branch gets there.
+            found[at, AHEAD] = shared.tokens[(slot + 12) & shared_mask] if place == 2 else 0
             first = at
-    return first
+            any_prompt = any_prompt or place == 0
+    return first, any_prompt
 
 
 @compiled
 def choose_best(
-    own: LogArrays, shared: LogArrays, by: int, quota: int, top: int, branch_length: int, count: int, nodes: Nodes,
-    tokens: Int32Array, parents: Int32Array, since: int, drafted: int,
+    own: Int32Array, shared: Int32Array, by: int, quota: int, top: int, branch_length: int, count: int, nodes: Int32Array,
+    frequencies: Float64Array, heap: Int32Array, queue: Int32Array, slots: Int32Array, found: Int32Array, tokens: Int32Array,
+    parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Sees to it that the draft holds the ``quota`` nodes of the highest frequency; frequencies never rise along a path.
 
@@ -149,39 +155,56 @@ def choose_best(
     Returns:
         Nodes in use and rows of the draft.
     """
-    keys, size = nodes.frequencies[by], 0
-    for child in range(top):
-        if keys[child] > 0.0:
-            size = push(nodes.heap, size, keys, child)
-    while size > 0 and quota > 0 and drafted < len(tokens):
-        size = pop(nodes.heap, size, keys)
-        best = nodes.heap[size]
-        depth = nodes.depths[best]
-        if nodes.rows[best] < 0:
-            above = nodes.parents[best]
-            tokens[drafted], parents[drafted] = nodes.tokens[best], (0 if above < 0 else nodes.rows[above])
-            nodes.rows[best] = drafted
+    keys, size, waiting, served, begin, end = frequencies[by], 0, 0, 0, 0, top
+    least = 1e-4 if by == MIXED else 1.0  # the nodes that were seen once, which are most, wait in line for all others
+    while quota > 0 and drafted < len(tokens):
+        for child in range(begin, end):
+            if keys[child] > least:
+                size = push(heap, size, keys, child)
+            elif keys[child] > 0.0:
+                queue[waiting] = child
+                waiting += 1
+        if size > 0:
+            size = pop(heap, size, keys)
+            best = heap[size]
+        elif served < waiting:
+            best = queue[served]
+            served += 1
+        else:
+            break
+        depth, row = nodes[best, DEPTH], nodes[best, ROW]
+        if row < 0:
+            above = nodes[best, PARENT]
+            tokens[drafted], parents[drafted] = nodes[best, TOKEN], (0 if above < 0 else nodes[above, ROW])
+            row = nodes[best, ROW] = drafted
             drafted += 1
-        if nodes.rows[best] >= since:
+        if row >= since:
             quota -= 1
+        begin = end = 0
         if depth >= branch_length:
             continue
-        if nodes.children[best] < 0:
-            nodes.children[best] = count
-            count = open_children(
-                own, shared, nodes.firsts[best], best, depth, nodes.rows[best], count, nodes, tokens, parents, drafted
-            )
-            nodes.counts[best] = count - nodes.children[best]
-        for child in range(nodes.children[best], nodes.children[best] + nodes.counts[best]):
-            if keys[child] > 0.0:
-                size = push(nodes.heap, size, keys, child)
+        if nodes[best, CHILDREN] < 0:
+            nodes[best, CHILDREN], first = count, nodes[best, FIRST]
+            if found[first, LINK] < 0 and row >= since:  # one occurrence: at most one child, as frequent
+                token = follower(shared if found[first, PLACE] == 2 else own, found[first, SLOT] + 1 + depth)
+                if token >= 0 and count < len(nodes):
+                    add_node(nodes, frequencies, count, token, best, depth + 1)
+                    nodes[count, FIRST] = first
+                    for frequency in range(3):
+                        frequencies[frequency, count] = frequencies[frequency, best]
+                    count += 1
+            else:
+                count = open_children(own, shared, first, best, depth, count, nodes, frequencies, slots, found)
+                find_rows(nodes, nodes[best, CHILDREN], count, row, since, tokens, parents)
+            nodes[best, COUNT] = count - nodes[best, CHILDREN]
+        begin, end = nodes[best, CHILDREN], nodes[best, CHILDREN] + nodes[best, COUNT]
     return count, drafted
 
 
 @compiled
 def hierarchical(
     own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, context: Int32Array, max_query_length: int,
-    branch_length: int, min_input: int, min_output: int, mode: int, cap: int, nodes: Nodes, tokens: Int32Array,
+    branch_length: int, min_input: int, min_output: int, mode: int, cap: int, memory: Nodes, tokens: Int32Array,
     parents: Int32Array,
 ) -> int:  # fmt: skip
     """The draft tree for the end of ``context``: the published multi-stage retrieval and selection, its defects mended.
@@ -201,23 +224,26 @@ def hierarchical(
     Returns:
         Rows of the draft, the root included.
     """
+    nodes, frequencies, heap, queue = memory.nodes, memory.frequencies, memory.heap, memory.queue
+    slots, found = memory.slots, memory.found
+    own_tokens, shared_tokens = own.tokens, shared.tokens
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first = occurrences(own, references, shared, shared_oldest, context, length, mode, cap, nodes)
+        first, any_prompt = occurrences(own, references, shared, shared_oldest, context, length, mode, cap, memory)
         if first < 0:
             continue
-        top = open_children(own, shared, first, -1, 0, 0, 0, nodes, tokens, parents, drafted)
-        count, since = top, drafted
-        if mode == 2:
+        since = drafted
+        count = top = open_children(own_tokens, shared_tokens, first, -1, 0, 0, nodes, frequencies, slots, found)
+        find_rows(nodes, 0, top, 0, since, tokens, parents)
+        for by in range(3):
+            # Without an occurrence in the prompt the mixed order is that of outputs: nothing has to be reserved.
+            if by != mode and (mode != MIXED or not any_prompt):
+                continue
+            quota = len(tokens) if by == mode else (min_input if by == INPUT else min_output)
             count, drafted = choose_best(
-                own, shared, 0, min_input, top, branch_length, count, nodes, tokens, parents, since, drafted
-            )
-            count, drafted = choose_best(
-                own, shared, 1, min_output, top, branch_length, count, nodes, tokens, parents, since, drafted
-            )
-        count, drafted = choose_best(
-            own, shared, mode, len(tokens), top, branch_length, count, nodes, tokens, parents, since, drafted
-        )
+                own_tokens, shared_tokens, by, quota, top, branch_length, count, nodes, frequencies, heap, queue, slots, found,
+                tokens, parents, since, drafted,
+            )  # fmt: skip
         if drafted == len(tokens) or 1 < drafted >= branch_length:
             break
     return drafted
@@ -226,33 +252,34 @@ def hierarchical(
 @compiled
 def single(
     own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, context: Int32Array, max_query_length: int,
-    branch_length: int, mode: int, cap: int, nodes: Nodes, tokens: Int32Array, parents: Int32Array,
+    branch_length: int, mode: int, cap: int, memory: Nodes, tokens: Int32Array, parents: Int32Array,
 ) -> int:  # fmt: skip
     """One chain: the most frequent child of the most frequent child. Arguments and result as in ``hierarchical``.
 
     A shorter suffix goes on where a longer one knew no more; suffixes are tried until there are ``branch_length // 2`` rows.
     """
+    nodes, frequencies, slots, found = memory.nodes, memory.frequencies, memory.slots, memory.found
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first = occurrences(own, references, shared, shared_oldest, context, length, mode, cap, nodes)
+        first, _ = occurrences(own, references, shared, shared_oldest, context, length, mode, cap, memory)
         depth = count = 0
         while first >= 0 and depth < branch_length and drafted < len(tokens):
             begin = count
-            count = open_children(own, shared, first, -1, depth, -1, count, nodes, tokens, parents, drafted)
+            count = open_children(own.tokens, shared.tokens, first, -1, depth, count, nodes, frequencies, slots, found)
             best = -1
             for child in range(begin, count):
                 if depth + 1 < drafted:  # on the way down what the longer suffix gave
-                    if nodes.tokens[child] == tokens[depth + 1]:
+                    if nodes[child, TOKEN] == tokens[depth + 1]:
                         best = child
-                elif best < 0 or nodes.frequencies[mode, child] > nodes.frequencies[mode, best]:
+                elif best < 0 or frequencies[mode, child] > frequencies[mode, best]:
                     best = child
             if best < 0:
                 break
             depth += 1
             if depth == drafted:
-                tokens[drafted], parents[drafted] = nodes.tokens[best], drafted - 1
+                tokens[drafted], parents[drafted] = nodes[best, TOKEN], drafted - 1
                 drafted += 1
-            first = nodes.firsts[best]
+            first = nodes[best, FIRST]
         if 1 < drafted >= branch_length // 2:
             break
     return drafted

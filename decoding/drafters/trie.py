@@ -13,7 +13,10 @@ from decoding.token_log import TokenLog
 from decoding.tree import DraftTree, Int32Array
 from decoding.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
 
+_MAX_ROWS = 4096
 _SOURCE = SOURCES.index("trie")
+_SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # of every tree: a part of it is one
+_SOURCES.flags.writeable = False
 _LAYOUTS = ("hierarchical", "parallel", "single")
 _FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
 
@@ -66,7 +69,7 @@ class TrieDrafter(Drafter):
         frequencies: str = "mix",
         min_input: int = 0,
         min_output: int = -1,
-        max_occurrences: int = 256,
+        max_occurrences: int = 128,
         capacity: int = 1 << 20,
     ) -> None:
         """
@@ -78,14 +81,15 @@ class TrieDrafter(Drafter):
             frequencies: mix, input (the prompt's) or output.
             min_input: rows for the branches most frequent in the prompt, with ``mix``.
             min_output: rows for the branches most frequent in outputs, with ``mix``; half of the tree's most rows when -1.
-            max_occurrences: looked at for one n-gram, the latest ones, 1 to 1024.
+            max_occurrences: counted for one retrieval in each of prompt and outputs: where four tokens agree, then where fewer
+                do, the latest first; 1 to 1024.
             capacity: tokens of outputs to hold.
 
         Raises:
             ValueError: a value outside its range.
         """
         for name, value, low, high in (
-            ("decoding_length", decoding_length, 1, 4096), ("branch_length", branch_length, 1, 4096),
+            ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
             ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
             ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, 1024), ("capacity", capacity, 1, 2**31),
         ):  # fmt: skip
@@ -117,7 +121,8 @@ class TrieDrafter(Drafter):
         own = self._own.get(request.request_id)
         if own is None:
             own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens)
-        self._stream(request, own)
+        if own.streamed < request.num_tokens:
+            self._stream(request, own)
         size = min(self._decoding_length, budget + 1)
         context, depth = request.tokens[-MAX_MATCH:], min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
@@ -134,8 +139,7 @@ class TrieDrafter(Drafter):
                 *logs, context, self._max_query_length, depth, self._min_input, min_output, self._mode,
                 self._max_occurrences, self._nodes, tokens, parents,
             )  # fmt: skip
-        sources = np.full(rows, _SOURCE, np.int8)
-        tree = DraftTree(tokens[:rows], parents[:rows], sources, rows)
+        tree = DraftTree(tokens[:rows], parents[:rows], _SOURCES[:rows], rows)
         return _side_by_side(tree) if self._layout == "parallel" else tree
 
     def _stream(self, request: Request, own: _OwnTexts) -> None:

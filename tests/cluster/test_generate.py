@@ -106,9 +106,9 @@ def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> No
     ("arguments", "code", "said"),
     [
         (["--strategy", "lma"], 2, "did you mean 'llma'"),
-        (["--option", "copy_len=3"], 2, "did you mean 'copy_length'"),
-        (["--option", "copy_length"], 2, "name=value"),
-        (["--option", "copy_length=many"], 2, "copy_length"),
+        (["--strategy", "llma", "--option", "copy_len=3"], 2, "did you mean 'copy_length'"),
+        (["--option", "max_depth"], 2, "name=value"),
+        (["--option", "max_depth=many"], 2, "max_depth"),
         (["--temperature", 9], 2, "temperature"),
         (["--min-p", 2], 2, "min_p"),
         (["--max-tokens", 0], 2, "max_tokens"),
