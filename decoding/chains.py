@@ -31,6 +31,10 @@ class LogArrays(NamedTuple):
     owners: Int64Array  # [size / BLOCK] number of the text in each block
 
 
+# ``LogArrays`` as a plain tuple, which is passed to compiled code in half the time.
+PlainArrays = tuple[Int32Array, Int32Array, Int64Array, Int64Array, Int64Array, UInt8Array, Int64Array]
+
+
 @compiled
 def bucket(tokens: Int32Array, end: int, order: int, mask: int, buckets: int) -> int:
     """The bucket of the ``order`` tokens that end at slot ``end``; ``buckets`` is a power of two."""
@@ -65,16 +69,17 @@ def follower(tokens: Int32Array, position: int) -> int:
 
 
 @compiled
-def append(log: LogArrays, oldest: int, position: int, new: Int32Array, count: int) -> None:
+def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count: int) -> None:
     """Writes tokens from ``position`` on and chains the n-grams that end at each.
 
     The count of a 4-gram moves from the occurrence before to this one, so that only the latest carries it.
 
     Args:
+        log: see ``LogArrays``.
         new: [m] tokens; they fit into the blocks that were taken.
         count: what a 4-gram seen for the first time counts.
     """
-    tokens, back, counts = log.tokens, log.back, log.counts
+    tokens, back, heads1, heads2, heads4, counts, _ = log
     mask = len(tokens) - 1
     for index in range(len(new)):
         p = position + index
@@ -86,13 +91,13 @@ def append(log: LogArrays, oldest: int, position: int, new: Int32Array, count: i
         back[0, p & mask] = back[1, p & mask] = back[2, p & mask] = 0
         if known == 0:
             continue
-        h = unigram_bucket(tokens[p & mask], len(log.heads1))
-        link(back[0], p, log.heads1[h], oldest, mask)
-        log.heads1[h] = p
+        h = unigram_bucket(tokens[p & mask], len(heads1))
+        link(back[0], p, heads1[h], oldest, mask)
+        heads1[h] = p
         if known >= 2:
-            push_head(back[1], p, log.heads2, bucket(tokens, p & mask, 2, mask, len(log.heads2)), oldest, mask)
+            push_head(back[1], p, heads2, bucket(tokens, p & mask, 2, mask, len(heads2)), oldest, mask)
         if known >= 4:
-            before = push_head(back[2], p, log.heads4, bucket(tokens, p & mask, 4, mask, len(log.heads4)), oldest, mask)
+            before = push_head(back[2], p, heads4, bucket(tokens, p & mask, 4, mask, len(heads4)), oldest, mask)
             if before >= oldest and same_gram(tokens, p, before, 4, mask):
                 counts[p & mask] = min(255, int(counts[before & mask]) + count)
                 counts[before & mask] = 0

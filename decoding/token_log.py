@@ -21,6 +21,7 @@ from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
 _CONTEXT = 4  # of these are only there for matching backwards
+_NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class TokenLog:
             counts=np.zeros(size, np.uint8),
             owners=np.full(size // BLOCK, -1, np.int64),
         )
+        self.plain = self.arrays[:]  # the same; a plain tuple is passed to compiled code in half the time
         self.end = 0  # the first position behind all blocks
         self._open: dict[Hashable, _Text] = {}
         self._numbers: dict[Hashable, int] = {}
@@ -112,7 +114,7 @@ class TokenLog:
                 self._grow(entry, len(new) - at, number)
                 oldest = self.oldest
             part = new[at : at + entry.block_end - entry.position]
-            append(self.arrays, oldest, entry.position, part, count)
+            append(self.plain, oldest, entry.position, part, count)
             entry.position += len(part)
             at += len(part)
 
@@ -122,35 +124,27 @@ class TokenLog:
         Where it is not, the text's last tokens move to the new blocks: there they are found, in the old block they only follow.
         """
         neighbour = entry.block_end == self.end and entry.position > 0
-        tail = [] if neighbour else self._tail(entry.position)
+        tail = self._tail(entry.position) if not neighbour else _NOTHING
         head = 0 if neighbour else 1 + len(tail)  # the first place of a run stays empty: matching backwards ends there
         # A text longer than the ring is written in parts, each of which fits.
         blocks = min(-(-(wanted + head) // BLOCK), len(self.arrays.owners) // 2)
         start = self._take(blocks, number)
-        left, entry.position, entry.block_end = entry.position, start, start + blocks * BLOCK
-        if neighbour:
+        left, entry.position, entry.block_end = entry.position, start + head, start + blocks * BLOCK
+        if not len(tail):
             return
-        mask = len(self.arrays.tokens) - 1
-        for offset, token in enumerate(tail):
-            here = start + 1 + offset
-            if offset < _CONTEXT:
-                self.arrays.tokens[here & mask] = token
-                continue
-            there = left - len(tail) + offset
-            if there >= self.oldest:
-                self.arrays.tokens[there & mask], self.arrays.counts[there & mask] = MOVED - token, 0
-            append(self.arrays, self.oldest, here, np.array([token], np.int32), 1)
-        entry.position = start + head
+        tokens, mask = self.arrays.tokens, len(self.arrays.tokens) - 1
+        context, moved = tail[:_CONTEXT], tail[_CONTEXT:]
+        tokens[(start + 1) & mask : ((start + 1) & mask) + len(context)] = context
+        there = np.arange(max(left - len(moved), self.oldest), left)
+        tokens[there & mask] = MOVED - moved[len(moved) - len(there) :]
+        self.arrays.counts[there & mask] = 0
+        append(self.plain, self.oldest, start + 1 + len(context), moved, 1)
 
-    def _tail(self, end: int) -> list[int]:
+    def _tail(self, end: int) -> Int32Array:
         """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""
-        tail: list[int] = []
-        for position in range(end - 1, max(end - 1 - OVERLAP, self.oldest - 1), -1):
-            token = int(self.arrays.tokens[position & (len(self.arrays.tokens) - 1)])
-            if token < 0:
-                break
-            tail.append(token)
-        return tail[::-1]
+        tail = self.arrays.tokens[np.arange(max(end - OVERLAP, self.oldest), end) & (len(self.arrays.tokens) - 1)]
+        breaks = np.flatnonzero(tail < 0)
+        return tail[breaks[-1] + 1 :] if len(breaks) else tail
 
     def _take(self, blocks: int, number: int) -> int:
         """Empties the next blocks of the ring; what was frequent in them is written again behind them."""
@@ -183,6 +177,6 @@ class TokenLog:
                 entry.position += 1
             if token >= 0:
                 one = tokens[index : index + 1]
-                append(self.arrays, self.oldest, entry.position, one, int(counts[index]))
+                append(self.plain, self.oldest, entry.position, one, int(counts[index]))
             entry.position += 1
         entry.position = min(entry.position + 1, entry.block_end)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,8 @@ from engine.runner import ModelRunner
 
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
 _CONTEXT = 256  # tokens before the rows that are timed
-_TIMING_S = 1.0  # for all timings together
-_REPEATS = 5
+_TIMING_S = 1.0  # after so long no new round of timings begins
+_LEAST_ROUNDS, _ROUNDS = 2, 8
 
 
 class LocalTarget:
@@ -54,6 +54,7 @@ class LocalTarget:
         self._folder = folder
         self._bos = _bos_token(tokenizer, bos)
         self._fingerprint: str | None = None
+        self._seconds: dict[int, float] = {}  # of a step, by rows
 
     def bigram_table(self, width: int) -> Int32Array:
         """See ``Target``: [vocab, width] int32. Built when asked for the first time for a model: a forward over its vocabulary.
@@ -83,10 +84,11 @@ class LocalTarget:
         return ranking[:width].copy()
 
     def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        """See ``Target``: the median of a few forwards behind a context of ``_CONTEXT`` tokens, or what fits.
+        """See ``Target``: the shortest of a few forwards behind a context of ``_CONTEXT`` tokens, or what fits.
 
-        Rows are a root and branches of one token, under a mask, as in a step with a draft tree. The first forward over so many
-        rows is dropped, unless the time is up by then: it takes about a second, or one forward each where those are slow.
+        Rows are a root and branches of one token, under a mask, as in a step with a draft tree. The numbers of rows take turns,
+        so that what else the machine does falls on all alike, and the shortest time is the one that it disturbed least. A few
+        rounds are made, fewer where they take long. Each answer is kept: asked again, it is the same.
 
         Raises:
             ValueError: a number below 1, or more rows than a slot holds.
@@ -94,20 +96,26 @@ class LocalTarget:
         for count in rows:
             if not 1 <= count <= self._runner.cache.capacity:
                 raise ValueError(f"rows must be between 1 and {self._runner.cache.capacity}, the size of a KV slot, got {count}")
-        if not rows:
-            return []
-        context = max(0, min(_CONTEXT, self.max_model_len - 2, self._runner.cache.capacity - max(rows)))
-        self._clear(context)
-        argmax_rows(self._runner.forward(_star(max(rows), context)))  # the first of all is the slowest
-        return [self._median_seconds(_star(count, context), _TIMING_S / len(rows)) for count in rows]
+        new = [count for count in dict.fromkeys(rows) if count not in self._seconds]
+        if new:
+            context = max(0, min(_CONTEXT, self.max_model_len - 2, self._runner.cache.capacity - max(new)))
+            self._clear(context)
+            self._seconds |= self._shortest({count: _star(count, context) for count in new})
+        return [self._seconds[count] for count in rows]
 
-    def _median_seconds(self, batch: Batch, limit_s: float) -> float:
-        seconds: list[float] = []
-        while len(seconds) <= _REPEATS and sum(seconds) < limit_s:
-            started = time.perf_counter()
-            argmax_rows(self._runner.forward(batch))  # the argmax waits for a GPU
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[1:] or seconds)
+    def _shortest(self, batches: Mapping[int, Batch]) -> dict[int, float]:
+        for batch in batches.values():
+            argmax_rows(self._runner.forward(batch))  # warm: memory is taken and kernels are chosen; the argmax waits for a GPU
+        seconds = dict.fromkeys(batches, math.inf)
+        begun = time.perf_counter()
+        for done in range(_ROUNDS):
+            if done >= _LEAST_ROUNDS and time.perf_counter() - begun > _TIMING_S:
+                break
+            for count, batch in batches.items():
+                started = time.perf_counter()
+                argmax_rows(self._runner.forward(batch))
+                seconds[count] = min(seconds[count], time.perf_counter() - started)
+        return seconds
 
     def _clear(self, length: int) -> None:
         """Zeroes the first entries of slot 0: unwritten memory may hold numbers that are slow to compute with."""

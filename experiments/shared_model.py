@@ -27,6 +27,7 @@ class SharedModel:
         """
         self.loaded, self._options, self._budget = loaded, options, budget
         self._runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget)
+        self._target: LocalTarget | None = None  # one for all engines: what it measured is the same for each
         self.executor: LocalExecutor = GuidedExecutor(self._runner) if guided else LocalExecutor(self._runner)
 
     def engine(self, choice: StrategyChoice) -> Engine:
@@ -48,5 +49,7 @@ class SharedModel:
             lossless=choice.name in LOSSLESS,
         )
         drafter = choice.build()
-        drafter.prepare(LocalTarget(self._runner, info, self.loaded.tokenizer))
+        if self._target is None:
+            self._target = LocalTarget(self._runner, info, self.loaded.tokenizer)
+        drafter.prepare(self._target)
         return Engine(self.executor, drafter, Scheduler(self._options, self._budget), info)

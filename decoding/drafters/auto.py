@@ -25,7 +25,9 @@ _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of 
 _HISTORY_WEIGHT = 0.7  # of an occurrence in past outputs beside one in the request's own texts
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
-_RECYCLED_WIDTH = 8
+_RECYCLED_WIDTH = 8  # tokens kept after each
+_RECYCLED_SOURCE = SOURCES.index("recycling")
+_USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 _LEAST_CHANCE = 1e-4  # rows below it are not looked at
 _NOTHING = np.zeros((0, 0), np.int32)
 _ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
@@ -103,6 +105,7 @@ class AutoDrafter(Drafter):
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._costs: RowCosts | None = None
         self._throughput, self._step_cost = Throughput(), 1.0
+        self._recycled_use, self._steps = 1.0, 0  # recycled rows accepted per step, of late
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
@@ -176,8 +179,20 @@ class AutoDrafter(Drafter):
             self._table.observe(tree.parents, state.features, acceptance.rows)
             self._throughput.add(acceptance.count, self._step_cost)
         if self._recycling and target.has_logits:
-            rows = [0, *acceptance.rows]
-            self._recycled[tree.tokens[rows]] = target.top_k(rows, self._recycled.shape[1])
+            self._recycle(tree, target, acceptance.rows)
+
+    def _recycle(self, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]) -> None:
+        """Keeps what the target ranked after each row, right or wrong.
+
+        Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left out.
+        """
+        hits = int((tree.sources[list(accepted)] == _RECYCLED_SOURCE).sum())
+        self._recycled_use += (hits - self._recycled_use) * _USE_GAIN
+        self._steps += 1
+        if self._recycled_use < _LEAST_USE and self._steps % _SELDOM:
+            return
+        rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
+        self._recycled[tree.tokens[rows]] = target.top_k(rows, self._recycled.shape[1])
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests, and forgets the rest."""

@@ -54,10 +54,11 @@ class TrieDrafter(Drafter):
     and 5.
 
     The trie is implicit, see ``decoding.token_log``; ``decoding.trie.FrequencyTrie`` is the explicit one that the tests compare
-    it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count the
-    latest ``max_occurrences`` occurrences; an output can be drafted from as soon as it is emitted, not ``branch_length`` tokens
-    later; pruning is continuous: at the capacity the oldest block of tokens leaves, and what was frequent in it survives with
-    half its frequency. References are held like outputs, for their request only.
+    it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count
+    ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root are drafted first; an output can be drafted
+    from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the oldest block of
+    tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs, for their
+    request only.
     """
 
     def __init__(
@@ -102,9 +103,14 @@ class TrieDrafter(Drafter):
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output = min_input, min_output
-        self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()
+        self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()[:]
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the trie of outputs."""
+        return self._outputs.nbytes
 
     def prepare(self, target: Target) -> None:
         """Learns which tokens end a text, so that no branch crosses them, and compiles."""
@@ -128,7 +134,7 @@ class TrieDrafter(Drafter):
         if size < 2 or depth < 1:
             return DraftTree.chain(request.root, ())
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
-        logs = (own.log.arrays, own.references, self._outputs.arrays, self._outputs.oldest)
+        logs = (own.log.plain, own.references, self._outputs.plain, self._outputs.oldest)
         if self._layout == "single":
             rows = single(
                 *logs, context, self._max_query_length, depth, self._mode, self._max_occurrences, self._nodes, tokens, parents
