@@ -116,9 +116,15 @@ class AutoDrafter(Drafter):
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
             self._costs = RowCosts.measured(target, 64)
-        request = Request("", [0], _ANY)  # the first call compiles, which no request should wait for
-        self.propose([request], [4])
+        self._compile()
+
+    def _compile(self) -> None:
+        """Calls what is compiled at its first call, so that no request waits for it."""
+        request = Request("", [0, 0], _ANY)
+        (tree,) = self.propose([request], [4])
+        AcceptanceTable().observe(tree.parents, self._states[""].features, ())
         self.finish(request)
+        TokenLog(1).add([0] * (4 * BLOCK))  # more than it holds: the oldest block leaves
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""

@@ -1,0 +1,56 @@
+"""A replay of known outputs with a record: tokens per step of strategies on workloads, without a model.
+
+python -m experiments.replay_strategies FILE.jsonl... --tokenizer DIR [--strategy S ...]
+
+The same measurement as ``outrider replay``, which prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cluster.known_texts import TextTokenizer, read_known_texts
+from cluster.replay_command import figures
+from cluster.strategy_option import chosen_strategies
+from decoding.replay import replay_workload
+from experiments.record import RESULTS, write_record
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the replay and writes the record; 2 for a file or a strategy that cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and, if wanted, references")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; all that can be replayed when absent")
+    parser.add_argument("--budget", type=int, default=64, help="most drafted tokens of a step")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    args = parser.parse_args(argv)
+    started = datetime.now(UTC)
+    try:
+        choices = [choice for choice in chosen_strategies(args.strategy) if not choice.build().needs_logits]
+        cutter = TextTokenizer(args.tokenizer)
+        texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results: dict[str, dict[str, object]] = {}
+    for choice in choices:
+        rows, reached = {}, []
+        for name, known in texts.items():
+            counts = replay_workload(known, choice.build, args.budget, cutter.vocab_size, time.perf_counter)
+            rows[name] = figures(counts)
+            reached.append(counts.tokens_per_step)
+            print(f"{choice.label} {name} {counts.tokens_per_step:.3f}", file=sys.stderr)
+        results[choice.label] = {"mean_tokens_per_step": round(statistics.fmean(reached), 4), "workloads": rows}
+    print(write_record("replay-strategies", vars(args), results, None, started, "cpu", args.out).name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The replay with a record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.replay_strategies import main
+from tests.models import llama_config, save_model
+
+
+def test_writes_what_each_strategy_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = save_model(tmp_path / "model", llama_config())
+    workload = tmp_path / "copies.jsonl"
+    text = "A request travels from the door to the engine and back again."
+    workload.write_text(json.dumps({"id": "1", "prompt": text, "output": text}) + "\n")
+    options = ["--tokenizer", str(tokenizer), "--strategy", "llma", "--strategy", "autoregressive", "--strategy", "recycling"]
+    assert main([str(workload), *options, "--out", str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / capsys.readouterr().out.strip()).read_text())
+    assert record["results"].keys() == {"llma", "autoregressive"}  # recycling needs logits
+    plain, copied = (record["results"][name]["workloads"]["copies"] for name in ("autoregressive", "llma"))
+    assert plain["tokens_per_step"] == 1.0 and copied["tokens_per_step"] > 2.0 and plain["tokens"] == copied["tokens"]
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.jsonl"), "--tokenizer", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
