@@ -21,15 +21,17 @@ from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
 _CONTEXT = 4  # of these are only there for matching backwards
+_RESCUED = -2  # number of what survived
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
 class _Text:
-    """A text that may grow: where its next token goes, and the end of its block."""
+    """A text that may grow: its number, where its next token goes, and the end of its block."""
 
-    position: int
-    block_end: int
+    number: int
+    position: int = 0
+    block_end: int = 0
 
 
 class TokenLog:
@@ -51,6 +53,7 @@ class TokenLog:
         size = 2 * BLOCK
         while size < capacity:
             size *= 2
+        self._size = size
         self.arrays = LogArrays(
             tokens=np.full(size, -1, np.int32),
             back=np.zeros((3, size), np.int32),
@@ -63,14 +66,13 @@ class TokenLog:
         self.plain = self.arrays[:]  # the same; a plain tuple is passed to compiled code in half the time
         self.end = 0  # the first position behind all blocks
         self._open: dict[Hashable, _Text] = {}
-        self._numbers: dict[Hashable, int] = {}
         self._next_number = 0
-        self._rescued = _Text(0, 0)
+        self._rescued = _Text(_RESCUED)
 
     @property
     def oldest(self) -> int:
         """The first position that is still there."""
-        return max(0, self.end - len(self.arrays.tokens))
+        return max(0, self.end - self._size)
 
     @property
     def nbytes(self) -> int:
@@ -86,39 +88,38 @@ class TokenLog:
             return
         entry = self._open.get(text)
         if entry is None:
-            entry = self._open[text] = _Text(0, 0)
-            self._numbers[text] = self._next_number
+            entry = self._open[text] = _Text(self._next_number)
             self._next_number += 1
-        self._write(entry, np.asarray(new, np.int32), self._numbers[text], 1)
+        self._write(entry, np.asarray(new, np.int32))
 
     def close(self, text: Hashable) -> None:
         """Says that a text is complete. One that is not open is no error."""
         self._open.pop(text, None)
-        self._numbers.pop(text, None)
 
     def add(self, tokens: Sequence[int] | Int32Array) -> None:
         """A complete text."""
         if len(tokens):
-            number, self._next_number = self._next_number, self._next_number + 1
-            self._write(_Text(0, 0), np.asarray(tokens, np.int32), number, 1)
+            self._write(_Text(self._next_number), np.asarray(tokens, np.int32))
+            self._next_number += 1
 
     def number(self, text: Hashable) -> int:
         """The owner number of an open text; -1 for another."""
-        return self._numbers.get(text, -1)
+        entry = self._open.get(text)
+        return -1 if entry is None else entry.number
 
-    def _write(self, entry: _Text, new: Int32Array, number: int, count: int) -> None:
-        at = 0
-        while at < len(new):
+    def _write(self, entry: _Text, new: Int32Array) -> None:
+        at, size = 0, len(new)
+        while at < size:
             oldest = self.oldest
             if entry.position == entry.block_end or entry.position < oldest:  # full, or gone while it paused
-                self._grow(entry, len(new) - at, number)
+                self._grow(entry, size - at)
                 oldest = self.oldest
             part = new[at : at + entry.block_end - entry.position]
-            append(self.plain, oldest, entry.position, part, count)
+            append(self.plain, oldest, entry.position, part, 1)
             entry.position += len(part)
             at += len(part)
 
-    def _grow(self, entry: _Text, wanted: int, number: int) -> None:
+    def _grow(self, entry: _Text, wanted: int) -> None:
         """Takes as many blocks as ``wanted`` tokens need, beside the text's last one where that is free.
 
         Where it is not, the text's last tokens move to the new blocks: there they are found, in the old block they only follow.
@@ -126,9 +127,9 @@ class TokenLog:
         neighbour = entry.block_end == self.end and entry.position > 0
         tail = self._tail(entry.position) if not neighbour else _NOTHING
         head = 0 if neighbour else 1 + len(tail)  # the first place of a run stays empty: matching backwards ends there
-        # A text longer than the ring is written in parts, each of which fits.
-        blocks = min(-(-(wanted + head) // BLOCK), len(self.arrays.owners) // 2)
-        start = self._take(blocks, number)
+        # A text that moves takes room to stay for a while. One longer than the ring is written in parts, each of which fits.
+        blocks = min(max(-(-(wanted + head) // BLOCK), 2 if len(tail) else 1), len(self.arrays.owners) // 2)
+        start = self._take(blocks, entry.number)
         left, entry.position, entry.block_end = entry.position, start + head, start + blocks * BLOCK
         if not len(tail):
             return
@@ -142,7 +143,8 @@ class TokenLog:
 
     def _tail(self, end: int) -> Int32Array:
         """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""
-        tail = self.arrays.tokens[np.arange(max(end - OVERLAP, self.oldest), end) & (len(self.arrays.tokens) - 1)]
+        positions = np.arange(max(end - OVERLAP, self.oldest), end)
+        tail: Int32Array = self.arrays.tokens[positions & (len(self.arrays.tokens) - 1)]
         breaks = np.flatnonzero(tail < 0)
         return tail[breaks[-1] + 1 :] if len(breaks) else tail
 
@@ -172,7 +174,7 @@ class TokenLog:
         entry = self._rescued
         for index, token in enumerate(tokens):
             if entry.position == entry.block_end or entry.position < self.oldest:
-                entry.position = self._take(1, -2)
+                entry.position = self._take(1, _RESCUED)
                 entry.block_end = entry.position + BLOCK
                 entry.position += 1
             if token >= 0:

@@ -190,7 +190,8 @@ class AutoDrafter(Drafter):
     def _recycle(self, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]) -> None:
         """Keeps what the target ranked after each row, right or wrong.
 
-        Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left out.
+        Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left
+        out.
         """
         hits = int((tree.sources[list(accepted)] == _RECYCLED_SOURCE).sum())
         self._recycled_use += (hits - self._recycled_use) * _USE_GAIN

@@ -11,12 +11,15 @@ from decoding.drafters.base import SOURCES, Drafter, Target
 from decoding.request import Request, SamplingParams
 from decoding.token_log import TokenLog
 from decoding.tree import DraftTree, Int32Array
-from decoding.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
+from decoding.trie_memory import INPUT, MIXED, OUTPUT, Nodes
+from decoding.trie_selection import hierarchical, single
 
 _MAX_ROWS = 4096
 _SOURCE = SOURCES.index("trie")
 _SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # of every tree: a part of it is one
-_SOURCES.flags.writeable = False
+_ROOT_PARENTS, _ROOT_SOURCES = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of the tree that is a root alone
+for _shared in (_SOURCES, _ROOT_PARENTS, _ROOT_SOURCES):
+    _shared.flags.writeable = False
 _LAYOUTS = ("hierarchical", "parallel", "single")
 _FREQUENCIES = {"mix": MIXED, "input": INPUT, "output": OUTPUT}
 
@@ -55,8 +58,8 @@ class TrieDrafter(Drafter):
 
     The trie is implicit, see ``decoding.token_log``; ``decoding.trie.FrequencyTrie`` is the explicit one that the tests compare
     it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count
-    ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root are drafted first; an output can be drafted
-    from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the oldest block of
+    ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output can be drafted from
+    as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the oldest block of
     tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs, for their
     request only.
     """
@@ -70,7 +73,7 @@ class TrieDrafter(Drafter):
         frequencies: str = "mix",
         min_input: int = 0,
         min_output: int = -1,
-        max_occurrences: int = 128,
+        max_occurrences: int = 96,
         capacity: int = 1 << 20,
     ) -> None:
         """
@@ -106,6 +109,7 @@ class TrieDrafter(Drafter):
         self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()[:]
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
+        self._ends: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +118,7 @@ class TrieDrafter(Drafter):
 
     def prepare(self, target: Target) -> None:
         """Learns which tokens end a text, so that no branch crosses them, and compiles."""
-        self._end_tokens = target.end_token_ids
+        self._end_tokens, self._ends = target.end_token_ids, frozenset(target.end_token_ids)
         request = Request("", [0], SamplingParams(max_tokens=8))
         self.propose([request], [4])
         self.finish(request)
@@ -130,9 +134,10 @@ class TrieDrafter(Drafter):
         if own.streamed < request.num_tokens:
             self._stream(request, own)
         size = min(self._decoding_length, budget + 1)
-        context, depth = request.tokens[-MAX_MATCH:], min(self._branch_length, request.remaining - 1)
+        depth = min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
-            return DraftTree.chain(request.root, ())
+            return DraftTree(request.tokens[-1:].copy(), _ROOT_PARENTS, _ROOT_SOURCES, 1)
+        context = request.tokens[-MAX_MATCH:]
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         logs = (own.log.plain, own.references, self._outputs.plain, self._outputs.oldest)
         if self._layout == "single":
@@ -151,11 +156,13 @@ class TrieDrafter(Drafter):
     def _stream(self, request: Request, own: _OwnTexts) -> None:
         """Adds what was emitted since the last time to the outputs."""
         new = request.tokens[own.streamed :]
-        segments = [new] if set(new.tolist()).isdisjoint(self._end_tokens) else _segments(new, self._end_tokens)
-        for number, segment in enumerate(segments):
-            if number:  # an end token stands before it: what follows is another text
-                self._outputs.close(request.request_id)
-            self._outputs.extend(request.request_id, segment)
+        if self._ends.isdisjoint(new.tolist()):
+            self._outputs.extend(request.request_id, new)
+        else:
+            for number, segment in enumerate(_segments(new, self._end_tokens)):
+                if number:  # an end token stands before it: what follows is another text
+                    self._outputs.close(request.request_id)
+                self._outputs.extend(request.request_id, segment)
         own.streamed = request.num_tokens
 
     def finish(self, request: Request) -> None:
