@@ -10,7 +10,6 @@ from pathlib import Path
 
 from configs.schema import Config
 from configs.slices import SpeculationOptions
-from decoding.drafters import build_drafter
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -69,6 +68,8 @@ def check_model(path: str) -> None:
 
 def check_speculation(options: SpeculationOptions) -> None:
     """Raises LaunchError for a strategy or an option of it that is not known."""
+    from decoding.drafters import build_drafter  # with its loops over arrays it takes a moment to import
+
     try:
         build_drafter(options.strategy, options.options)
     except ValueError as error:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Int32Array
+
+if TYPE_CHECKING:
+    import torch  # only where there are logits: a strategy's options are checked without it
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
 SOURCES = (
@@ -47,8 +49,7 @@ class TargetRows:
         assert self._logits is not None, "a replay knows no logits: ask where has_logits, or declare needs_logits"
         if not len(rows):
             return np.zeros((0, k), np.int32)
-        chosen = self._logits[torch.as_tensor(list(rows), device=self._logits.device)]
-        top: Int32Array = torch.topk(chosen.float(), k, dim=-1).indices.to("cpu", torch.int32).numpy()
+        top: Int32Array = self._logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
         return top
 
 
