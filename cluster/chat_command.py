@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,10 +68,21 @@ def _answer(client: httpx.Client, options: dict[str, Any], messages: list[Messag
     import httpx
 
     pieces: list[str] = []
+    interrupted = False
+
+    def interrupt(signum: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True  # an exception is lost where it meets a finalizer: what was asked for is remembered
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        for piece in stream_answer(client, options, messages):
-            typer.echo(piece, nl=False)
-            pieces.append(piece)
+        with contextlib.closing(stream_answer(client, options, messages)) as answer:
+            for piece in answer:
+                typer.echo(piece, nl=False)
+                pieces.append(piece)
+                if interrupted:
+                    raise KeyboardInterrupt
         typer.echo("")
     except KeyboardInterrupt:  # closing the stream tells the server to stop
         typer.echo("\n[stopped]")
@@ -77,10 +90,12 @@ def _answer(client: httpx.Client, options: dict[str, Any], messages: list[Messag
         typer.echo(f"\nerror: the server does not answer any more ({error or type(error).__name__})", err=True)
     except ChatError as error:
         typer.echo(f"\nerror: {error}", err=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return "".join(pieces)
 
 
-def stream_answer(client: httpx.Client, options: dict[str, Any], messages: list[Message]) -> Iterator[str]:
+def stream_answer(client: httpx.Client, options: dict[str, Any], messages: list[Message]) -> Generator[str, None, None]:
     """The pieces of one streamed answer.
 
     Raises:
