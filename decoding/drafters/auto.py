@@ -28,6 +28,7 @@ _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tok
 _RECYCLED_WIDTH = 8  # tokens kept after each
 _RECYCLED_SOURCE = SOURCES.index("recycling")
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
+_TIMED_ROWS = 64  # steps of up to so many rows are timed at the start
 _LEAST_CHANCE = 1e-4  # rows below it are not looked at
 _NOTHING = np.zeros((0, 0), np.int32)
 _ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
@@ -115,7 +116,7 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
-            self._costs = RowCosts.measured(target, 64)
+            self._costs = RowCosts.measured(target, min(_TIMED_ROWS, target.max_model_len))
         self._compile()
 
     def _compile(self) -> None:
@@ -181,9 +182,9 @@ class AutoDrafter(Drafter):
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
         state = self._states.get(request.request_id)
-        if state is not None and len(tree) == len(state.features) > 1:
+        if state is not None and len(tree) == len(state.features):
+            self._throughput.add(acceptance.count, self._step_cost)  # also of steps without a draft: else it would never fall
             self._table.observe(tree.parents, state.features, acceptance.rows)
-            self._throughput.add(acceptance.count, self._step_cost)
         if self._recycling and target.has_logits:
             self._recycle(tree, target, acceptance.rows)
 

@@ -29,6 +29,7 @@ class Small:
 
     def __init__(self, vocab_size: int = VOCAB, per_row: float = 0.0) -> None:
         self.vocab_size, self._per_row = vocab_size, per_row
+        self.timed: list[int] = []
 
     def bigram_table(self, width: int) -> Int32Array:
         return (np.arange(self.vocab_size)[:, None] + np.arange(1, width + 1)).astype(np.int32) % self.vocab_size
@@ -37,6 +38,7 @@ class Small:
         return np.arange(width, dtype=np.int32)
 
     def step_seconds(self, rows: Sequence[int]) -> list[float]:
+        self.timed = list(rows)
         return [1.0 + self._per_row * (count - 1) for count in rows]
 
 
@@ -211,6 +213,27 @@ def test_any_answers_of_concurrent_requests(pieces: list[tuple[int, list[int]]],
             step(drafter, running[name], answers[name], tree)
     later = answered("later", [0], answers[pieces[0][0]])
     run(drafter, later, answers[pieces[0][0]], budget)
+
+
+def test_no_more_rows_are_timed_than_a_short_context_holds() -> None:
+    target = Small()
+    target.max_model_len = 24
+    prepared(target)
+    assert max(target.timed) == 24
+
+
+def test_drafting_comes_back_after_a_text_that_nothing_foretells() -> None:
+    drafter = prepared(Small(vocab_size=4000, per_row=0.2), frequent_tokens=0, recycling=False)
+    circle, noise = [*range(10, 30)] * 15, np.random.default_rng(0).integers(100, 4000, 900).tolist()
+    first = run(drafter, answered("copies", [1, *circle], circle), circle)
+    running = answered("noise", [3], noise)
+    step(drafter, running, noise, DraftTree.chain(running.root, ()))
+    while running.remaining:
+        tree = propose(drafter, running)
+        step(drafter, running, noise, tree)
+    assert len(tree) == 1 and first < len(circle) / 3
+    drafter.finish(running)
+    assert run(drafter, answered("again", [1, *circle], circle), circle) <= first + 5
 
 
 def test_what_the_target_ranked_is_offered_again() -> None:
