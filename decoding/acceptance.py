@@ -13,6 +13,7 @@ from decoding.evidence import (
     HISTORY_FRESH,
     MATCH_BUCKETS,
     NUM_FEATURES,
+    NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
     UNIGRAM,
@@ -34,7 +35,7 @@ _HALVE_AT = 4096.0  # observations of one feature after which the older ones cou
 
 def prior() -> Float64Array:
     """[NUM_FEATURES] chance of a child given its parent, before anything was observed."""
-    table = np.empty((NUM_FEATURES // (MATCH_BUCKETS * SHARE_BUCKETS), MATCH_BUCKETS, SHARE_BUCKETS))
+    table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS))
     table[[COPY, COPY_FRESH]] = _MATCH[:, None] * _SHARE
     table[[HISTORY, HISTORY_FRESH]] = _HISTORY_MATCH[:, None] * _SHARE
     table[UNIGRAM] = _UNIGRAM[:, None] * _CONTEXT

@@ -133,14 +133,13 @@ def match_length(tokens: Int32Array, position: int, context: Int32Array, limit: 
 
 @compiled
 def gather(
-    log: LogArrays, oldest: int, after: int, owner: int, context: Int32Array, caps: Int64Array, found: int, positions: Int64Array,
+    log: LogArrays, oldest: int, owner: int, context: Int32Array, caps: Int64Array, found: int, positions: Int64Array,
     matches: Int32Array,
 ) -> int:  # fmt: skip
     """Collects occurrences of the end of ``context`` that a token follows, those of long n-grams first, the latest first.
 
     Args:
         oldest: positions before it are gone.
-        after: positions before it are passed over.
         owner: the blocks of this text are passed over; -1 for none.
         context: [c] int32, the last one is the root. -1 in it matches nothing.
         caps: [3] the most occurrences to take for the 1-, 2- and 4-grams. Twice as many are looked at.
@@ -152,13 +151,13 @@ def gather(
         Entries that are taken now.
     """
     for chain in range(2, -1, -1):
-        found = gather_chain(log, chain, oldest, after, owner, context, caps[chain], MAX_MATCH, found, positions, matches)
+        found = gather_chain(log, chain, oldest, owner, context, caps[chain], MAX_MATCH, found, positions, matches)
     return found
 
 
 @compiled
 def gather_chain(
-    log: LogArrays, chain: int, oldest: int, after: int, owner: int, context: Int32Array, cap: int, limit: int, found: int,
+    log: LogArrays, chain: int, oldest: int, owner: int, context: Int32Array, cap: int, limit: int, found: int,
     positions: Int64Array, matches: Int32Array,
 ) -> int:  # fmt: skip
     """The occurrences of one of ``gather``'s n-grams, without those that the next longer n-gram finds.
@@ -183,7 +182,7 @@ def gather_chain(
     while found < full and looked < 2 * cap:
         # Collected first, without a branch that waits for a token: so the reads of several occurrences overlap.
         end = found
-        while end < full and p >= oldest and p >= after:
+        while end < full and p >= oldest:
             positions[end], matches[end] = p, tokens[(p + 1) & mask]
             end += 1
             step = back[p & mask]

@@ -6,9 +6,10 @@ from decoding.jit import compiled
 
 # Kinds of evidence. The first four are occurrences: in the request's own texts or in the shared log, of the whole path up to the
 # root and beyond, or of an end of the path only.
-COPY, HISTORY, COPY_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(7)
+NUM_KINDS = 7
+COPY, HISTORY, COPY_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
 MATCH_BUCKETS, SHARE_BUCKETS = 12, 8
-NUM_FEATURES = 7 * MATCH_BUCKETS * SHARE_BUCKETS
+NUM_FEATURES = NUM_KINDS * MATCH_BUCKETS * SHARE_BUCKETS
 
 
 @compiled

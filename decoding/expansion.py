@@ -186,6 +186,52 @@ def add_ranked(
 
 
 @compiled
+def open_root(
+    own: LogArrays, own_oldest: int, shared: LogArrays, shared_oldest: int, owner: int, context: Int32Array, caps: Int64Array,
+    pool: Pool,
+) -> tuple[int, int]:  # fmt: skip
+    """Lists the occurrences of the end of ``context`` in both logs; arguments as in ``grow``.
+
+    Returns:
+        The head of the list, -1 for none, and how many entries are used.
+    """
+    own_used = gather(own, own_oldest, -1, context, caps, 0, pool.positions, pool.lengths)
+    used = gather(shared, shared_oldest, owner, context, caps, own_used, pool.positions, pool.lengths)
+    first = -1
+    for at in range(used - 1, -1, -1):
+        pool.sources[at], pool.starts[at], pool.links[at] = (0 if at < own_used else 1), 0, first
+        first = at
+    return first, used
+
+
+@compiled
+def open_node(
+    own: LogArrays, shared: LogArrays, ranked: Ranked, table: Float64Array, weights: Float64Array, history_weight: float,
+    first: int, token: int, depth: int, row: int, chance: float, count: int, pool: Pool,
+) -> int:  # fmt: skip
+    """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its token.
+
+    Returns:
+        Candidates in use.
+    """
+    begin = count
+    count, total, longest = branch(own, shared, weights, history_weight, first, depth, row, count, pool)
+    for child in range(begin, count):
+        match = match_bucket(pool.matches[child])
+        pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
+        pool.chances[child] = chance * table[pool.features[child]]
+    ends = context_bucket(longest)
+    if token < len(ranked.recycled):
+        count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, begin, count, pool)
+    if token < len(ranked.bigrams):
+        count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, begin, count, pool)
+    if depth == 0:
+        count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, begin, count, pool)
+    clear_slots(begin, count, pool.slots, pool.tokens)
+    return count
+
+
+@compiled
 def grow(
     own: LogArrays, own_oldest: int, shared: LogArrays, shared_oldest: int, owner: int, context: Int32Array, ranked: Ranked,
     table: Float64Array, weights: Float64Array, history_weight: float, caps: Int64Array, budget: int, max_depth: int,
@@ -208,32 +254,15 @@ def grow(
     Returns:
         How many rows were grown.
     """
-    used = gather(own, own_oldest, 0, -1, context, caps, 0, pool.positions, pool.lengths)
-    own_used = used
-    used = gather(shared, shared_oldest, 0, owner, context, caps, used, pool.positions, pool.lengths)
-    first = -1
-    for at in range(used - 1, -1, -1):
-        pool.sources[at], pool.starts[at], pool.links[at] = (0 if at < own_used else 1), 0, first
-        first = at
+    first, used = open_root(own, own_oldest, shared, shared_oldest, owner, context, caps, pool)
     count = size = grown = depth = row = 0
-    chance = 1.0
-    token = context[-1]
+    chance, token = 1.0, context[-1]
     while True:
-        begin = count
-        count, total, longest = branch(own, shared, weights, history_weight, first, depth, row, count, pool)
-        for child in range(begin, count):
-            match = match_bucket(pool.matches[child])
-            pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
-            pool.chances[child] = chance * table[pool.features[child]]
-        ends = context_bucket(longest)
-        if token < len(ranked.recycled):
-            count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, begin, count, pool)
-        if token < len(ranked.bigrams):
-            count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, begin, count, pool)
-        if depth == 0:
-            count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, begin, count, pool)
-        clear_slots(begin, count, pool.slots, pool.tokens)
         if depth < max_depth:
+            begin = count
+            count = open_node(
+                own, shared, ranked, table, weights, history_weight, first, token, depth, row, chance, count, pool
+            )
             for child in range(begin, count):
                 if pool.chances[child] >= least_chance:
                     size = push(pool.heap, size, pool.chances, child)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoding.drafters.base import SOURCES, Drafter, TargetRows
+from decoding.drafters.base import Drafter, TargetRows, count_step
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
 from decoding.verify import verify_exact
@@ -139,12 +139,7 @@ class _Replay:
         rows = acceptance.rows
         request.commit([*tree.tokens[list(rows)].tolist(), acceptance.next_token])
         counts.tokens += acceptance.count
-        counts.steps += 1
-        counts.drafted += tree.num_candidates - 1
-        counts.accepted += len(rows)
-        for row in rows:
-            source = SOURCES[tree.sources[row]]
-            counts.accepted_by_source[source] = counts.accepted_by_source.get(source, 0) + 1
+        count_step(counts, tree, rows)
         if request.remaining:
             target = known_rows(tree, acceptance)
             started = self._clock()

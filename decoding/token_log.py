@@ -53,7 +53,6 @@ class TokenLog:
         size = 2 * BLOCK
         while size < capacity:
             size *= 2
-        self._size = size
         self.arrays = LogArrays(
             tokens=np.full(size, -1, np.int32),
             back=np.zeros((3, size), np.int32),
@@ -72,7 +71,7 @@ class TokenLog:
     @property
     def oldest(self) -> int:
         """The first position that is still there."""
-        return max(0, self.end - self._size)
+        return max(0, self.end - len(self.arrays.tokens))
 
     @property
     def nbytes(self) -> int:
@@ -182,3 +181,8 @@ class TokenLog:
                 append(self.plain, self.oldest, entry.position, one, int(counts[index]))
             entry.position += 1
         entry.position = min(entry.position + 1, entry.block_end)
+
+
+def compile_log() -> None:
+    """Calls what is compiled at its first call, so that no request waits for it."""
+    TokenLog(1).add([0] * (4 * BLOCK))  # more than it holds: the oldest block leaves, and what was frequent in it is kept

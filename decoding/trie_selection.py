@@ -87,12 +87,12 @@ def occurrences(
     shortest, limit = (0 if length < 2 else (1 if length < 4 else 2)), max(4, length)
     used = 0
     for chain in range(2, shortest - 1, -1):
-        used = gather_chain(own, chain, 0, 0, -1, context, cap - used, limit, used, positions, lengths)
+        used = gather_chain(own, chain, 0, -1, context, cap - used, limit, used, positions, lengths)
     in_own = used
     if mode != INPUT:
         for chain in range(2, shortest - 1, -1):
             room = cap - (used - in_own)
-            used = gather_chain(shared, chain, shared_oldest, 0, -1, context, room, limit, used, positions, lengths)
+            used = gather_chain(shared, chain, shared_oldest, -1, context, room, limit, used, positions, lengths)
     first, any_prompt = -1, False
     own_mask, shared_mask = len(own.tokens) - 1, len(shared.tokens) - 1
     for at in range(used):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, SOURCES, Drafter, build_drafter
+from decoding.drafters import LOSSLESS, Drafter, build_drafter
+from decoding.drafters.base import count_step
 from decoding.request import FinishReason, Request, StepOutput
 from decoding.tree import DraftTree
 from engine.batch import Work
@@ -73,17 +74,7 @@ class Engine:
         scheduler = Scheduler(options, speculation.max_draft_tokens)
         loaded = load_model(model)
         runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + speculation.max_draft_tokens)
-        info = ModelInfo(
-            served_name=loaded.served_name,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.model.config.get_text_config().vocab_size,
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            device=str(loaded.model.device),
-            num_parameters=loaded.model.num_parameters(),
-            eos_token_ids=loaded.eos_token_ids,
-            strategy=speculation.strategy,
-            lossless=speculation.strategy in LOSSLESS,
-        )
+        info = loaded.info(speculation.strategy, speculation.strategy in LOSSLESS)
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
         return cls(LocalExecutor(runner), drafter, scheduler, info, loaded.tokenizer)
 
@@ -235,12 +226,7 @@ class Engine:
             request.first_token_s = now
             stats.prefill_s = now - request.admitted_s
         stats.decode_s = now - request.first_token_s
-        stats.steps += 1
-        stats.drafted += tree.num_candidates - 1
-        stats.accepted += len(accepted)
-        for row in accepted:
-            source = SOURCES[tree.sources[row]]
-            stats.accepted_by_source[source] = stats.accepted_by_source.get(source, 0) + 1
+        count_step(stats, tree, accepted)
 
     def _release(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

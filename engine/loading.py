@@ -52,6 +52,20 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
+    def info(self, strategy: str, lossless: bool) -> ModelInfo:
+        """What an engine with this model and a strategy says of itself."""
+        return ModelInfo(
+            served_name=self.served_name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self.model.device),
+            num_parameters=self.model.num_parameters(),
+            eos_token_ids=self.eos_token_ids,
+            strategy=strategy,
+            lossless=lossless,
+        )
+
 
 def load_model(options: ModelOptions) -> LoadedModel:
     """Loads a stock causal language model with tree attention.

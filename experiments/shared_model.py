@@ -7,7 +7,7 @@ from configs.slices import EngineOptions
 from decoding.drafters import LOSSLESS
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.loading import LoadedModel, ModelInfo
+from engine.loading import LoadedModel
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.target import LocalTarget
@@ -36,18 +36,7 @@ class SharedModel:
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
         """
-        model = self.loaded.model
-        info = ModelInfo(
-            served_name=self.loaded.served_name,
-            max_model_len=self.loaded.max_model_len,
-            vocab_size=model.config.get_text_config().vocab_size,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            num_parameters=model.num_parameters(),
-            eos_token_ids=self.loaded.eos_token_ids,
-            strategy=choice.label,
-            lossless=choice.name in LOSSLESS,
-        )
+        info = self.loaded.info(choice.label, choice.name in LOSSLESS)
         drafter = choice.build()
         if self._target is None:
             self._target = LocalTarget(self._runner, info, self.loaded.tokenizer)

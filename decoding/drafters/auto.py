@@ -10,13 +10,14 @@ from decoding.acceptance import AcceptanceTable
 from decoding.budget import RowCosts, Throughput
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
-from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, RECYCLING, UNIGRAM
+from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
 from decoding.expansion import Pool, Ranked, Rows, grow
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.token_log import TokenLog
+from decoding.successors import SuccessorTable
+from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
 
-_SOURCE_OF_KIND = np.zeros(7, np.int8)
+_SOURCE_OF_KIND = np.zeros(NUM_KINDS, np.int8)
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
 _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
 _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
@@ -25,7 +26,6 @@ _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of 
 _HISTORY_WEIGHT = 0.7  # of an occurrence in past outputs beside one in the request's own texts
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
-_RECYCLED_WIDTH = 8  # tokens kept after each
 _RECYCLED_SOURCE = SOURCES.index("recycling")
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 _TIMED_ROWS = 64  # steps of up to so many rows are timed at the start
@@ -101,7 +101,8 @@ class AutoDrafter(Drafter):
         self._all_rows, self._recycling, self._keep = all_rows, recycling, history_tokens > 0
         self._history = TokenLog(max(1, history_tokens))
         self._frequencies = np.zeros(0)  # [vocab seen so far]
-        self._recycled, self._bigrams = _NOTHING, _NOTHING
+        self._recycled: SuccessorTable | None = None
+        self._bigrams = _NOTHING
         self._table, self._pool = AcceptanceTable(), Pool.empty()
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._costs: RowCosts | None = None
@@ -112,7 +113,7 @@ class AutoDrafter(Drafter):
     def prepare(self, target: Target) -> None:
         """Makes room for what the target ranks, builds its bigram table if asked to, and times its steps."""
         if self._recycling:
-            self._recycled = np.full((target.vocab_size, min(_RECYCLED_WIDTH, target.vocab_size)), -1, np.int32)
+            self._recycled = SuccessorTable(target.vocab_size)
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
@@ -125,7 +126,7 @@ class AutoDrafter(Drafter):
         (tree,) = self.propose([request], [4])
         AcceptanceTable().observe(tree.parents, self._states[""].features, ())
         self.finish(request)
-        TokenLog(1).add([0] * (4 * BLOCK))  # more than it holds: the oldest block leaves
+        compile_log()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""
@@ -144,7 +145,8 @@ class AutoDrafter(Drafter):
         state.logged = request.num_tokens
         self._share(request, state)
         rows = Rows.empty(budget)
-        ranked = Ranked(state.frequent, self._recycled, self._bigrams)
+        recycled = _NOTHING if self._recycled is None else self._recycled.entries
+        ranked = Ranked(state.frequent, recycled, self._bigrams)
         count = grow(
             state.log.arrays, state.log.oldest, self._history.arrays, self._history.oldest,
             self._history.number(request.request_id),
@@ -171,13 +173,7 @@ class AutoDrafter(Drafter):
         counts = np.bincount(request.prompt_ids, minlength=len(self._frequencies)) * _PROMPT_COUNT
         counts[: len(self._frequencies)] += self._frequencies
         seen = np.flatnonzero(counts)
-        if len(seen) > self._num_frequent:
-            seen = (
-                seen[np.argpartition(-counts[seen], self._num_frequent - 1)[: self._num_frequent]]
-                if self._num_frequent
-                else seen[:0]
-            )
-        return seen[np.argsort(-counts[seen], kind="stable")].astype(np.int32)
+        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent]].astype(np.int32)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
@@ -185,10 +181,10 @@ class AutoDrafter(Drafter):
         if state is not None and len(tree) == len(state.features):
             self._throughput.add(acceptance.count, self._step_cost)  # also of steps without a draft: else it would never fall
             self._table.observe(tree.parents, state.features, acceptance.rows)
-        if self._recycling and target.has_logits:
-            self._recycle(tree, target, acceptance.rows)
+        if self._recycled is not None and target.has_logits:
+            self._recycle(self._recycled, tree, target, acceptance.rows)
 
-    def _recycle(self, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]) -> None:
+    def _recycle(self, table: SuccessorTable, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]) -> None:
         """Keeps what the target ranked after each row, right or wrong.
 
         Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left
@@ -200,7 +196,7 @@ class AutoDrafter(Drafter):
         if self._recycled_use < _LEAST_USE and self._steps % _SELDOM:
             return
         rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
-        self._recycled[tree.tokens[rows]] = target.top_k(rows, self._recycled.shape[1])
+        table.learn(tree.tokens[rows], target.top_k(rows, table.width))
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests, and forgets the rest."""

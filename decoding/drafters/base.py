@@ -21,6 +21,25 @@ SOURCES = (
 )  # fmt: skip
 
 
+class StepCounts(Protocol):
+    """Counters of steps, as of a request (``SpecStats``) or of a replay."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    accepted_by_source: dict[str, int]
+
+
+def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> None:
+    """Counts a step that computed a tree and emitted its accepted rows."""
+    counts.steps += 1
+    counts.drafted += tree.num_candidates - 1
+    counts.accepted += len(accepted)
+    for row in accepted:
+        source = SOURCES[tree.sources[row]]
+        counts.accepted_by_source[source] = counts.accepted_by_source.get(source, 0) + 1
+
+
 class TargetRows:
     """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
 

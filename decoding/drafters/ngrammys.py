@@ -28,9 +28,8 @@ class NgrammysDrafter(Drafter):
     after 5 in first place. The context holds ``5 1 3 3`` once. Rows: ``1 3 3`` (context), ``4 2 4`` and ``7 5 4`` (bigram).
 
     Layouts: ``tree`` merges rows that begin alike, so that no token is computed twice; ``batched`` keeps the published block,
-    each row a chain of its own below the root. Both emit the same text. The walk of ``verify_exact`` enters the first of the
-    chains that begin with the target's token, where the published code takes the row that agrees the longest: with ``batched``,
-    rows that share a beginning with an earlier one are seldom of use.
+    each row a chain of its own below the root. Both emit the same text in the same steps: rows that begin alike are verified side
+    by side, as in the published code, which takes the row that agrees the longest.
 
     A budget below k * w is filled with rows by rank; the last one is cut short.
 

@@ -6,14 +6,13 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.request import Acceptance, Request
+from decoding.successors import WIDTH, SuccessorTable
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("recycling")
-_WIDTH = 8  # tokens kept after each
 # The published tree ("2.2.2"): children of each row, the root first, level by level; rows that are not listed have none. A child
 # is the r-th token after its parent, r counted from 0: 8, 21, 25, 15, 8 and 3 rows at depths 1 to 6.
 _PUBLISHED = (
@@ -24,62 +23,6 @@ _PUBLISHED = (
     3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0,
     2, 0, 0, 1,
 )  # fmt: skip
-_PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # hits by rank that a new table starts from, out of _PRIOR_TRIALS
-_PRIOR_TRIALS = 10.0
-_MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
-
-
-class SuccessorTable:
-    """The tokens last seen as the target's most likely ones after each token, and how often each rank was right.
-
-    Entries hold token + 1, and 0 is empty: pages that no token touched take no memory. All of it is vocab * 32 bytes at most.
-    """
-
-    def __init__(self, vocab_size: int, first: Int32Array | None) -> None:
-        """
-        Args:
-            vocab_size: tokens are below it.
-            first: [vocab, <= 8] what stands for a token until something was learned of it; empty rows when absent.
-        """
-        self.width = min(_WIDTH, vocab_size)
-        self._entries: Int32Array = np.zeros((vocab_size, self.width), np.int32)
-        self._first = first
-        self._hits: npt.NDArray[np.float64] = np.array(_PRIOR[: self.width])
-        self._trials = _PRIOR_TRIALS
-
-    def after(self, token: int) -> list[int]:
-        """The tokens kept after ``token``, the most likely first; empty when nothing is known."""
-        entry: list[int] = (self._entries[token] - 1).tolist()
-        if entry[0] >= 0:
-            return entry
-        first: list[int] = [] if self._first is None else self._first[token].tolist()
-        return first
-
-    def learn(self, tokens: Int32Array, successors: Int32Array) -> None:
-        """Replaces the entries of some tokens; of a token that stands twice, the later row stays.
-
-        Args:
-            tokens: [n].
-            successors: [n, width] the most likely tokens after each, the most likely first.
-        """
-        last = {int(token): at for at, token in enumerate(tokens)}
-        self._entries[list(last)] = successors[list(last.values())] + 1
-
-    def count(self, token: int, follower: int) -> None:
-        """Counts at which rank the entry of ``token`` held what the target then emitted."""
-        entry = self.after(token)
-        if not entry:
-            return
-        self._trials += 1.0
-        if follower in entry:
-            self._hits[entry.index(follower)] += 1.0
-        if self._trials > _MAX_TRIALS:
-            self._hits, self._trials = self._hits / 2, self._trials / 2
-
-    def rates(self) -> list[float]:
-        """[width] how often the token of each rank is right."""
-        rates: list[float] = (self._hits / self._trials).tolist()
-        return rates
 
 
 class RecyclingDrafter(Drafter):
@@ -134,7 +77,7 @@ class RecyclingDrafter(Drafter):
     def prepare(self, target: Target) -> None:
         """Learns the size of the vocabulary. Before, nothing is drafted."""
         self._vocab_size = target.vocab_size
-        self._first = target.bigram_table(min(_WIDTH, target.vocab_size)) if self._start == "bigram" else None
+        self._first = target.bigram_table(min(WIDTH, target.vocab_size)) if self._start == "bigram" else None
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request."""

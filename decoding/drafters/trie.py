@@ -9,7 +9,7 @@ import numpy as np
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target
 from decoding.request import Request, SamplingParams
-from decoding.token_log import TokenLog
+from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
 from decoding.trie_memory import INPUT, MIXED, OUTPUT, Nodes
 from decoding.trie_selection import hierarchical, single
@@ -109,7 +109,6 @@ class TrieDrafter(Drafter):
         self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()[:]
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
-        self._ends: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -118,10 +117,11 @@ class TrieDrafter(Drafter):
 
     def prepare(self, target: Target) -> None:
         """Learns which tokens end a text, so that no branch crosses them, and compiles."""
-        self._end_tokens, self._ends = target.end_token_ids, frozenset(target.end_token_ids)
+        self._end_tokens = target.end_token_ids
         request = Request("", [0], SamplingParams(max_tokens=8))
         self.propose([request], [4])
         self.finish(request)
+        compile_log()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request."""
@@ -156,13 +156,11 @@ class TrieDrafter(Drafter):
     def _stream(self, request: Request, own: _OwnTexts) -> None:
         """Adds what was emitted since the last time to the outputs."""
         new = request.tokens[own.streamed :]
-        if self._ends.isdisjoint(new.tolist()):
-            self._outputs.extend(request.request_id, new)
-        else:
-            for number, segment in enumerate(_segments(new, self._end_tokens)):
-                if number:  # an end token stands before it: what follows is another text
-                    self._outputs.close(request.request_id)
-                self._outputs.extend(request.request_id, segment)
+        segments = _segments(new, self._end_tokens) if any(token in self._end_tokens for token in new.tolist()) else [new]
+        for number, segment in enumerate(segments):
+            if number:  # an end token stands before it: what follows is another text
+                self._outputs.close(request.request_id)
+            self._outputs.extend(request.request_id, segment)
         own.streamed = request.num_tokens
 
     def finish(self, request: Request) -> None:

@@ -195,9 +195,10 @@ def test_the_tree_keeps_every_row_and_loses_no_accepted_token(tokens: list[int],
     paths = [{tuple(made.tokens[made.path(row)].tolist()) for row in range(len(made))} for made in (batched, tree)]
     assert paths[0] == paths[1] and len(paths[1]) == len(tree)  # the tree holds each path once
     longest = max(depth for depth in range(len(says) + 1) if tuple(says[:depth]) in paths[0])
-    depths = tree.depths()
-    acceptance = verify_exact(tree, lambda row: says[min(depths[row], 4)], 5, frozenset())
-    assert len(acceptance.rows) == min(longest, 4)
+    for made in (batched, tree):  # the same text in the same steps
+        depths = made.depths()
+        acceptance = verify_exact(made, lambda row, depths=depths: says[min(depths[row], 4)], 5, frozenset())
+        assert len(acceptance.rows) == min(longest, 4)
 
 
 def test_contexts_of_requests_are_apart_and_end_with_them() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from decoding.drafters import SOURCES
 from decoding.drafters.base import TargetRows
-from decoding.drafters.recycling import RecyclingDrafter, SuccessorTable
+from decoding.drafters.recycling import RecyclingDrafter
 from decoding.request import Acceptance, Request, SamplingParams
+from decoding.successors import SuccessorTable
 from decoding.tree import DraftTree, Int32Array
 
 VOCAB = 40

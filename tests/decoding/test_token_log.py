@@ -17,7 +17,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=90), min_size=
 def found(log: TokenLog, context: list[int], caps: np.ndarray = NO_CAP, owner: int = -1) -> list[tuple[list[int], int]]:
     """What follows each occurrence, up to four tokens, and how much agrees there."""
     positions, matches = np.empty(1000, np.int64), np.empty(1000, np.int32)
-    count = gather(log.arrays, log.oldest, 0, owner, np.array(context, np.int32), caps, 0, positions, matches)
+    count = gather(log.arrays, log.oldest, owner, np.array(context, np.int32), caps, 0, positions, matches)
     tokens = log.arrays.tokens
     followers = []
     for position in positions[:count]:
