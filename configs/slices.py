@@ -64,3 +64,45 @@ class ServerOptions:
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops
     ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How outputs are shared between replicas, so that each drafts from what any of them generated."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    enabled: bool = True  # false: each replica drafts from its own outputs only
+    prefix: str = "outrider"  # of all keys in Redis
+    tenant_mib: float = 64.0  # tokens that are kept of one tenant; a token takes 2 bytes, 3 in vocabularies beyond 65,536
+    public_mib: float = 256.0  # tokens of the public corpus
+    ttl_s: float = 30 * 86400.0  # outputs older than that are forgotten
+    half_life_s: float = 7 * 86400.0  # age at which a text counts half when the service has to let go of some
+    flush_s: float = 0.02  # new tokens wait so long for others that travel with them
+    outbox_mib: float = 8.0  # tokens of one tenant that wait while Redis is away
+    snapshot_s: float = 60.0  # changes are in a snapshot after that
+    lease_s: float = 5.0  # a service that is silent for so long is replaced by one that stands by
+    timeout_s: float = 1.0  # of one operation in Redis, none of which is on the decoding path
+    retry_s: float = 1.0  # after a failure Redis is left alone for that long
+    start_timeout_s: float = 30.0  # a new replica waits so long for what the cluster remembers
+
+
+@dataclass(frozen=True, slots=True)
+class TenantOptions:
+    """Who a tenant is, and what is kept of it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    keys: tuple[str, ...] = ()  # hashes of its API keys, "sha256:HEX"; see outrider new-key
+    cache_mib: float | None = None  # its own cache.tenant_mib
+
+
+@dataclass(frozen=True, slots=True)
+class TenancyOptions:
+    """Whose requests share drafts. A request that belongs to no tenant neither learns from others nor teaches them."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    tenants: dict[str, TenantOptions] = field(default_factory=dict)  # by name
+    anonymous: str | None = None  # tenant of requests without a key, for a server that one user has on loopback
+    admin_keys: tuple[str, ...] = ()  # hashes of the keys that may use /admin, which is closed without one

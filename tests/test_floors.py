@@ -28,7 +28,7 @@ LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
     "engine": _MODELS,
-    "cache_service": {"numpy", "redis", "msgpack"},
+    "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING | {"fastapi", "starlette", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml"},
     "experiments": (_SERVING - {"ray"}) | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib"},
