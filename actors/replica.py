@@ -11,10 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from cache_service.mirror import Mirror, MirrorCounts
+from cache_service.namespace import Identity
+from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError
@@ -31,11 +33,22 @@ class ReplicaError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheAccess:
+    """Where the cluster's memory is, and whose part of it a replica keeps a copy of."""
+
+    options: CacheOptions
+    url: str = field(repr=False)  # may hold a password
+    secret: bytes = field(repr=False)  # names of tenants in Redis are derived with it
+    tenants: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
-    """What a replica serves and how busy it is."""
+    """What a replica serves, how busy it is, and how it gets on with the cluster's memory."""
 
     info: ModelInfo
     counts: EngineCounts
+    cache: MirrorCounts | None  # None where nothing is shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +73,36 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Something of other replicas waits to be applied."""
+
+
 class Replica:
     """An engine that serves many requests at once from any event loop of this process."""
 
-    def __init__(self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions) -> None:
-        """Loads the model and starts the thread.
+    def __init__(
+        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, cache: CacheAccess | None = None
+    ) -> None:
+        """Loads the model and what the cluster remembers, and starts the thread.
+
+        Args:
+            cache: where outputs are shared with other replicas; None to keep them to this one.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
+            ValueError: an option outside its range, or an address of Redis that is none.
         """
         self._engine = Engine.load(model, engine, speculation)
         self._info = self._engine.info
         self._counts = self._engine.counts()
-        self._inbox: queue.SimpleQueue[_Live | _Abort | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Live | _Abort | _Arrived | None] = queue.SimpleQueue()  # None: stop
+        self._mirror = self._open_mirror(cache)
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
         self._fault: str | None = None  # why nothing is taken any more
         self._failed_steps = 0
+        self._unapplied = False  # of what came from other replicas
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -109,7 +135,7 @@ class Replica:
     def describe(self) -> Description:
         """The model and the counts after the last step. Raises as ``check_health`` does."""
         self.check_health()
-        return Description(self._info, self._counts)
+        return Description(self._info, self._counts, None if self._mirror is None else self._mirror.counts())
 
     def check_health(self) -> None:
         """Returns when the replica serves.
@@ -127,8 +153,22 @@ class Replica:
         """Ends the thread after the step it is in; requests that are still live get an error. Harmless when repeated."""
         self._send(None)
         self._thread.join(timeout_s)
+        if self._mirror is not None:
+            self._mirror.close()
         if self._thread.is_alive():
             raise ReplicaError(f"the engine's thread did not end within {timeout_s:.0f} s")
+
+    def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
+        """The copy of what the cluster remembers, filled before the first request; None where nothing is to be shared."""
+        memory = self._engine.memory
+        if cache is None or memory is None:
+            return None
+        identity = Identity(self._info.model_revision, self._info.tokenizer_revision, self._info.vocab_size)
+        mirror = Mirror(
+            cache.options, cache.url, cache.secret, identity, cache.tenants, memory, lambda: self._inbox.put(_Arrived())
+        )
+        mirror.start(cache.options.start_timeout_s)
+        return mirror
 
     def _send(self, command: _Live | _Abort | None) -> bool:
         with self._closing:
@@ -143,6 +183,7 @@ class Replica:
         try:
             while self._take_commands():
                 self._counts = self._engine.counts()
+                self._unapplied = self._mirror is not None and self._mirror.apply()
                 if self._engine.has_work:
                     self._step()
                     self._counts = self._engine.counts()
@@ -154,7 +195,7 @@ class Replica:
 
     def _take_commands(self) -> bool:
         """Does what the inbox holds, waiting for something when there is nothing to compute; False to stop."""
-        wait = not self._engine.has_work
+        wait = not self._engine.has_work and not self._unapplied
         while True:
             try:
                 command = self._inbox.get(block=wait)
@@ -165,7 +206,7 @@ class Replica:
                 return False
             if isinstance(command, _Abort):
                 self._abort(command.request_id)
-            else:
+            elif isinstance(command, _Live):
                 self._add(command)
 
     def _add(self, live: _Live) -> None:
@@ -185,8 +226,15 @@ class Replica:
         live.put(StepOutput(request_id, (), ""))
 
     def _abort(self, request_id: str) -> None:
-        if self._live.pop(request_id, None) is not None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
             self._engine.abort(request_id)
+            self._publish(live.request, (), final=True)
+
+    def _publish(self, request: Request, tokens: Sequence[int], final: bool) -> None:
+        """Tells the tenant's other replicas what was emitted last."""
+        if self._mirror is not None and request.tenant is not None and request.num_output:
+            self._mirror.publish(request.tenant, request.text, request.num_output - len(tokens), tokens, final)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -206,6 +254,7 @@ class Replica:
         live = self._live.get(output.request_id)
         if live is None:
             return  # aborted
+        self._publish(live.request, output.token_ids, output.finish_reason is not None)
         if output.finish_reason is not None:
             del self._live[output.request_id]
             live.put(output)
@@ -218,6 +267,7 @@ class Replica:
         for request_id in in_step:
             live = self._live.pop(request_id)
             self._engine.abort(request_id)
+            self._publish(live.request, (), final=True)
             live.put(_failure(request_id, error))
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:

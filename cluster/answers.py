@@ -69,7 +69,8 @@ class AnswerBuilder:
 
     def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str, token_bytes: TokenBytes) -> None:
         self._kind, self._model, self._token_bytes = kind, model, token_bytes
-        self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id = f"{prefix}-{uuid.uuid4().hex}"  # what the client sees, and what its texts are deleted by
+        self._created = int(time.time())
         self._writers: dict[int, LogprobWriter] = {}  # by choice
 
     def whole(self, texts: list[str], reasons: list[Any], logprobs: list[list[TokenLogprob]], usage: Usage) -> Answer:
@@ -119,7 +120,7 @@ class AnswerBuilder:
         name: Any = "text_completion"
         if self._kind == "chat":
             name = "chat.completion.chunk" if streamed else "chat.completion"
-        answer = Answer(id=self._id, object=name, created=self._created, model=self._model, choices=choices)
+        answer = Answer(id=self.id, object=name, created=self._created, model=self._model, choices=choices)
         if usage is not None:
             answer.usage = usage
         return answer

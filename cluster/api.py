@@ -6,26 +6,28 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Header
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
 from cluster import errors
+from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
 from cluster.answers import AnswerBuilder, Usage
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Generation, Planner
 from cluster.logprobs import TokenBytes
-from cluster.openai_types import (
-    ChatCompletionRequest,
-    CompletionRequest,
-)
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.tenancy import Tenancy
+from configs.slices import TenancyOptions
 from decoding.request import TokenLogprob
 from engine.loading import ModelInfo
 
 logger = logging.getLogger(__name__)
+
+Authorization = Annotated[str | None, Header()]
 
 # A proxy must not collect chunks before it passes them on.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -34,8 +36,23 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class Service:
     """What the routes do."""
 
-    def __init__(self, engine: EnginePort, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        tokenizer: PreTrainedTokenizerFast,
+        tenancy: TenancyOptions | None = None,
+        cache: CacheAdminPort | None = None,
+    ) -> None:
+        """
+        Args:
+            engine: the replicas.
+            tokenizer: of the model.
+            tenancy: whose requests share drafts; nobody's when absent.
+            cache: the shared memory, for the admin routes; None where there is none.
+        """
         self._engine, self._tokenizer = engine, tokenizer
+        self._tenancy = Tenancy(tenancy or TenancyOptions())
+        self.admin = AdminService(self._tenancy, tokenizer, cache)
         self._token_bytes = TokenBytes(tokenizer)
         self._info: ModelInfo | None = None  # asked for once
         self._started = int(time.time())
@@ -54,26 +71,30 @@ class Service:
             }
         )
 
-    async def models(self) -> dict[str, Any]:
-        """The list of the one model."""
+    async def models(self, authorization: str | None) -> dict[str, Any]:
+        """The list of the one model. Clients ask for it to see whether their key is good."""
+        self._tenancy.tenant_of(authorization)
         return {"object": "list", "data": [self._card(await self._model())]}
 
-    async def model(self, name: str) -> dict[str, Any]:
+    async def model(self, name: str, authorization: str | None) -> dict[str, Any]:
         """The model by its name."""
+        self._tenancy.tenant_of(authorization)
         return self._card(await self._model(name))
 
-    async def chat(self, body: ChatCompletionRequest) -> Response:
+    async def chat(self, body: ChatCompletionRequest, authorization: str | None) -> Response:
         """The assistant's next message."""
+        sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        generation = Generation(self._engine, Planner(self._tokenizer, info).chat(body))
         answer = AnswerBuilder("chat", "chatcmpl", info.served_name, self._token_bytes)
+        generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).chat(body))
         return await _respond(answer, generation, 1, bool(body.stream), body.include_usage)
 
-    async def completion(self, body: CompletionRequest) -> Response:
+    async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
+        sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        generation = Generation(self._engine, Planner(self._tokenizer, info).completion(body))
         answer = AnswerBuilder("text", "cmpl", info.served_name, self._token_bytes)
+        generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).completion(body))
         return await _respond(answer, generation, len(body.prompt), bool(body.stream), body.include_usage)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
@@ -112,21 +133,22 @@ def create_api(service: Service) -> FastAPI:
         return await service.health()
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return await service.models()
+    async def models(authorization: Authorization = None) -> dict[str, Any]:
+        return await service.models(authorization)
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return await service.model(name)
+    async def model(name: str, authorization: Authorization = None) -> dict[str, Any]:
+        return await service.model(name, authorization)
 
     @app.post("/v1/completions", response_model=None)
-    async def completion(body: CompletionRequest) -> Response:
-        return await service.completion(body)
+    async def completion(body: CompletionRequest, authorization: Authorization = None) -> Response:
+        return await service.completion(body, authorization)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatCompletionRequest) -> Response:
-        return await service.chat(body)
+    async def chat(body: ChatCompletionRequest, authorization: Authorization = None) -> Response:
+        return await service.chat(body, authorization)
 
+    add_admin_routes(app, service.admin)
     return app
 
 

@@ -4,7 +4,7 @@
 
 import asyncio
 import logging
-import uuid
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
@@ -15,12 +15,15 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.replica import Description, Replica
+from actors.replica import CacheAccess, Description, Replica
 from cluster.api import Service, create_api
+from cluster.cache_actor import CacheActor, HandleCacheAdmin
 from cluster.errors import ApiError
 from cluster.generation import Job
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE
+from configs.schema import Config, ConfigError, tenant_names
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
+from decoding.history import PUBLIC
 from decoding.request import Request, StepOutput
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
@@ -36,12 +39,14 @@ ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the r
 class EngineReplica:
     """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor."""
 
-    def __init__(self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions) -> None:
-        self._replica = Replica(model, engine, speculation)
+    def __init__(
+        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, cache: CacheAccess | None
+    ) -> None:
+        self._replica = Replica(model, engine, speculation, cache)
 
-    async def generate(self, request_id: str, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError]:
+    async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError]:
         """The outputs of a job, or the one reason why it is not taken."""
-        request = Request(request_id, job.prompt_ids, job.params, job.references)
+        request = Request(job.request_id, job.prompt_ids, job.params, job.references, tenant=job.tenant, public=job.public)
         outputs = self._replica.generate(request)
         try:
             async for output in outputs:
@@ -72,7 +77,7 @@ class HandleEngine:
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         """See ``EnginePort.generate``."""
-        response = cast("DeploymentResponseGenerator[Any]", self._stream.generate.remote(uuid.uuid4().hex, job))
+        response = cast("DeploymentResponseGenerator[Any]", self._stream.generate.remote(job))
         finished = False
         try:
             item = await asyncio.wait_for(response.__anext__(), ACCEPT_TIMEOUT_S)
@@ -105,8 +110,11 @@ class HandleEngine:
 class Ingress:
     """Takes HTTP requests. It has a tokenizer and no model."""
 
-    def __init__(self, engine: DeploymentHandle[Any], model: ModelOptions) -> None:
-        self._service = Service(HandleEngine(engine), load_tokenizer(model.path))
+    def __init__(
+        self, engine: DeploymentHandle[Any], model: ModelOptions, tenancy: TenancyOptions, cache: DeploymentHandle[Any] | None
+    ) -> None:
+        admin = None if cache is None else HandleCacheAdmin(cache)
+        self._service = Service(HandleEngine(engine), load_tokenizer(model.path), tenancy, admin)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, made where it runs: it is not sent to the actor."""
@@ -117,12 +125,26 @@ def build_app(config: Config) -> serve.Application:
     """The application that ``serve.run`` starts and a Serve configuration file names (``cluster.app:build_app``).
 
     Args:
-        config: all of it; each deployment gets its slices, which are plain data.
+        config: all of it; each deployment gets its slices, which are plain data. Without ``redis_url`` replicas share nothing.
+
+    Raises:
+        configs.schema.ConfigError: outputs are to be shared, and the environment has no secret to derive names from.
     """
-    server = config.server
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if config.redis_url and config.cache.enabled and not secret:
+        raise ConfigError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
+    return application(config, secret.encode())
+
+
+def application(config: Config, secret: bytes) -> serve.Application:
+    """The application with a secret for the names of tenants in Redis; see ``build_app``."""
+    server, cache = config.server, config.cache
     gpus = _default_gpus(config.model.device) if server.gpus_per_replica is None else server.gpus_per_replica
     # More than the engines take, so that it is the engine that queues and refuses.
     ongoing = max(server.max_ongoing_requests, config.engine.max_running + config.engine.max_waiting + 64)
+    access = None
+    if config.redis_url and cache.enabled:
+        access = CacheAccess(cache, config.redis_url, secret, tenant_names(config))
     engine = serve.deployment(
         name="engine",
         num_replicas=server.replicas,
@@ -130,14 +152,29 @@ def build_app(config: Config) -> serve.Application:
         max_ongoing_requests=ongoing,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
-    )(EngineReplica)
+    )(EngineReplica).bind(config.model, config.engine, config.speculation, access)
+    keeper = None
+    if access is not None:
+        keeper = serve.deployment(
+            name="cache",
+            num_replicas=cache.services,
+            ray_actor_options={"num_cpus": 0},
+            graceful_shutdown_timeout_s=server.stop_timeout_s,
+        )(CacheActor).bind(engine, access, _quotas(config))
     ingress = serve.deployment(
         name="api",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=INGRESS_ONGOING,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine.bind(config.model, config.engine, config.speculation), config.model)
+    return ingress.bind(engine, config.model, config.tenancy, keeper)
+
+
+def _quotas(config: Config) -> dict[str, int]:
+    """Bytes of tokens to keep of each tenant, and of the public corpus."""
+    own = {name: tenant.cache_mib for name, tenant in config.tenancy.tenants.items()}
+    quotas = {name: own.get(name) or config.cache.tenant_mib for name in tenant_names(config)}
+    return {name: int(mib * 2**20) for name, mib in {**quotas, PUBLIC: config.cache.public_mib}.items()}
 
 
 def _default_gpus(device: str) -> float:

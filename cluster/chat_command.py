@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.terminal import fail
+from cluster.terminal import fail, server_message
 
 if TYPE_CHECKING:
     import httpx
@@ -106,7 +106,7 @@ def stream_answer(client: httpx.Client, options: dict[str, Any], messages: list[
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            raise ChatError(_message(response))
+            raise ChatError(server_message(response))
         for line in response.iter_lines():
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or data == "[DONE]":
@@ -122,18 +122,9 @@ def stream_answer(client: httpx.Client, options: dict[str, Any], messages: list[
 def _served_model(client: httpx.Client) -> str:
     response = client.get("/v1/models", timeout=10.0)
     if response.status_code != 200:
-        raise ChatError(_message(response))
+        raise ChatError(server_message(response))
     try:
         name: str = response.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise ChatError("this is not an OpenAI-compatible server: /v1/models lists no model") from None
     return name
-
-
-def _message(response: httpx.Response) -> str:
-    """What the server says about an error; its status when it says nothing in OpenAI's shape."""
-    try:
-        message: str = response.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {response.status_code} {response.reason_phrase}"
-    return message

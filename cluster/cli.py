@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cluster.bench_command import bench
+from cluster.cache_command import cache
 from cluster.chat_command import chat
 from cluster.doctor import doctor
 from cluster.generate_command import generate
@@ -24,6 +26,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(replay)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
 app.command()(doctor)
 
 
@@ -53,6 +56,17 @@ def serve(
         serve_until_stopped(loaded)
     except LaunchError as error:
         fail(str(error))
+
+
+@app.command()
+def new_key() -> None:
+    """Make a random API key. The configuration holds its hash only, so this is the one time that it is shown."""
+    from cache_service.namespace import hash_key
+
+    key = f"outrider-{secrets.token_urlsafe(32)}"
+    typer.echo(f"{key}\n\nits hash, for the configuration:\n")
+    typer.echo(f'  tenancy.tenants.NAME.keys: ["{hash_key(key)}"]  # a tenant, or')
+    typer.echo(f'  tenancy.admin_keys: ["{hash_key(key)}"]  # the operator')
 
 
 @app.command()

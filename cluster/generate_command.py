@@ -197,7 +197,7 @@ def _add(engine: Engine, request_id: str, record: _Record, params: SamplingParam
         if not ids:
             raise RequestError("prompt", "it holds no token")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.entry.references]
-        request = Request(request_id, ids, params, references)
+        request = Request(request_id, ids, params, references, tenant="local")
         engine.add(request)
         record.request = request
     except RequestError as error:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.replica import Description
 from cluster.errors import ApiError
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.tenancy import Sharing
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from decoding.tree import Int32Array
 from engine.chat import render_chat
@@ -28,9 +29,12 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the 
 class Job:
     """What a replica needs for one choice."""
 
+    request_id: str  # ANSWER_ID/INDEX: the id that the client sees, and the number of the choice
     prompt_ids: Int32Array  # [n]
     params: SamplingParams
     references: tuple[Int32Array, ...] = ()
+    tenant: str | None = None  # whose texts it drafts from and adds to; None: nobody's
+    public: bool = True  # may draft from the public corpus
 
 
 class EnginePort(Protocol):
@@ -38,6 +42,8 @@ class EnginePort(Protocol):
 
     def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         """The outputs of a job; the first is empty and says that an engine took it. ``aclose`` frees the slot.
+
+        The engine knows it by ``job.request_id``, from which the names of its texts in the shared memory follow.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
@@ -51,28 +57,29 @@ class EnginePort(Protocol):
 
 
 class Planner:
-    """Tokenizes requests and settles what they leave open."""
+    """Tokenizes one request and settles what it leaves open."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, info: ModelInfo) -> None:
-        self._tokenizer, self._info = tokenizer, info
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, info: ModelInfo, answer_id: str, sharing: Sharing) -> None:
+        self._tokenizer, self._info, self._answer_id, self._sharing = tokenizer, info, answer_id, sharing
 
     def chat(self, body: ChatCompletionRequest) -> list[Job]:
         """The one job of a chat. Raises ``RequestError`` naming the field that cannot be served."""
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = body.max_completion_tokens or body.max_tokens
-        return [self._job(body, "messages", render_chat(self._tokenizer, messages), field, wanted, self._info.max_model_len)]
+        return [self._job(0, body, "messages", render_chat(self._tokenizer, messages), field, wanted, self._info.max_model_len)]
 
     def completion(self, body: CompletionRequest) -> list[Job]:
         """One job for each prompt. Raises ``RequestError`` naming the field that cannot be served."""
         jobs = []
-        for prompt in body.prompt:
+        for index, prompt in enumerate(body.prompt):
             ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            jobs.append(self._job(body, "prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS))
+            jobs.append(self._job(index, body, "prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS))
         return jobs
 
     def _job(
         self,
+        index: int,
         body: ChatCompletionRequest | CompletionRequest,
         prompt: str,
         ids: list[int],
@@ -80,7 +87,7 @@ class Planner:
         wanted: int | None,
         default: int,
     ) -> Job:
-        """``wanted`` is the value of ``field``; without one, ``default`` or what is left of the context."""
+        """The job of a choice. ``wanted`` is the value of ``field``; without one, ``default`` or what is left of the context."""
         self._check_ids(prompt, ids)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         if not ids:
@@ -98,7 +105,8 @@ class Planner:
         params = self._params(body, wanted if wanted is not None else min(default, left))
         documents = body.reference_documents or ()
         references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
-        return Job(np.asarray(ids, np.int32), params, references)
+        request_id = f"{self._answer_id}/{index}"
+        return Job(request_id, np.asarray(ids, np.int32), params, references, self._sharing.tenant, self._sharing.public)
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int) -> SamplingParams:
         """The parameters with OpenAI's defaults."""

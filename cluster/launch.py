@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import signal
 import threading
 import time
@@ -23,13 +24,15 @@ from ray import serve
 from rich.console import Console
 
 from cache_service.embedded import WATCHER_NAME, EmbeddedRedis, EmbeddedRedisError
-from cluster.preflight import LaunchError
+from cache_service.redis_store import RedisStore
+from cluster.preflight import SECRET_VARIABLE, LaunchError
 from configs.schema import Config
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
 OBJECT_STORE_BYTES = 128 * 2**20  # requests travel inside calls, only unusually long prompts pass through the store
 POLL_S = 0.2
+REDIS_TIMEOUT_S = 5.0
 # What the printed curl asks: an answer that is to be found in the prompt.
 EXAMPLE = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
@@ -105,13 +108,13 @@ def serve_until_stopped(config: Config) -> None:
     threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True).start()
     with contextlib.ExitStack() as started:
         try:
-            url = started.enter_context(_redis(config.redis_url, say))
+            url, secret = started.enter_context(_redis(config, say))
             signals.check()
             started.enter_context(_ray(config.server.ray_address, say))
             signals.install()
             signals.check()
             config = config.model_copy(update={"redis_url": url})
-            started.enter_context(_application(config, say, signals))
+            started.enter_context(_application(config, secret, say, signals))
             _wait_until_loaded(config, say, signals)
             _announce(config, say)
             while not signals.requested:
@@ -122,16 +125,12 @@ def serve_until_stopped(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def _redis(url: str | None, say: Callable[[str], None]) -> Iterator[str]:
-    if url is not None:
-        try:
-            with redis.Redis.from_url(url, socket_connect_timeout=5, socket_timeout=5) as client:
-                client.ping()
-        except (redis.RedisError, ValueError) as error:
-            shown = re.sub(r"//[^@/]*@", "//***@", url)
-            raise LaunchError(f"redis_url {shown}: {error}; start that server, or leave redis_url out to get one") from None
+def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
+    """Its address, and the secret that names of tenants in it are derived from."""
+    if config.redis_url is not None:
+        _check_redis(config.redis_url)
         say("Redis answers at redis_url")
-        yield url
+        yield config.redis_url, os.environ.get(SECRET_VARIABLE, "").encode()
         return
     try:
         embedded = EmbeddedRedis.start()
@@ -139,10 +138,25 @@ def _redis(url: str | None, say: Callable[[str], None]) -> Iterator[str]:
         raise LaunchError(str(error)) from None
     say(f"Redis started (embedded, 127.0.0.1:{embedded.port})")
     try:
-        yield embedded.url
+        yield embedded.url, secrets.token_bytes(32)  # it lives no longer than this Redis
     finally:
         embedded.stop()
         say("Redis stopped")
+
+
+def _check_redis(url: str) -> None:
+    """Returns when a Redis answers at an address."""
+    try:
+        store = RedisStore(url, "outrider", REDIS_TIMEOUT_S)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    try:
+        store.ping()
+    except (redis.RedisError, OSError) as error:
+        shown = re.sub(r"//[^@/]*@", "//***@", url)
+        raise LaunchError(f"redis_url {shown}: {error}; start that server, or leave redis_url out to get one") from None
+    finally:
+        store.close()
 
 
 @contextlib.contextmanager
@@ -171,9 +185,9 @@ def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _application(config: Config, say: Callable[[str], None], signals: _StopSignals) -> Iterator[None]:
+def _application(config: Config, secret: bytes, say: Callable[[str], None], signals: _StopSignals) -> Iterator[None]:
     try:
-        _deploy(config, say, signals)
+        _deploy(config, secret, say, signals)
         yield
     finally:
         say("Serve: stopping")
@@ -182,16 +196,16 @@ def _application(config: Config, say: Callable[[str], None], signals: _StopSigna
         say("Serve stopped")
 
 
-def _deploy(config: Config, say: Callable[[str], None], signals: _StopSignals) -> None:
+def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: _StopSignals) -> None:
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         serve.start(http_options={"host": config.server.host, "port": config.server.port}, logging_config=quiet)
         say("Serve started")
         signals.check()
-        from cluster.app import build_app
+        from cluster.app import application
 
-        target = serve.RunTarget(build_app(config), name=APPLICATION, route_prefix="/", logging_config=quiet)
+        target = serve.RunTarget(application(config, secret), name=APPLICATION, route_prefix="/", logging_config=quiet)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise LaunchError(_reason(str(error))) from None

@@ -85,6 +85,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+CacheChoice = Literal["tenant", "private", "off"]
 
 
 class _Strict(BaseModel):
@@ -136,6 +137,7 @@ class _GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
+    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
     user: Text | None = None  # opaque label
     safety_identifier: Text | None = None  # opaque label
 

@@ -14,6 +14,13 @@ from configs.slices import SpeculationOptions
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
 
+SECRET_VARIABLE = "OUTRIDER_CACHE_SECRET"
+SECRET_ADVICE = (
+    "and names of tenants in a Redis that others use are derived from it: "
+    f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same wherever Outrider runs on that Redis, or set cache.enabled=false"
+)
+
+
 class LaunchError(RuntimeError):
     """The server cannot start; the message is one line that says what to do."""
 
@@ -24,6 +31,7 @@ def check(config: Config) -> None:
     check_disk(ray_folder())
     check_model(config.model.path)
     check_speculation(config.speculation)
+    check_secret(config)
 
 
 def ray_folder() -> Path:
@@ -74,3 +82,9 @@ def check_speculation(options: SpeculationOptions) -> None:
         build_drafter(options.strategy, options.options)
     except ValueError as error:
         raise LaunchError(f"speculation: {error}") from None
+
+
+def check_secret(config: Config) -> None:
+    """Raises LaunchError when outputs go to a Redis that outlives the server, and there is no secret to derive names from."""
+    if config.redis_url and config.cache.enabled and not os.environ.get(SECRET_VARIABLE):
+        raise LaunchError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")

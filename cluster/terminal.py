@@ -1,10 +1,13 @@
-"""How the command line ends when something is wrong: one line, no traceback."""
+"""How the command line says that something is wrong: one line, no traceback."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    import httpx
 
 
 def fail(message: str) -> NoReturn:
@@ -17,3 +20,12 @@ def fail_input(message: str) -> NoReturn:
     """Ends the command with exit code 2: an argument, a file or a configuration is wrong."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(2)
+
+
+def server_message(response: httpx.Response) -> str:
+    """What a server says about an error; its status when it says nothing in OpenAI's shape."""
+    try:
+        message: str = response.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {response.status_code} {response.reason_phrase}"
+    return message

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from configs.slices import (
+    CacheOptions,
+    EngineOptions,
+    ModelOptions,
+    ServerOptions,
+    SpeculationOptions,
+    TenancyOptions,
+    TenantOptions,
+)
+from configs.tenancy_checks import KEY_ADVICE, tenancy_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -21,7 +31,13 @@ _SLICES: dict[str, type] = {
     "engine": EngineOptions,
     "speculation": SpeculationOptions,
     "server": ServerOptions,
+    "cache": CacheOptions,
+    "tenancy": TenancyOptions,
 }
+
+_CENTURY_S = 100 * 366 * 86400
+_MIB = (0.001, 2**20)
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # braces would end the hash tag that keeps all keys in one slot of a Cluster
 
 _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a number, both allowed
     "model.max_model_len": (2, 2**24),
@@ -37,6 +53,18 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "server.max_ongoing_requests": (1, 2**20),
     "server.start_timeout_s": (1, 86400),
     "server.stop_timeout_s": (0, 3600),
+    "cache.tenant_mib": _MIB,
+    "cache.public_mib": _MIB,
+    "cache.ttl_s": (1, _CENTURY_S),
+    "cache.half_life_s": (1, _CENTURY_S),
+    "cache.flush_s": (0, 10),
+    "cache.outbox_mib": _MIB,
+    "cache.snapshot_s": (0.01, 86400),
+    "cache.services": (1, 64),
+    "cache.lease_s": (0.1, 3600),
+    "cache.timeout_s": (0.01, 60),
+    "cache.retry_s": (0.01, 3600),
+    "cache.start_timeout_s": (0, 86400),
 }
 
 
@@ -53,7 +81,17 @@ class Config(BaseModel):
     engine: EngineOptions = Field(default_factory=EngineOptions)
     speculation: SpeculationOptions = Field(default_factory=SpeculationOptions)
     server: ServerOptions = Field(default_factory=ServerOptions)
+    cache: CacheOptions = Field(default_factory=CacheOptions)
+    tenancy: TenancyOptions = Field(default_factory=TenancyOptions)
     redis_url: str | None = None  # an embedded Redis is started when absent
+
+    @model_validator(mode="after")
+    def _check_tenancy(self) -> Config:
+        """Here and not in ``load_config``: whose requests share drafts is checked however a configuration comes about."""
+        faults = tenancy_faults(self.tenancy, self.server.host)
+        if faults:
+            raise PydanticCustomError("tenancy", "{faults}", {"faults": "; ".join(faults)})
+        return self
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -73,11 +111,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         config = Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(details) for details in error.errors())) from None
-    for key, (low, high) in _BOUNDS.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{key} is {value}; allowed: {low} to {high}")
+    _check_values(config)
     model = dataclasses.replace(config.model, path=find_model(config.model.path))
     return config.model_copy(update={"model": model})
 
@@ -96,9 +130,31 @@ def find_model(path: str) -> str:
 
 def keys() -> Iterator[str]:
     """Every key that may be set, in the form that an override takes."""
-    for section, options in _SLICES.items():
-        yield from (f"{section}.{field.name}" for field in dataclasses.fields(options))
+    for section in _SLICES:
+        yield from (f"{section}.{name}" for name in _fields(section))
     yield "redis_url"
+
+
+def tenant_names(config: Config) -> tuple[str, ...]:
+    """All tenants in alphabetical order. The one of requests without a key is one of them, listed or not."""
+    anonymous = config.tenancy.anonymous
+    return tuple(sorted({*config.tenancy.tenants, *([] if anonymous is None else [anonymous])}))
+
+
+def _check_values(config: Config) -> None:
+    """Raises ConfigError for a number out of bounds, or a prefix that Redis keys cannot have."""
+    for key, (low, high) in _BOUNDS.items():
+        section, name = key.split(".")
+        _check_bounds(key, getattr(getattr(config, section), name), low, high)
+    for tenant, options in config.tenancy.tenants.items():
+        _check_bounds(f"tenancy.tenants.{tenant}.cache_mib", options.cache_mib, *_MIB)
+    if not _PREFIX.fullmatch(config.cache.prefix):
+        raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
+
+
+def _check_bounds(key: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{key} is {value}; allowed: {low} to {high}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -139,7 +195,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _fields(section: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(_SLICES[section])]
+    names = [field.name for field in dataclasses.fields(_SLICES[section])]
+    if section != "tenancy":
+        return names
+    tenant = [f"tenants.NAME.{field.name}" for field in dataclasses.fields(TenantOptions)]
+    return [*(name for name in names if name != "tenants"), *tenant]
 
 
 def _describe(details: ErrorDetails) -> str:
@@ -147,14 +207,22 @@ def _describe(details: ErrorDetails) -> str:
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(key)
+    if details["type"] == "tenancy":
+        return details["msg"]
+    where = details["loc"]
+    if where[:2] == ("tenancy", "admin_keys") or (where[:2] == ("tenancy", "tenants") and where[3:4] == ("keys",)):
+        expected = "a hash of a key" if isinstance(where[-1], int) else "a list of hashes of keys"
+        return f"{key} is not {expected}; allowed: {KEY_ADVICE}"  # what was given may be a key: it is not shown
     allowed = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
     return f"{key} is {_given(details['input'])}; allowed: {allowed}"
 
 
 def _unknown(key: str) -> str:
-    known = list(keys())
+    tenant, _, last = key.removeprefix("tenancy.tenants.").rpartition(".")
+    inside = bool(tenant and last) and key.startswith("tenancy.tenants.")
+    known = [name.replace(".NAME.", f".{tenant}.") if inside else name for name in keys()]
     # A key without its section is the commonest slip: compare the last parts as well.
-    by_name = {name.rpartition(".")[2]: name for name in known}
+    by_name = {name.rpartition(".")[2]: name for name in reversed(known)}  # of two alike the first
     near = difflib.get_close_matches(key, known, n=1) or [
         by_name[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_name, n=1)
     ]

@@ -81,6 +81,7 @@ class CacheOptions:
     flush_s: float = 0.02  # new tokens wait so long for others that travel with them
     outbox_mib: float = 8.0  # tokens of one tenant that wait while Redis is away
     snapshot_s: float = 60.0  # changes are in a snapshot after that
+    services: int = 1  # actors that may keep Redis in order; one of them does, the others stand by
     lease_s: float = 5.0  # a service that is silent for so long is replaced by one that stands by
     timeout_s: float = 1.0  # of one operation in Redis, none of which is on the decoding path
     retry_s: float = 1.0  # after a failure Redis is left alone for that long

@@ -15,6 +15,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 BLOCK = 64  # tokens; a block belongs to one text
 MOVED = -2  # a token t that moved to another block stands as MOVED - t: it follows, but is not found
+COPIED = -(2**31)  # in ``back[0]`` of a token that is only there for matching backwards: it is in no chain
 WAYS = 4  # interleaved chains of a bucket of 2- or 4-grams: a walk waits for memory once where it would wait four times
 MAX_MATCH = 32  # agreement is not measured beyond so many tokens
 
@@ -101,6 +102,14 @@ def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count:
             if before >= oldest and same_gram(tokens, p, before, 4, mask):
                 counts[p & mask] = min(255, int(counts[before & mask]) + count)
                 counts[before & mask] = 0
+
+
+@compiled
+def append_counted(log: PlainArrays, oldest: int, position: int, new: Int32Array, new_counts: UInt8Array) -> None:
+    """Writes runs of tokens from ``position`` on, each token with a count of its own; a -1 leaves a place empty."""
+    for index in range(len(new)):
+        if new[index] >= 0:
+            append(log, oldest, position + index, new[index : index + 1], int(new_counts[index]))
 
 
 @compiled

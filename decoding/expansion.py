@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.chains import BLOCK, Int64Array, LogArrays, follower, gather, unigram_bucket
+from decoding.chains import BLOCK, Int64Array, LogArrays, PlainArrays, follower, gather, unigram_bucket
 from decoding.evidence import BIGRAM, MATCH_BUCKETS, RECYCLING, UNIGRAM, context_bucket, feature, match_bucket, share_bucket
 from decoding.jit import compiled
 from decoding.tree import Int32Array
@@ -38,7 +38,7 @@ class Pool(NamedTuple):
     slots: Int32Array  # [HASH_SLOTS] candidates of the node at hand by token, -1 for none
     positions: Int64Array  # [occurrences] where the token of a node occurs
     lengths: Int32Array  # [occurrences] agreement there
-    sources: Int32Array  # [occurrences] 0: the request's own texts, 1: the shared log
+    sources: Int32Array  # [occurrences] log: 0 the request's own texts, 1 its tenant's, 2 the public one
     starts: Int32Array  # [occurrences] depth of the node at which it was found
     links: Int32Array  # [occurrences] next in the list of its node
 
@@ -125,10 +125,10 @@ def fresh_occurrences(
 
 @compiled
 def branch(
-    own: LogArrays, shared: LogArrays, weights: Float64Array, history_weight: float, first: int, depth: int, row: int, count: int,
-    pool: Pool,
+    own: Int32Array, tenant: Int32Array, public: Int32Array, weights: Float64Array, history_weight: float, first: int, depth: int,
+    row: int, count: int, pool: Pool,
 ) -> tuple[int, float, int]:  # fmt: skip
-    """Makes the children that a node's occurrences give.
+    """Makes the children that a node's occurrences give; ``own``, ``tenant`` and ``public`` are the tokens of the three logs.
 
     Returns:
         Candidates in use, the weight of all occurrences, and the longest agreement at the node.
@@ -138,11 +138,11 @@ def branch(
     while at >= 0:
         after = pool.links[at]
         source, below = pool.sources[at], depth - pool.starts[at]
-        log_tokens = own.tokens if source == 0 else shared.tokens
         length = pool.lengths[at] + below
-        weight = weights[min(length, len(weights) - 1)] * (history_weight if source == 1 else 1.0)
+        weight = weights[min(length, len(weights) - 1)] * (history_weight if source else 1.0)
         total += weight
         longest = max(longest, length)
+        log_tokens = own if source == 0 else (tenant if source == 1 else public)
         token = follower(log_tokens, pool.positions[at] + 1 + below)
         if token >= 0:
             slot = slot_of(token, pool.slots, pool.tokens)
@@ -158,7 +158,7 @@ def branch(
                 pool.firsts[child] = at
                 if length > pool.matches[child]:
                     pool.matches[child] = length
-                    pool.kinds[child] = source + (2 if pool.starts[at] > 0 else 0)
+                    pool.kinds[child] = min(source, 1) + (2 if pool.starts[at] > 0 else 0)
         at = after
     return count, total, longest
 
@@ -187,27 +187,31 @@ def add_ranked(
 
 @compiled
 def open_root(
-    own: LogArrays, own_oldest: int, shared: LogArrays, shared_oldest: int, owner: int, context: Int32Array, caps: Int64Array,
-    pool: Pool,
+    own: LogArrays, own_oldest: int, tenant: LogArrays, tenant_oldest: int, owner: int, public: LogArrays, public_oldest: int,
+    context: Int32Array, caps: Int64Array, pool: Pool,
 ) -> tuple[int, int]:  # fmt: skip
-    """Lists the occurrences of the end of ``context`` in both logs; arguments as in ``grow``.
+    """Lists the occurrences of the end of ``context`` in the three logs; arguments as in ``grow``.
 
     Returns:
         The head of the list, -1 for none, and how many entries are used.
     """
     own_used = gather(own, own_oldest, -1, context, caps, 0, pool.positions, pool.lengths)
-    used = gather(shared, shared_oldest, owner, context, caps, own_used, pool.positions, pool.lengths)
+    tenant_used = gather(tenant, tenant_oldest, owner, context, caps, own_used, pool.positions, pool.lengths)
+    used = tenant_used
+    if public_oldest >= 0:
+        used = gather(public, public_oldest, -1, context, caps, used, pool.positions, pool.lengths)
     first = -1
     for at in range(used - 1, -1, -1):
-        pool.sources[at], pool.starts[at], pool.links[at] = (0 if at < own_used else 1), 0, first
+        pool.sources[at] = 0 if at < own_used else (1 if at < tenant_used else 2)
+        pool.starts[at], pool.links[at] = 0, first
         first = at
     return first, used
 
 
 @compiled
 def open_node(
-    own: LogArrays, shared: LogArrays, ranked: Ranked, table: Float64Array, weights: Float64Array, history_weight: float,
-    first: int, token: int, depth: int, row: int, chance: float, count: int, pool: Pool,
+    own: Int32Array, tenant: Int32Array, public: Int32Array, ranked: Ranked, table: Float64Array, weights: Float64Array,
+    history_weight: float, first: int, token: int, depth: int, row: int, chance: float, count: int, pool: Pool,
 ) -> int:  # fmt: skip
     """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its token.
 
@@ -215,7 +219,7 @@ def open_node(
         Candidates in use.
     """
     begin = count
-    count, total, longest = branch(own, shared, weights, history_weight, first, depth, row, count, pool)
+    count, total, longest = branch(own, tenant, public, weights, history_weight, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])
         pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
@@ -233,19 +237,21 @@ def open_node(
 
 @compiled
 def grow(
-    own: LogArrays, own_oldest: int, shared: LogArrays, shared_oldest: int, owner: int, context: Int32Array, ranked: Ranked,
-    table: Float64Array, weights: Float64Array, history_weight: float, caps: Int64Array, budget: int, max_depth: int,
-    least_chance: float, pool: Pool, rows: Rows,
+    own_log: PlainArrays, own_oldest: int, tenant_log: PlainArrays, tenant_oldest: int, owner: int, public_log: PlainArrays,
+    public_oldest: int, context: Int32Array, ranked: Ranked, table: Float64Array, weights: Float64Array, history_weight: float,
+    caps: Int64Array, budget: int, max_depth: int, least_chance: float, pool: Pool, rows: Rows,
 ) -> int:  # fmt: skip
     """Grows a tree below the end of ``context``, the best chances first.
 
     Args:
-        own: log of the request's texts; its positions before ``own_oldest`` are gone.
-        shared: log of past outputs; blocks of ``owner`` are passed over.
+        own_log: log of the request's texts; its positions before ``own_oldest`` are gone.
+        tenant_log: log of the outputs of the request's tenant, an empty one without a tenant; blocks of ``owner`` are passed
+            over.
+        public_log: log of what every tenant drafts from; not looked into with a ``public_oldest`` of -1.
         context: [c] the last committed tokens, the root is the last one.
         table: [NUM_FEATURES] chance of a child given its parent.
         weights: [w] weight of an occurrence by length of agreement; longer ones weigh like the last entry.
-        history_weight: factor on occurrences in the shared log.
+        history_weight: factor on occurrences in the tenant's and the public log.
         caps: [4] the most occurrences to gather from each log by 1-, 2-, 4-grams, and for each node below the root.
         max_depth: of rows.
         least_chance: nodes of less are left out.
@@ -254,15 +260,19 @@ def grow(
     Returns:
         How many rows were grown.
     """
-    first, used = open_root(own, own_oldest, shared, shared_oldest, owner, context, caps, pool)
+    own, tenant, public = LogArrays(*own_log), LogArrays(*tenant_log), LogArrays(*public_log)
+    first, used = open_root(
+        own, own_oldest, tenant, tenant_oldest, owner, public, public_oldest, context, caps, pool
+    )  # fmt: skip
     count = size = grown = depth = row = 0
     chance, token = 1.0, context[-1]
     while True:
         if depth < max_depth:
             begin = count
             count = open_node(
-                own, shared, ranked, table, weights, history_weight, first, token, depth, row, chance, count, pool
-            )
+                own.tokens, tenant.tokens, public.tokens, ranked, table, weights, history_weight, first, token, depth, row,
+                chance, count, pool,
+            )  # fmt: skip
             for child in range(begin, count):
                 if pool.chances[child] >= least_chance:
                     size = push(pool.heap, size, pool.chances, child)
@@ -278,4 +288,6 @@ def grow(
         if depth < max_depth:
             cap = caps[3]
             first, used = fresh_occurrences(own, own_oldest, token, parent, cap, 0, -1, depth, first, used, pool)
-            first, used = fresh_occurrences(shared, shared_oldest, token, parent, cap, 1, owner, depth, first, used, pool)
+            first, used = fresh_occurrences(tenant, tenant_oldest, token, parent, cap, 1, owner, depth, first, used, pool)
+            if public_oldest >= 0:
+                first, used = fresh_occurrences(public, public_oldest, token, parent, cap, 2, -1, depth, first, used, pool)

@@ -13,6 +13,7 @@ from decoding.tree import DraftTree, Int32Array
 from decoding.verify import verify_exact
 
 UNKNOWN = -1  # stands in ``TargetRows.ids`` where a replay cannot know what the target would say
+_TENANT = "local"  # of all requests, so that each may draft from those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,14 @@ def replay_workload(
     clock: Callable[[], float],
     keep_history: bool = True,
     on_record: Callable[[], None] = lambda: None,
+    id_prefix: str = "",
 ) -> ReplayCounts:
     """Counts the steps that a drafter would have saved a target whose outputs are known.
 
     LLMA's target-guided simulation (arXiv 2304.04487, section 3.2 and Algorithm 2), for any drafter: a drafted token is accepted
     if it is the next token of the known output. Requests run one after another, each as the engine runs it: the prefill emits the
-    first token with nothing drafted, then propose, clip, verify, commit, observe; the last step of a request is not observed.
+    first token with nothing drafted, then propose, clip, verify, commit, observe; the last step of a request is not observed. All
+    have one tenant, so each may draft from the outputs before it.
 
     Example: the output ``4 5 6 7 0`` (0 is the end) and a drafter that proposes ``5 6 9`` after ``4``. The prefill emits 4; the
     next step accepts 5 and 6 and emits 7; the last one emits 0. Three steps for five tokens: 1.67 tokens per step.
@@ -78,6 +81,7 @@ def replay_workload(
         clock: seconds; each call of the drafter is timed with it.
         keep_history: one drafter sees the whole workload, else each record gets a new one.
         on_record: called after each record.
+        id_prefix: of the requests' ids, which count up behind it: calls that share a drafter each need another.
 
     Raises:
         ValueError: the drafter needs the target's logits.
@@ -89,7 +93,7 @@ def replay_workload(
     for number, text in enumerate(texts):
         if number and not keep_history:
             drafter = make_drafter()
-        _Replay(drafter, text, str(number), budget, vocab_size, clock, counts).run()
+        _Replay(drafter, text, f"{id_prefix}{number}", budget, vocab_size, clock, counts).run()
         on_record()
     return counts
 
@@ -108,7 +112,7 @@ class _Replay:
         counts: ReplayCounts,
     ) -> None:
         params = SamplingParams(max_tokens=len(text.output_ids))
-        self._request = Request(request_id, text.prompt_ids, params, text.references)
+        self._request = Request(request_id, text.prompt_ids, params, text.references, tenant=_TENANT)
         self._known: list[int] = text.output_ids.tolist()
         self._drafter, self._budget, self._vocab_size, self._clock, self._counts = drafter, budget, vocab_size, clock, counts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from decoding.tree import Int32Array
 MAX_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_LOGIT_BIAS = 100.0  # as OpenAI
 _GREEDY_BELOW = 1e-5  # as vLLM: logits divided by less could overflow
+_CHOICE_BITS = 16  # of a text key
 
 # Bounds of numbers, both ends included. OpenAI's where it has the parameter; those of repetition_penalty, of which vLLM asks only
 # that it be positive, keep every product with a logit finite.
@@ -24,6 +26,30 @@ _BOUNDS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+
+
+def request_hash(name: str) -> int:
+    """What stands for a request in text keys: 64 bits of the BLAKE2b hash of its name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+def text_key(request_id: str) -> int:
+    """The key, below 2**80, of the text that a request writes: the hash of its name, then 16 bits for the choice.
+
+    The id ``NAME/INDEX`` of a choice of a larger request hashes NAME; INDEX is up to five digits, below 65,536. Any other id is a
+    name, of choice 0.
+
+    Example: ``text_key("chatcmpl-7/2") == request_hash("chatcmpl-7") << 16 | 2``.
+    """
+    name, _, index = request_id.rpartition("/")
+    if name and index.isascii() and index.isdigit() and len(index) <= 5 and int(index) < 1 << _CHOICE_BITS:
+        return request_hash(name) << _CHOICE_BITS | int(index)
+    return request_hash(request_id) << _CHOICE_BITS
+
+
+def request_of(text: int) -> int:
+    """The request hash in a text key."""
+    return text >> _CHOICE_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +204,7 @@ class Request:
 
     __slots__ = (
         "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "num_computed", "num_prompt", "params",
-        "priority", "references", "request_id", "slot", "state", "stats",
+        "priority", "public", "references", "request_id", "slot", "state", "stats", "tenant", "text",
     )  # fmt: skip
 
     def __init__(
@@ -188,6 +214,9 @@ class Request:
         params: SamplingParams,
         references: Sequence[Sequence[int] | Int32Array] = (),
         priority: int = 0,
+        *,
+        tenant: str | None = None,
+        public: bool = True,
     ) -> None:
         """
         Args:
@@ -196,6 +225,9 @@ class Request:
             params: how to choose tokens, when to end.
             references: token sequences to draft from besides the prompt (documents, earlier turns).
             priority: lower runs first, as in vLLM.
+            tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
+                request's output, and none drafts from its.
+            public: may draft from the public corpus.
 
         Raises:
             ValueError: the prompt is empty.
@@ -203,6 +235,8 @@ class Request:
         if len(prompt_ids) == 0:
             raise ValueError("prompt must hold at least one token")
         self.request_id, self.params, self.priority = request_id, params, priority
+        self.tenant, self.public = tenant, public
+        self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
         self.num_prompt = len(prompt_ids)
         self._buffer = np.empty(self.num_prompt + params.max_tokens, np.int32)

@@ -7,6 +7,8 @@ writes a token, and a retrieval reads a bounded number of occurrences, the lates
 Texts live in blocks of 64 tokens in a ring, so that several can grow at once. When the ring is full the oldest block leaves;
 what was frequent in it survives with half its frequency, as under the pruning of the published trie (Lookahead, arXiv 2312.12728,
 section 4.2; there, nodes are halved and those at 1 or below are dropped).
+
+A log starts small and doubles until it has its capacity, so that many can be kept of which few are full.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.chains import BLOCK, MOVED, WAYS, LogArrays, UInt8Array, append, survivors
+from decoding.chains import BLOCK, COPIED, MOVED, LogArrays, UInt8Array, append, append_counted, survivors
+from decoding.log_arrays import empty_arrays, enlarged
 from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere
@@ -37,36 +40,38 @@ class _Text:
 class TokenLog:
     """Token sequences in a ring, with chains of the occurrences of their 1-, 2- and 4-grams.
 
-    Memory: ``nbytes``, about 41 bytes for each token of capacity.
+    Memory: ``nbytes``, 41 to 49 bytes for each token of the ring as it is. ``arrays``, ``plain`` (the same; a plain tuple is
+    passed to compiled code in half the time) and the ring's size change while it grows: read them anew at each use. Positions
+    stay what they are.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, initial: int = 1 << 14) -> None:
         """
         Args:
             capacity: tokens to hold, at least one block; rounded up to a power of two.
+            initial: tokens to have room for at the start; rounded likewise.
 
         Raises:
-            ValueError: a capacity below one token.
+            ValueError: a capacity or a start below one token.
         """
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1 token, got {capacity}")
-        size = 2 * BLOCK
-        while size < capacity:
-            size *= 2
-        self.arrays = LogArrays(
-            tokens=np.full(size, -1, np.int32),
-            back=np.zeros((3, size), np.int32),
-            heads1=np.full(min(size, 2**17), -1, np.int64),
-            heads2=np.full((max(64, size // 4), WAYS), -1, np.int64),
-            heads4=np.full((max(64, size // 2), WAYS), -1, np.int64),
-            counts=np.zeros(size, np.uint8),
-            owners=np.full(size // BLOCK, -1, np.int64),
-        )
-        self.plain = self.arrays[:]  # the same; a plain tuple is passed to compiled code in half the time
+        for name, value in (("capacity", capacity), ("initial", initial)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1 token, got {value}")
+        self._capacity = _round_up(capacity)
+        self._initial = min(_round_up(initial), self._capacity)
+        self._next_number = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, open texts too, and becomes as small as at the start. Numbers are not used again."""
+        self._use(empty_arrays(self._initial))
         self.end = 0  # the first position behind all blocks
         self._open: dict[Hashable, _Text] = {}
-        self._next_number = 0
         self._rescued = _Text(_RESCUED)
+
+    def _use(self, arrays: LogArrays) -> None:
+        self.arrays = arrays
+        self.plain = arrays[:]
 
     @property
     def oldest(self) -> int:
@@ -77,6 +82,11 @@ class TokenLog:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of texts that are still there, and of runs that survived."""
+        return int(np.count_nonzero((self.arrays.tokens >= 0) & (self.arrays.back[0] != COPIED)))
 
     def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> None:
         """Appends tokens to a text, which is created when it is not open.
@@ -106,6 +116,32 @@ class TokenLog:
         entry = self._open.get(text)
         return -1 if entry is None else entry.number
 
+    def tokens_of(self, number: int) -> Int32Array:
+        """The tokens of a text that are still there, in its order."""
+        arrays, size = self.arrays, len(self.arrays.tokens)
+        blocks = np.flatnonzero(arrays.owners == number)
+        blocks = blocks[np.argsort((blocks * BLOCK - self.oldest) % size)]
+        tokens = arrays.tokens.reshape(-1, BLOCK)[blocks]
+        there: Int32Array = tokens[(tokens >= 0) & (arrays.back[0].reshape(-1, BLOCK)[blocks] != COPIED)]
+        return there
+
+    def remove(self, number: int, rescued: bool) -> None:
+        """Takes a text out: it is never found or followed again, and is not open any more.
+
+        Args:
+            number: of the text; one that has no blocks is no error.
+            rescued: every run that survived the leaving of its block goes too, as it may be of that text.
+        """
+        arrays = self.arrays
+        gone = arrays.owners == number
+        if rescued:
+            gone |= arrays.owners == _RESCUED
+            self._rescued = _Text(_RESCUED)
+        arrays.tokens.reshape(-1, BLOCK)[gone] = -1
+        arrays.counts.reshape(-1, BLOCK)[gone] = 0
+        arrays.owners[gone] = -1
+        self._open = {text: entry for text, entry in self._open.items() if entry.number != number}
+
     def _write(self, entry: _Text, new: Int32Array) -> None:
         at, size = 0, len(new)
         while at < size:
@@ -126,19 +162,30 @@ class TokenLog:
         neighbour = entry.block_end == self.end and entry.position > 0
         tail = self._tail(entry.position) if not neighbour else _NOTHING
         head = 0 if neighbour else 1 + len(tail)  # the first place of a run stays empty: matching backwards ends there
-        # A text that moves takes room to stay for a while. One longer than the ring is written in parts, each of which fits.
-        blocks = min(max(-(-(wanted + head) // BLOCK), 2 if len(tail) else 1), len(self.arrays.owners) // 2)
+        blocks = max(-(-(wanted + head) // BLOCK), 2 if len(tail) else 1)  # a text that moves takes room to stay for a while
+        self._make_room(self.end + blocks * BLOCK)
+        blocks = min(blocks, len(self.arrays.owners) // 2)  # a text longer than the ring is written in parts, each of which fits
         start = self._take(blocks, entry.number)
         left, entry.position, entry.block_end = entry.position, start + head, start + blocks * BLOCK
         if not len(tail):
             return
         tokens, mask = self.arrays.tokens, len(self.arrays.tokens) - 1
         context, moved = tail[:_CONTEXT], tail[_CONTEXT:]
-        tokens[(start + 1) & mask : ((start + 1) & mask) + len(context)] = context
+        begin = (start + 1) & mask
+        tokens[begin : begin + len(context)] = context
+        self.arrays.back[0, begin : begin + len(context)] = COPIED
         there = np.arange(max(left - len(moved), self.oldest), left)
         tokens[there & mask] = MOVED - moved[len(moved) - len(there) :]
         self.arrays.counts[there & mask] = 0
         append(self.plain, self.oldest, start + 1 + len(context), moved, 1)
+
+    def _make_room(self, end: int) -> None:
+        """Doubles the ring until it holds all positions before ``end``, or as many as it may."""
+        size = len(self.arrays.tokens)
+        while size < min(end, self._capacity):
+            size *= 2
+        if size > len(self.arrays.tokens):
+            self._use(enlarged(self.arrays, size))
 
     def _tail(self, end: int) -> Int32Array:
         """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""
@@ -170,17 +217,22 @@ class TokenLog:
 
     def _rescue(self, tokens: Int32Array, counts: UInt8Array) -> None:
         """Writes surviving runs into blocks of their own; a -1 stands between runs."""
-        entry = self._rescued
-        for index, token in enumerate(tokens):
+        entry, at = self._rescued, 0
+        while at < len(tokens):
             if entry.position == entry.block_end or entry.position < self.oldest:
                 entry.position = self._take(1, _RESCUED)
                 entry.block_end = entry.position + BLOCK
                 entry.position += 1
-            if token >= 0:
-                one = tokens[index : index + 1]
-                append(self.plain, self.oldest, entry.position, one, int(counts[index]))
-            entry.position += 1
+            room = entry.block_end - entry.position
+            append_counted(self.plain, self.oldest, entry.position, tokens[at : at + room], counts[at : at + room])
+            entry.position += min(room, len(tokens) - at)
+            at += room
         entry.position = min(entry.position + 1, entry.block_end)
+
+
+def _round_up(tokens: int) -> int:
+    """The least size of a ring with room for so many tokens."""
+    return max(2 * BLOCK, 1 << (tokens - 1).bit_length())
 
 
 def compile_log() -> None:

@@ -18,8 +18,8 @@ INPUT, OUTPUT, MIXED = range(3)
 # Columns of a node: its token, node above (-1 below the root), depth, row in the draft (-1 for none), first occurrence, first
 # child (-1: not looked at) and number of children.
 TOKEN, PARENT, DEPTH, ROW, FIRST, CHILDREN, COUNT = range(7)
-# Columns of an occurrence: its slot in the log, where that is (0: the prompt, 1: a reference, 2: the shared log of outputs), and
-# the next occurrence of the same node; and a token further on, see ``occurrences``.
+# Columns of an occurrence: its slot in the log, where that is (0: the prompt, 1: a reference, 2: the log of the tenant's outputs,
+# 3: the public log), and the next occurrence of the same node; and a token further on, see ``occurrences``.
 SLOT, PLACE, LINK, AHEAD = range(4)
 
 

@@ -28,13 +28,13 @@ from decoding.trie_memory import (
 
 @compiled
 def open_children(
-    own: Int32Array, shared: Int32Array, first: int, parent: int, depth: int, count: int, nodes: Int32Array,
+    own: Int32Array, shared: Int32Array, public: Int32Array, first: int, parent: int, depth: int, count: int, nodes: Int32Array,
     frequencies: Float64Array, slots: Int32Array, found: Int32Array,
 ) -> int:  # fmt: skip
     """Makes the children of a node from its occurrences.
 
     Args:
-        own: tokens of the log of the request's texts, ``shared`` of that of outputs.
+        own: tokens of the log of the request's texts, ``shared`` of that of outputs, ``public`` of the public one.
         first: occurrence in the node's list.
         parent: the node, -1 for the root.
 
@@ -45,7 +45,8 @@ def open_children(
     names = nodes[:, TOKEN]
     while at >= 0:
         after, place = found[at, LINK], found[at, PLACE]
-        token = follower(shared if place == 2 else own, found[at, SLOT] + 1 + depth)
+        log_tokens = own if place < 2 else (shared if place == 2 else public)
+        token = follower(log_tokens, found[at, SLOT] + 1 + depth)
         if token >= 0:
             slot = slot_of(token, slots, names)
             child = slots[slot]
@@ -75,8 +76,8 @@ def find_rows(nodes: Int32Array, begin: int, end: int, row: int, since: int, tok
 
 @compiled
 def occurrences(
-    own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, context: Int32Array, length: int, mode: int,
-    cap: int, memory: Nodes,
+    own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, public: LogArrays, public_oldest: int,
+    context: Int32Array, length: int, mode: int, cap: int, memory: Nodes,
 ) -> tuple[int, bool]:  # fmt: skip
     """Links the occurrences at which ``length`` or more tokens agree, ``cap`` of each log: of the longest n-grams, the latest.
 
@@ -88,20 +89,31 @@ def occurrences(
     used = 0
     for chain in range(2, shortest - 1, -1):
         used = gather_chain(own, chain, 0, -1, context, cap - used, limit, used, positions, lengths)
-    in_own = used
+    in_own = in_shared = used
     if mode != INPUT:
         for chain in range(2, shortest - 1, -1):
             room = cap - (used - in_own)
             used = gather_chain(shared, chain, shared_oldest, -1, context, room, limit, used, positions, lengths)
+        in_shared = used
+        for chain in range(2, shortest - 1 if public_oldest >= 0 else 2, -1):
+            room = cap - (used - in_shared)
+            used = gather_chain(public, chain, public_oldest, -1, context, room, limit, used, positions, lengths)
     first, any_prompt = -1, False
-    own_mask, shared_mask = len(own.tokens) - 1, len(shared.tokens) - 1
+    own_mask, shared_mask, public_mask = len(own.tokens) - 1, len(shared.tokens) - 1, len(public.tokens) - 1
     for at in range(used):
-        place = 2 if at >= in_own else (1 if positions[at] >= references else 0)
+        place = 2 if at < in_shared else 3
+        if at < in_own:
+            place = 1 if positions[at] >= references else 0
         if lengths[at] >= length and (mode == MIXED or min(place, 1) == mode):
-            slot = positions[at] & (shared_mask if place == 2 else own_mask)
-            found[at, SLOT], found[at, PLACE], found[at, LINK] = slot, place, first
+            slot, ahead = positions[at] & own_mask, 0
             # A branch further on: read here, where reads overlap, so that its cache line is near when the branch is followed.
-            found[at, AHEAD] = shared.tokens[(slot + 12) & shared_mask] if place == 2 else 0
+            if place == 2:
+                slot = positions[at] & shared_mask
+                ahead = shared.tokens[(slot + 12) & shared_mask]
+            elif place == 3:
+                slot = positions[at] & public_mask
+                ahead = public.tokens[(slot + 12) & public_mask]
+            found[at, SLOT], found[at, PLACE], found[at, LINK], found[at, AHEAD] = slot, place, first, ahead
             first = at
             any_prompt = any_prompt or place == 0
     return first, any_prompt
@@ -109,9 +121,9 @@ def occurrences(
 
 @compiled
 def choose_best(
-    own: Int32Array, shared: Int32Array, by: int, quota: int, top: int, branch_length: int, count: int, nodes: Int32Array,
-    frequencies: Float64Array, heap: Int32Array, queue: Int32Array, slots: Int32Array, found: Int32Array, tokens: Int32Array,
-    parents: Int32Array, since: int, drafted: int,
+    own: Int32Array, shared: Int32Array, public: Int32Array, by: int, quota: int, top: int, branch_length: int, count: int,
+    nodes: Int32Array, frequencies: Float64Array, heap: Int32Array, queue: Int32Array, slots: Int32Array, found: Int32Array,
+    tokens: Int32Array, parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Sees to it that the draft holds the ``quota`` nodes of the highest frequency; frequencies never rise along a path.
 
@@ -154,7 +166,9 @@ def choose_best(
         if nodes[best, CHILDREN] < 0:
             nodes[best, CHILDREN], first = count, nodes[best, FIRST]
             if found[first, LINK] < 0 and row >= since:  # one occurrence: at most one child, as frequent
-                token = follower(shared if found[first, PLACE] == 2 else own, found[first, SLOT] + 1 + depth)
+                place = found[first, PLACE]
+                log_tokens = own if place < 2 else (shared if place == 2 else public)
+                token = follower(log_tokens, found[first, SLOT] + 1 + depth)
                 if token >= 0 and count < len(nodes):
                     add_node(nodes, frequencies, count, token, best, depth + 1)
                     nodes[count, FIRST] = first
@@ -162,7 +176,7 @@ def choose_best(
                         frequencies[frequency, count] = frequencies[frequency, best]
                     count += 1
             else:
-                count = open_children(own, shared, first, best, depth, count, nodes, frequencies, slots, found)
+                count = open_children(own, shared, public, first, best, depth, count, nodes, frequencies, slots, found)
                 find_rows(nodes, nodes[best, CHILDREN], count, row, since, tokens, parents)
             nodes[best, COUNT] = count - nodes[best, CHILDREN]
         begin, end = nodes[best, CHILDREN], nodes[best, CHILDREN] + nodes[best, COUNT]
@@ -171,9 +185,9 @@ def choose_best(
 
 @compiled
 def hierarchical(
-    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, context: Int32Array, max_query_length: int,
-    branch_length: int, min_input: int, min_output: int, mode: int, cap: int, memory: PlainNodes, tokens: Int32Array,
-    parents: Int32Array,
+    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, public: PlainArrays, public_oldest: int,
+    context: Int32Array, max_query_length: int, branch_length: int, min_input: int, min_output: int, mode: int, cap: int,
+    memory: PlainNodes, tokens: Int32Array, parents: Int32Array,
 ) -> int:  # fmt: skip
     """The draft tree for the end of ``context``: the published multi-stage retrieval and selection, its defects mended.
 
@@ -184,7 +198,8 @@ def hierarchical(
     Args:
         own: log of the request's prompt and references; it never lets go of a block.
         references: positions of ``own`` from here on are references, which count as outputs.
-        shared: log of outputs; its positions before ``shared_oldest`` are gone.
+        shared: log of outputs, of the request's tenant or of the request alone; its positions before ``shared_oldest`` are gone.
+        public: log of what every tenant drafts from, which counts as outputs; not looked into with a ``public_oldest`` of -1.
         mode: INPUT, OUTPUT or MIXED, which frequencies count.
         tokens: [decoding length] out; row 0 is the root.
         parents: [decoding length] out.
@@ -192,15 +207,17 @@ def hierarchical(
     Returns:
         Rows of the draft, the root included.
     """
-    own_log, shared_log, working = LogArrays(*own), LogArrays(*shared), Nodes(*memory)
-    own_tokens, shared_tokens, nodes, frequencies, heap, queue, slots, found, _, _ = own[0], shared[0], *memory
+    own_log, shared_log, public_log, working = LogArrays(*own), LogArrays(*shared), LogArrays(*public), Nodes(*memory)
+    nodes, frequencies, heap, queue, slots, found, _, _ = memory
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first, any_prompt = occurrences(own_log, references, shared_log, shared_oldest, context, length, mode, cap, working)
+        first, any_prompt = occurrences(
+            own_log, references, shared_log, shared_oldest, public_log, public_oldest, context, length, mode, cap, working
+        )
         if first < 0:
             continue
         since = drafted
-        count = top = open_children(own_tokens, shared_tokens, first, -1, 0, 0, nodes, frequencies, slots, found)
+        count = top = open_children(own[0], shared[0], public[0], first, -1, 0, 0, nodes, frequencies, slots, found)
         find_rows(nodes, 0, top, 0, since, tokens, parents)
         for by in range(3):
             # Without an occurrence in the prompt the mixed order is that of outputs: nothing has to be reserved.
@@ -208,7 +225,7 @@ def hierarchical(
                 continue
             quota = len(tokens) if by == mode else (min_input if by == INPUT else min_output)
             count, drafted = choose_best(
-                own_tokens, shared_tokens, by, quota, top, branch_length, count, nodes, frequencies, heap, queue, slots, found,
+                own[0], shared[0], public[0], by, quota, top, branch_length, count, nodes, frequencies, heap, queue, slots, found,
                 tokens, parents, since, drafted,
             )  # fmt: skip
         if drafted == len(tokens) or 1 < drafted >= branch_length:
@@ -218,22 +235,25 @@ def hierarchical(
 
 @compiled
 def single(
-    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, context: Int32Array, max_query_length: int,
-    branch_length: int, mode: int, cap: int, memory: PlainNodes, tokens: Int32Array, parents: Int32Array,
+    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, public: PlainArrays, public_oldest: int,
+    context: Int32Array, max_query_length: int, branch_length: int, mode: int, cap: int, memory: PlainNodes, tokens: Int32Array,
+    parents: Int32Array,
 ) -> int:  # fmt: skip
     """One chain: the most frequent child of the most frequent child. Arguments and result as in ``hierarchical``.
 
     A shorter suffix goes on where a longer one knew no more; suffixes are tried until there are ``branch_length // 2`` rows.
     """
-    own_log, shared_log, working = LogArrays(*own), LogArrays(*shared), Nodes(*memory)
+    own_log, shared_log, public_log, working = LogArrays(*own), LogArrays(*shared), LogArrays(*public), Nodes(*memory)
     nodes, frequencies, _, _, slots, found, _, _ = memory
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first, _ = occurrences(own_log, references, shared_log, shared_oldest, context, length, mode, cap, working)
+        first, _ = occurrences(
+            own_log, references, shared_log, shared_oldest, public_log, public_oldest, context, length, mode, cap, working
+        )
         depth = count = 0
         while first >= 0 and depth < branch_length and drafted < len(tokens):
             begin = count
-            count = open_children(own[0], shared[0], first, -1, depth, count, nodes, frequencies, slots, found)
+            count = open_children(own[0], shared[0], public[0], first, -1, depth, count, nodes, frequencies, slots, found)
             best = -1
             for child in range(begin, count):
                 if depth + 1 < drafted:  # on the way down what the longer suffix gave

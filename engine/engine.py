@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafter
 from decoding.drafters.base import count_step
+from decoding.history import Histories
 from decoding.request import FinishReason, Request, StepOutput
 from decoding.tree import DraftTree
 from engine.batch import Work
@@ -82,6 +83,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
         return bool(self._requests)
+
+    @property
+    def memory(self) -> Histories | None:
+        """What past outputs taught the drafter, by tenant; None for a strategy that keeps nothing."""
+        return self._drafter.memory
 
     def counts(self) -> EngineCounts:
         """Requests and slots at this moment."""

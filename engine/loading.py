@@ -22,6 +22,7 @@ from configs.slices import ModelOptions
 from engine.attention import TREE_ATTENTION
 from engine.errors import ModelLoadError
 from engine.packed_linear import pack_linears
+from engine.revisions import model_revision, tokenizer_revision
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
 _KEPT_LAYERS = {"full_attention", "sliding_attention"}
@@ -40,6 +41,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]  # each of them ends a text
     strategy: str
     lossless: bool
+    model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
+    tokenizer_revision: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class LoadedModel:
             eos_token_ids=self.eos_token_ids,
             strategy=strategy,
             lossless=lossless,
+            model_revision=model_revision(self.model),
+            tokenizer_revision=tokenizer_revision(self.tokenizer),
         )
 
 

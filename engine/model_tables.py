@@ -6,8 +6,6 @@ and range are right, and built again, with a warning, when they are not.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import tempfile
@@ -19,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from decoding.tree import Int32Array
 from engine.batch import Batch, Segment
@@ -31,8 +29,6 @@ logger = logging.getLogger(__name__)
 _FORMAT = "1"  # part of every name: raise it when a table is computed otherwise
 _MAX_LOGITS = 2**25  # logits of one forward: 128 MiB in float32
 _MAX_ROWS = 512  # tokens of one forward
-_HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
-_SAMPLES = 4096  # elements of each larger tensor that are hashed
 _EMBEDDING_ROWS = 8192  # rows of an embedding that are converted at once
 
 
@@ -59,27 +55,6 @@ class Progress:
         left_s = (now - self._started) / done * (self._total - done)
         # A warning, so that it shows on stderr where nobody set up logging: a start that takes long is worth a line.
         logger.warning("%s: %d %% done, about %.0f s left", self._what, 100 * done // self._total, left_s)
-
-
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """32 hexadecimal digits that stand for the weights, the configuration and the tokenizer.
-
-    Names, types and shapes of all weights count, and their contents: whole up to ``_HASH_WHOLE_BYTES``, of larger models evenly
-    spaced elements of each tensor.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # where it came from is not what it is
-        config.pop(name, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    digest.update(b"" if tokenizer is None else tokenizer.backend_tokenizer.to_str().encode())
-    whole = sum(tensor.nbytes for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
-    for name, tensor in model.named_parameters():
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.detach().reshape(-1)
-        chosen = flat if whole else flat[:: max(1, len(flat) // _SAMPLES)]
-        digest.update(chosen.contiguous().view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, build: Callable[[], Int32Array]) -> Int32Array:

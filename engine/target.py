@@ -16,7 +16,7 @@ from decoding.sampling import argmax_rows
 from decoding.tree import DraftTree, Int32Array
 from engine.batch import Batch, Segment
 from engine.loading import ModelInfo
-from engine.model_tables import bigram_table, cached_table, fingerprint, unigram_ranking
+from engine.model_tables import bigram_table, cached_table, unigram_ranking
 from engine.runner import ModelRunner
 
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
@@ -53,7 +53,7 @@ class LocalTarget:
         self._runner, self._tokenizer = runner, tokenizer
         self._folder = folder
         self._bos = _bos_token(tokenizer, bos)
-        self._fingerprint: str | None = None
+        self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._seconds: dict[int, float] = {}  # of a step, by rows
 
     def bigram_table(self, width: int) -> Int32Array:
@@ -128,10 +128,8 @@ class LocalTarget:
             raise ValueError(f"width must be between 1 and {self.vocab_size}, the size of the vocabulary, got {width}")
 
     def _cached(self, kind: str, shape: tuple[int, ...], build: Callable[[], Int32Array]) -> Int32Array:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._runner.model, self._tokenizer)
         folder = cache_folder() if self._folder is None else self._folder
-        return cached_table(folder, f"{self._fingerprint}-{kind}", shape, self.vocab_size, build)
+        return cached_table(folder, f"{self._revision}-{kind}", shape, self.vocab_size, build)
 
 
 def _star(rows: int, context: int) -> Batch:

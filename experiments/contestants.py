@@ -96,4 +96,4 @@ class EngineContestant:
             assert self._guide is not None, prompt.id
             self._guide.known[prompt.id] = prompt.known
             max_tokens = len(prompt.known)
-        return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references)
+        return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references, tenant="local")

@@ -92,7 +92,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, 
     requests = []
     for index, ids in enumerate(prompts):
         room = min(max_tokens, engine.info.max_model_len - len(ids))
-        requests.append(Request(str(index), ids, SamplingParams(max_tokens=room)))
+        requests.append(Request(str(index), ids, SamplingParams(max_tokens=room), tenant="local"))
     run_engine(engine, requests, lambda request: progress.advance(task))
     return requests
 

@@ -2,6 +2,7 @@
 
 python -m experiments.plots loss-curve METRICS --out demo_model/loss.svg
 python -m experiments.plots strategy-bars experiments/results/RECORD.json --out bars.svg
+python -m experiments.plots trie-capacity experiments/results/RECORD.json --out capacity.svg
 """
 
 from __future__ import annotations
@@ -93,6 +94,40 @@ def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
     return _save(figure, out)
 
 
+def trie_capacity(results: Mapping[str, Any], out: Path) -> Path:
+    """Results of ``experiments.trie_ablation`` against a trie's capacity: tokens per step, and per second beside the paper's.
+
+    Each line is relative to the full method of its trie: the explicit one's capacity is 16 times the decoding length, that of the
+    compiled one is never reached.
+
+    Args:
+        results: the ``results`` of a record.
+        out: the file; its name says which kind of picture.
+    """
+    figure = Figure(figsize=(11.0, 4.6), layout="constrained", facecolor="white")
+    steps, seconds, published = figure.subplots(1, 3, sharex=True, sharey=True)
+    paper = results["paper"]["capacity"]
+    capacities = list(map(int, paper))
+    for number, (name, workload) in enumerate(results["workloads"].items()):
+        colour = matplotlib.colormaps["tab10"](number % 10)
+        for trie, line in (("explicit", "o-"), ("compiled", "o--")):
+            rows = [workload["capacity"][trie][str(capacity)] for capacity in capacities]
+            full = workload["parts"][trie]["full"]["tokens_per_step"]
+            label = f"{name}, {trie} (1.0: {full:.2f} tokens per step)"
+            steps.plot(capacities, [row["ratio"] for row in rows], line, markersize=3, color=colour, label=label)
+            seconds.plot(capacities, [row["ratio_in_time"] for row in rows], line, markersize=3, color=colour)
+    published.plot(capacities, [row["ratio"] for row in paper.values()], "o-", markersize=3, color="black")
+    titles = ("tokens per step", "tokens per second at a 19 ms forward", "tokens per second, arXiv 2312.12728")
+    for axes, title in zip((steps, seconds, published), titles, strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(capacities, [f"{capacity}x" for capacity in capacities], fontsize=8)
+        axes.set_xlabel("capacity, in decoding lengths")
+    steps.set_ylabel("relative to the full method")
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
+    return _save(figure, out)
+
+
 def _save(figure: Figure, out: Path) -> Path:
     for axes in figure.axes:
         axes.grid(alpha=0.25)
@@ -101,6 +136,10 @@ def _save(figure: Figure, out: Path) -> Path:
     with matplotlib.rc_context({"svg.hashsalt": "outrider"}):
         figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
     return out
+
+
+def _results(record: Path) -> Any:
+    return json.loads(record.read_text(encoding="utf-8"))["results"]
 
 
 def main() -> None:
@@ -113,7 +152,11 @@ def main() -> None:
     bars = pictures.add_parser("strategy-bars", help="speed and accepted tokens of a run of outrider bench strategies")
     bars.add_argument("record", type=Path, help="its record")
     bars.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
-    bars.set_defaults(draw=lambda args: strategy_bars(json.loads(args.record.read_text(encoding="utf-8"))["results"], args.out))
+    bars.set_defaults(draw=lambda args: strategy_bars(_results(args.record), args.out))
+    capacity = pictures.add_parser("trie-capacity", help="tokens per step against the trie's capacity of a run of trie_ablation")
+    capacity.add_argument("record", type=Path, help="its record")
+    capacity.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
+    capacity.set_defaults(draw=lambda args: trie_capacity(_results(args.record), args.out))
     args = parser.parse_args()
     print(args.draw(args))
 

@@ -184,6 +184,7 @@ def engine_over(
     info = ModelInfo(
         served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
         device="cpu", num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
+        model_revision="tiny", tokenizer_revision="none",
     )  # fmt: skip
     scheduler = Scheduler(EngineOptions(max_running=batch, max_step_tokens=step_tokens), MAX_DRAFT)
     return Engine(LocalExecutor(runner), drafter, scheduler, info)

@@ -12,8 +12,9 @@ from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
 from decoding.expansion import Pool, Ranked, Rows, grow
+from decoding.history import Histories, History
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.successors import SuccessorTable
+from decoding.successors import SuccessorTables
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
 
@@ -23,7 +24,7 @@ _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
 _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
 
 _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of agreement, up to 12)
-_HISTORY_WEIGHT = 0.7  # of an occurrence in past outputs beside one in the request's own texts
+_HISTORY_WEIGHT = 0.7  # of an occurrence in other outputs and public texts beside one in the request's own texts
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
 _RECYCLED_SOURCE = SOURCES.index("recycling")
@@ -38,15 +39,16 @@ _ANY = SamplingParams(max_tokens=8)
 class _RequestState:
     """What is kept for one request."""
 
-    def __init__(self, request: Request, frequent: Int32Array) -> None:
+    def __init__(self, request: Request, frequent: Int32Array, edition: object) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
         self.log = TokenLog(blocks * BLOCK)
         for reference in request.references:
             self.log.add(reference)
         self.frequent = frequent
+        self.edition = edition  # of the tenant's history when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
-        self.shared = request.num_prompt  # tokens that are in the shared log, or need not be
+        self.told = 0  # tokens of the output that the tenant's history was told
         self.features = np.zeros(1, np.int32)  # [n] of the tree that was proposed last
 
 
@@ -56,16 +58,21 @@ class AutoDrafter(Drafter):
     The tree grows best-first. A node's children come from
 
     * occurrences of the path to it, and of ever shorter ends of that path, in the prompt, the references and the request's own
-      output (``copy``) and in the outputs of other requests (``history``). As in LLMA (arXiv 2304.04487) and suffix decoding the
-      longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what occurs more often counts more: an
-      occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its share of the weight;
-    * what the target ranked after the node's token when it last computed it (``recycling``, Token Recycling), and, where the
-      option is on, what it ranks after that token alone (``bigram``, N-Grammys, arXiv 2411.03786);
-    * below the root, the tokens that are most frequent in past outputs and the prompt (``unigram``).
+      output (``copy``), in the outputs of other requests of its tenant and in the public texts (``history``). As in LLMA (arXiv
+      2304.04487) and suffix decoding the longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what
+      occurs more often counts more: an occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its
+      share of the weight;
+    * what the target ranked after the node's token when it last computed it for the tenant (``recycling``, Token Recycling), and,
+      where the option is on, what it ranks after that token alone (``bigram``, N-Grammys, arXiv 2411.03786);
+    * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).
 
     A child's chance given its parent is a measured acceptance rate for its kind of evidence, the length of agreement (which grows
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
     expected to pay on this device.
+
+    Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
+    it alone and, where it may, the public ones, and leaves nothing behind. The measured rates and costs are everyone's: they hold
+    no tokens.
 
     Example: after ``4 5 6 | 4 5`` with nothing else known, ``6 4 5`` is drafted as a chain of copies, beside the tokens that are
     frequent.
@@ -83,9 +90,9 @@ class AutoDrafter(Drafter):
         """
         Args:
             max_depth: of the tree, at least 1.
-            history_tokens: past outputs to keep, shared by the requests of this replica, in tokens; 0 keeps none.
+            history_tokens: outputs to keep for each tenant, and public texts, in tokens; 0 keeps none.
             frequent_tokens: frequent tokens to offer, 0 for none.
-            recycling: offer what the target ranked after a token before.
+            recycling: offer what the target ranked after a token before, for the same tenant.
             bigrams: ranks to offer of the target's bigram table, 0 for none. Building it takes a forward over the vocabulary.
             all_rows: draft as many rows as asked for, whatever a row costs.
 
@@ -98,10 +105,10 @@ class AutoDrafter(Drafter):
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
-        self._all_rows, self._recycling, self._keep = all_rows, recycling, history_tokens > 0
-        self._history = TokenLog(max(1, history_tokens))
-        self._frequencies = np.zeros(0)  # [vocab seen so far]
-        self._recycled: SuccessorTable | None = None
+        self._all_rows, self._recycling = all_rows, recycling
+        self.memory = Histories(history_tokens) if history_tokens else None
+        self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
+        self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
         self._table, self._pool = AcceptanceTable(), Pool.empty()
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
@@ -113,7 +120,7 @@ class AutoDrafter(Drafter):
     def prepare(self, target: Target) -> None:
         """Makes room for what the target ranks, builds its bigram table if asked to, and times its steps."""
         if self._recycling:
-            self._recycled = SuccessorTable(target.vocab_size)
+            self._recycled = SuccessorTables(target.vocab_size)
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
@@ -138,22 +145,48 @@ class AutoDrafter(Drafter):
         return [self._tree(request, rows) for request, rows in zip(requests, grown, strict=True)]
 
     def _grow(self, request: Request, budget: int) -> Rows:
-        state = self._states.get(request.request_id)
-        if state is None:
-            state = self._states[request.request_id] = _RequestState(request, self._frequent(request))
+        history = self._history(request)
+        state = self._state(request, history)
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
-        self._share(request, state)
+        edition, owner, tenant, public = None, -1, self._nothing, self._nothing
+        if history is not None:
+            self._tell(request, state, history)
+            edition, owner, tenant = history.edition, history.number(request.text), history.log
+            if state.told and owner < 0 and self._recycled is not None:  # its text was removed while it runs
+                self._recycled.set_apart(request)
+        if self.memory is not None and request.public:
+            public = self.memory.public.log
         rows = Rows.empty(budget)
-        recycled = _NOTHING if self._recycled is None else self._recycled.entries
-        ranked = Ranked(state.frequent, recycled, self._bigrams)
+        recycled = None if self._recycled is None else self._recycled.known(request, edition)
+        ranked = Ranked(state.frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams)
         count = grow(
-            state.log.arrays, state.log.oldest, self._history.arrays, self._history.oldest,
-            self._history.number(request.request_id),
-            request.tokens[-MAX_MATCH:], ranked, self._table.chances, self._weights, _HISTORY_WEIGHT, _CAPS, budget,
-            min(self._max_depth, request.remaining - 1), _LEAST_CHANCE, self._pool, rows,
+            state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
+            public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, self._table.chances, self._weights,
+            _HISTORY_WEIGHT, _CAPS, budget, min(self._max_depth, request.remaining - 1), _LEAST_CHANCE, self._pool, rows,
         )  # fmt: skip
         return rows.first(count)
+
+    def _history(self, request: Request) -> History | None:
+        return None if self.memory is None else self.memory.of(request.tenant)
+
+    def _state(self, request: Request, history: History | None) -> _RequestState:
+        """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
+        state = self._states.get(request.request_id)
+        edition = None if history is None else history.edition
+        if state is None:
+            if history is not None:
+                history.start(request.text)
+                edition = history.edition
+            state = self._states[request.request_id] = _RequestState(request, self._frequent(request, history), edition)
+        elif state.edition is not edition:
+            state.edition, state.frequent = edition, self._frequent(request, history)
+        return state
+
+    def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
+        """Shows new output to the other requests of the tenant."""
+        history.extend(request.text, state.told, request.output_ids[state.told :], final)
+        state.told = request.num_output
 
     def _tree(self, request: Request, rows: Rows) -> DraftTree:
         tokens = np.concatenate((request.tokens[-1:], rows.tokens))
@@ -162,16 +195,14 @@ class AutoDrafter(Drafter):
         self._states[request.request_id].features = np.concatenate((_ROOT_SOURCE, rows.features), dtype=np.int32)
         return DraftTree(tokens, parents, sources, len(tokens))
 
-    def _share(self, request: Request, state: _RequestState) -> None:
-        """Shows new output to the other requests."""
-        if self._keep:
-            self._history.extend(request.request_id, request.tokens[state.shared :])
-        state.shared = request.num_tokens
-
-    def _frequent(self, request: Request) -> Int32Array:
-        """The most frequent tokens of past outputs and the prompt."""
-        counts = np.bincount(request.prompt_ids, minlength=len(self._frequencies)) * _PROMPT_COUNT
-        counts[: len(self._frequencies)] += self._frequencies
+    def _frequent(self, request: Request, history: History | None) -> Int32Array:
+        """The tokens that are most frequent in what the request drafts from, the references left out."""
+        counted = [] if history is None else [history.frequencies]
+        if self.memory is not None and request.public:
+            counted.append(self.memory.public.frequencies)
+        counts = np.bincount(request.prompt_ids, minlength=max(map(len, counted), default=0)) * _PROMPT_COUNT
+        for frequencies in counted:
+            counts[: len(frequencies)] += frequencies
         seen = np.flatnonzero(counts)
         return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent]].astype(np.int32)
 
@@ -182,9 +213,11 @@ class AutoDrafter(Drafter):
             self._throughput.add(acceptance.count, self._step_cost)  # also of steps without a draft: else it would never fall
             self._table.observe(tree.parents, state.features, acceptance.rows)
         if self._recycled is not None and target.has_logits:
-            self._recycle(self._recycled, tree, target, acceptance.rows)
+            self._recycle(self._recycled, request, tree, target, acceptance.rows)
 
-    def _recycle(self, table: SuccessorTable, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]) -> None:
+    def _recycle(
+        self, tables: SuccessorTables, request: Request, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]
+    ) -> None:
         """Keeps what the target ranked after each row, right or wrong.
 
         Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left
@@ -195,17 +228,16 @@ class AutoDrafter(Drafter):
         self._steps += 1
         if self._recycled_use < _LEAST_USE and self._steps % _SELDOM:
             return
+        history = self._history(request)
+        table = tables.of(request, None if history is None else history.edition)
         rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
         table.learn(tree.tokens[rows], target.top_k(rows, table.width))
 
     def finish(self, request: Request) -> None:
-        """Keeps the output for other requests, and forgets the rest."""
+        """Keeps the output for other requests of the tenant, and forgets the rest."""
+        if self._recycled is not None:
+            self._recycled.finish(request)
         state = self._states.pop(request.request_id, None)
-        if state is None:
-            return
-        self._share(request, state)
-        self._history.close(request.request_id)
-        if self._keep and request.num_output:
-            counts = np.bincount(request.output_ids, minlength=len(self._frequencies)).astype(np.float64)
-            counts[: len(self._frequencies)] += self._frequencies
-            self._frequencies = counts
+        history = self._history(request)
+        if state is not None and history is not None:
+            self._tell(request, state, history, final=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from decoding.history import Histories
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Int32Array
 
@@ -96,6 +97,7 @@ class Drafter(ABC):
     """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
 
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
+    memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
 
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""

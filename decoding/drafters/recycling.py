@@ -9,8 +9,8 @@ import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.request import Acceptance, Request
-from decoding.successors import WIDTH, SuccessorTable
-from decoding.tree import DraftTree, Int32Array
+from decoding.successors import WIDTH, SuccessorTable, SuccessorTables
+from decoding.tree import DraftTree
 
 _SOURCE = SOURCES.index("recycling")
 # The published tree ("2.2.2"): children of each row, the root first, level by level; rows that are not listed have none. A child
@@ -41,20 +41,23 @@ class RecyclingDrafter(Drafter):
     tree is learned from the accepted path, its last place there; else from the shallowest row, of equally deep ones the first:
     the published result is up to the device. Rows behind the candidates teach nothing, since what stands before them is a guess.
 
-    **Privacy**: with ``scope="replica"`` one table serves all requests of the replica and outlives them. It holds no text, but
-    how fast a text comes then depends on what others generated. ``scope="request"`` gives each request a table of its own.
+    **Privacy**: with ``scope="tenant"`` one table serves all requests of a tenant and outlives them; a request without a tenant
+    has a table of its own, which goes when it ends. So no tenant drafts from what another's requests taught, nor does its speed
+    tell of them. Within a tenant how fast a text comes depends on what its other requests generated; ``scope="request"`` gives
+    every request a table of its own. The tables of the 64 tenants served last are kept. They hold no texts, and deleting texts
+    does not reach them: they end with the process.
     """
 
     needs_logits = True
 
-    def __init__(self, shape: str = "ranked", learn_rows: int = 81, start: str = "empty", scope: str = "replica") -> None:
+    def __init__(self, shape: str = "ranked", learn_rows: int = 81, start: str = "empty", scope: str = "tenant") -> None:
         """
         Args:
             shape: ``ranked`` or ``published``.
             learn_rows: rows of a step that are learned from, at least 1: accepted ones first, then the others by depth. Each
                 costs a pass over the vocabulary.
             start: what stands for a token before anything was learned of it: ``empty``, or ``bigram``, the model's bigram table.
-            scope: ``replica`` or ``request``.
+            scope: ``tenant`` or ``request``.
 
         Raises:
             ValueError: a value that is not one of these.
@@ -62,38 +65,37 @@ class RecyclingDrafter(Drafter):
         for name, value, known in (
             ("shape", shape, ("ranked", "published")),
             ("start", start, ("empty", "bigram")),
-            ("scope", scope, ("replica", "request")),
+            ("scope", scope, ("tenant", "request")),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
         if learn_rows < 1:
             raise ValueError(f"learn_rows must be at least 1, got {learn_rows}")
         self._grow = _grow_ranked if shape == "ranked" else _grow_published
-        self._learn_rows, self._start, self._shared = learn_rows, start, scope == "replica"
-        self._vocab_size = 0
-        self._first: Int32Array | None = None  # [vocab, 8] the bigram table
-        self._tables: dict[str, SuccessorTable] = {}  # by request, or one under ""
+        self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
+        self._tables: SuccessorTables | None = None
 
     def prepare(self, target: Target) -> None:
         """Learns the size of the vocabulary. Before, nothing is drafted."""
-        self._vocab_size = target.vocab_size
-        self._first = target.bigram_table(min(WIDTH, target.vocab_size)) if self._start == "bigram" else None
+        first = target.bigram_table(min(WIDTH, target.vocab_size)) if self._start == "bigram" else None
+        self._tables = SuccessorTables(target.vocab_size, first, self._by_request)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request."""
         trees = []
         for request, budget in zip(requests, budgets, strict=True):
-            if budget == 0 or self._vocab_size == 0:
+            if budget == 0 or self._tables is None:
                 trees.append(DraftTree.chain(request.root, ()))
             else:
-                trees.append(self._grow(self._table(request), request.root, budget))
+                trees.append(self._grow(self._tables.of(request), request.root, budget))
         return trees
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Learns the candidates after the computed rows, and how good the ranks were on the accepted path."""
         if not target.has_logits:  # a replay of known outputs, in which another drafter may well draft
             return
-        table = self._table(request)
+        assert self._tables is not None, "prepare comes before the first observation"
+        table = self._tables.of(request)
         path = [0, *acceptance.rows]
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
         for row, follower in zip(path, emitted, strict=True):
@@ -103,15 +105,8 @@ class RecyclingDrafter(Drafter):
 
     def finish(self, request: Request) -> None:
         """Drops the table of the request, where it has one."""
-        self._tables.pop(request.request_id, None)
-
-    def _table(self, request: Request) -> SuccessorTable:
-        name = "" if self._shared else request.request_id
-        table = self._tables.get(name)
-        if table is None:
-            assert self._vocab_size > 0, "prepare comes before the first observation"
-            table = self._tables[name] = SuccessorTable(self._vocab_size, self._first)
-        return table
+        if self._tables is not None:
+            self._tables.finish(request)
 
 
 def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int]:

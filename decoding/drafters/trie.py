@@ -8,6 +8,7 @@ import numpy as np
 
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.history import Histories, History
 from decoding.request import Request, SamplingParams
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
@@ -31,9 +32,9 @@ def _segments(tokens: Int32Array, end_tokens: tuple[int, ...]) -> list[Int32Arra
 
 
 class _OwnTexts:
-    """What is kept for one request: its prompt, then its references, all split at end tokens."""
+    """What is kept for one request: prompt, then references, split at end tokens; and the output where it is no tenant's."""
 
-    def __init__(self, request: Request, end_tokens: tuple[int, ...]) -> None:
+    def __init__(self, request: Request, end_tokens: tuple[int, ...], private: bool) -> None:
         prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references))
         prompt = [segment for segment in prompt if len(segment) > 1]  # a token alone has no branch, but would take a block
         references = [segment for segments in documents for segment in segments if len(segment) > 1]
@@ -43,15 +44,17 @@ class _OwnTexts:
         self.references = self.log.end  # the first position of the references
         for segment in references:
             self.log.add(segment)
-        self.streamed = request.num_prompt  # tokens that the log of outputs holds, or need not hold
+        self.told = 0  # tokens of the output that the history was told
+        self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
 
 
 class TrieDrafter(Drafter):
     """Multi-branch drafts from a trie of prompt and output branches (Lookahead, arXiv 2312.12728, sections 4.2 and 4.3).
 
-    The last ``max_query_length`` tokens are looked up among the branches of the request's prompt and of all outputs, its own
-    growing one included, then ever shorter ends of them. What followed is drafted as one tree, the most frequent branches first;
-    an occurrence in the prompt counts 9,999 times one in an output, but half of the rows are kept for outputs.
+    The last ``max_query_length`` tokens are looked up among the branches of the request's prompt, of all outputs of its tenant,
+    its own growing one included, and of the public texts; then ever shorter ends of them. What followed is drafted as one tree,
+    the most frequent branches first; an occurrence in the prompt counts 9,999 times one in an output, but half of the rows are
+    kept for outputs.
 
     Example: with the past outputs ``1 2 3 4`` and ``1 2 3 5`` and a text that ends in ``1 2``, the tree is 3 with the children 4
     and 5.
@@ -61,7 +64,8 @@ class TrieDrafter(Drafter):
     ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output can be drafted from
     as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the oldest block of
     tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs, for their
-    request only.
+    request only. Each tenant has a trie of outputs; a request without a tenant is private, has one of its own, and leaves nothing
+    behind. Public texts, which every tenant may draft from, count like outputs.
     """
 
     def __init__(
@@ -85,9 +89,9 @@ class TrieDrafter(Drafter):
             frequencies: mix, input (the prompt's) or output.
             min_input: rows for the branches most frequent in the prompt, with ``mix``.
             min_output: rows for the branches most frequent in outputs, with ``mix``; half of the tree's most rows when -1.
-            max_occurrences: counted for one retrieval in each of prompt and outputs: where four tokens agree, then where fewer
-                do, the latest first; 1 to 1024.
-            capacity: tokens of outputs to hold.
+            max_occurrences: counted for one retrieval in each of prompt, outputs and public texts: where four tokens agree, then
+                where fewer do, the latest first; 1 to 1024.
+            capacity: tokens of outputs to hold for each tenant, and of public texts; with 0 every request is private.
 
         Raises:
             ValueError: a value outside its range.
@@ -95,7 +99,7 @@ class TrieDrafter(Drafter):
         for name, value, low, high in (
             ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
             ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
-            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, 1024), ("capacity", capacity, 1, 2**31),
+            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, 1024), ("capacity", capacity, 0, 2**31),
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {value}")
@@ -106,18 +110,21 @@ class TrieDrafter(Drafter):
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output = min_input, min_output
-        self._outputs, self._nodes = TokenLog(capacity), Nodes.empty()[:]
+        self.memory = Histories(capacity) if capacity else None
+        self._nothing, self._nodes = TokenLog(1), Nodes.empty()[:]
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the trie of outputs."""
-        return self._outputs.nbytes
+        """Bytes of the tries of outputs and public texts."""
+        return 0 if self.memory is None else self.memory.nbytes
 
     def prepare(self, target: Target) -> None:
         """Learns which tokens end a text, so that no branch crosses them, and compiles."""
         self._end_tokens = target.end_token_ids
+        if self.memory is not None:
+            self.memory.end_tokens = target.end_token_ids
         request = Request("", [0], SamplingParams(max_tokens=8))
         self.propose([request], [4])
         self.finish(request)
@@ -130,16 +137,17 @@ class TrieDrafter(Drafter):
     def _propose(self, request: Request, budget: int) -> DraftTree:
         own = self._own.get(request.request_id)
         if own is None:
-            own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens)
-        if own.streamed < request.num_tokens:
-            self._stream(request, own)
+            own = self._begin(request)
+        history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
         size = min(self._decoding_length, budget + 1)
         depth = min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
             return DraftTree(request.tokens[-1:].copy(), _ROOT_PARENTS, _ROOT_SOURCES, 1)
         context = request.tokens[-MAX_MATCH:]
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
-        logs = (own.log.plain, own.references, self._outputs.plain, self._outputs.oldest)
+        outputs, public = history.log, self._nothing if self.memory is None or not request.public else self.memory.public.log
+        public_oldest = public.oldest if public.end else -1
+        logs = (own.log.plain, own.references, outputs.plain, outputs.oldest, public.plain, public_oldest)
         if self._layout == "single":
             rows = single(
                 *logs, context, self._max_query_length, depth, self._mode, self._max_occurrences, self._nodes, tokens, parents
@@ -153,22 +161,33 @@ class TrieDrafter(Drafter):
         tree = DraftTree(tokens[:rows], parents[:rows], _SOURCES[:rows], rows)
         return _side_by_side(tree) if self._layout == "parallel" else tree
 
-    def _stream(self, request: Request, own: _OwnTexts) -> None:
+    def _begin(self, request: Request) -> _OwnTexts:
+        private = self.memory is None or request.tenant is None
+        own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens, private)
+        self._history(request, own).start(request.text)
+        return own
+
+    def _history(self, request: Request, own: _OwnTexts) -> History:
+        """Where the request's output goes, and what it drafts from beside its own texts and the public ones."""
+        history = own.history
+        if history is None:
+            assert self.memory is not None
+            history = self.memory.of(request.tenant)
+        assert history is not None
+        return history
+
+    def _tell(self, request: Request, own: _OwnTexts, final: bool = False) -> History:
         """Adds what was emitted since the last time to the outputs."""
-        new = request.tokens[own.streamed :]
-        segments = _segments(new, self._end_tokens) if any(token in self._end_tokens for token in new.tolist()) else [new]
-        for number, segment in enumerate(segments):
-            if number:  # an end token stands before it: what follows is another text
-                self._outputs.close(request.request_id)
-            self._outputs.extend(request.request_id, segment)
-        own.streamed = request.num_tokens
+        history = self._history(request, own)
+        history.extend(request.text, own.told, request.output_ids[own.told :], final)
+        own.told = request.num_output
+        return history
 
     def finish(self, request: Request) -> None:
-        """Completes the request's output in the trie, and eliminates its prompt and references."""
+        """Completes the request's output in the trie of its tenant, and eliminates its prompt and references."""
         own = self._own.pop(request.request_id, None)
         if own is not None:
-            self._stream(request, own)
-            self._outputs.close(request.request_id)
+            self._tell(request, own, final=True)
 
 
 def _side_by_side(tree: DraftTree) -> DraftTree:

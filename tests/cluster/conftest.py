@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import secrets
 import socket
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import ray
 import torch
+import uvicorn
+from fastapi import FastAPI
 from openai import OpenAI
 from ray import serve
+from redis import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cache_service.admin import CacheAdmin, Problem, TenantStats
+from cache_service.embedded import EmbeddedRedis
+from cache_service.namespace import Identity, hash_key, namespace
+from cache_service.records import Batch, CacheDelta, encode_batch
+from cache_service.redis_store import RedisStore
+from cache_service.snapshot import decode_snapshot
+from cluster import errors
+from cluster.admin_api import AdminService, add_admin_routes
 from cluster.app import build_app
+from cluster.tenancy import Tenancy
 from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from configs.slices import (
+    CacheOptions,
+    EngineOptions,
+    ModelOptions,
+    ServerOptions,
+    SpeculationOptions,
+    TenancyOptions,
+    TenantOptions,
+)
+from decoding.request import text_key
 
 # Greedy decoding walks around the circle, one byte a token; no byte occurs twice, so that the last token alone decides the next.
 CIRCLE = "<abcdefgh-é_日:🦙;ijklm>"
@@ -119,6 +147,130 @@ def api_server(circle_model: Path) -> Iterator[Server]:
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """The address of an application that runs in this process, on a free loopback port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def serve_api() -> Callable[[FastAPI], AbstractContextManager[str]]:
+    """Serves an application without Ray, for tests that bring an engine of their own."""
+    return served
+
+
+class LocalCacheAdmin:
+    """The ``CacheAdminPort`` over a ``CacheAdmin`` in this process."""
+
+    def __init__(self, admin: CacheAdmin) -> None:
+        self._admin = admin
+
+    async def stats(self) -> list[TenantStats]:
+        return await asyncio.to_thread(self._admin.stats)
+
+    async def export(self, tenant: str) -> bytes:
+        return await asyncio.to_thread(self._admin.export, tenant)
+
+    async def import_(self, tenant: str, data: bytes) -> int:
+        return await asyncio.to_thread(self._admin.import_, tenant, data)
+
+    async def preload(self, documents: Sequence[Sequence[int]]) -> int:
+        return await asyncio.to_thread(self._admin.preload, documents)
+
+    async def delete_tenant(self, tenant: str) -> int:
+        return await asyncio.to_thread(self._admin.delete_tenant, tenant)
+
+    async def delete_request(self, tenant: str, request_id: str) -> None:
+        await asyncio.to_thread(self._admin.delete_request, tenant, request_id)
+
+    async def verify(self) -> list[Problem]:
+        return await asyncio.to_thread(self._admin.verify)
+
+
+@dataclass(frozen=True)
+class MemoryServer:
+    """Admin routes over a Redis of their own; what a mirror would write there is written by ``add``."""
+
+    url: str
+    redis: EmbeddedRedis
+    store: RedisStore
+    admin: CacheAdmin
+    tokenizer: PreTrainedTokenizerFast
+    admin_key: str = "outrider-admin"
+    tenant_key: str = "outrider-acme"
+
+    def add(self, tenant: str, answer_id: str, tokens: list[int], choice: int = 0) -> None:
+        """A whole text of a request."""
+        delta = CacheDelta(text_key(f"{answer_id}/{choice}"), 0, np.asarray(tokens, np.int32), True)
+        self.append_raw(tenant, encode_batch(Batch(secrets.randbits(64), 0, 0, (delta,)), MEMORY_IDENTITY.vocab_size))
+
+    def append_raw(self, tenant: str, data: bytes) -> None:
+        """An entry of the tenant's stream, sound or not."""
+        identity = MEMORY_IDENTITY
+        self.store.append([(namespace(MEMORY_SECRET, tenant, identity.model_revision, identity.tokenizer_revision), data)])
+
+    def texts(self, tenant: str) -> set[tuple[int, ...]]:
+        """The tokens of all texts of a tenant."""
+        return {tuple(text.tokens.tolist()) for text in decode_snapshot(self.admin.export(tenant)).texts}
+
+
+MEMORY_SECRET = b"of the tests"
+MEMORY_IDENTITY = Identity("aa", "bb", vocab_size=258)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the model: one token a byte."""
+    return build_tokenizer()
+
+
+def cache_admin(redis_url: str) -> CacheAdmin:
+    """The verbs for the tenants acme and umbrella."""
+    return CacheAdmin(redis_url, MEMORY_SECRET, MEMORY_IDENTITY, ["acme", "umbrella"], CacheOptions(timeout_s=5.0))
+
+
+@pytest.fixture(scope="session")
+def local_cache_admin() -> Callable[[str], LocalCacheAdmin]:
+    """A port over the Redis at an address."""
+    return lambda redis_url: LocalCacheAdmin(cache_admin(redis_url))
+
+
+@pytest.fixture(scope="session")
+def empty_memory_server(byte_tokenizer: PreTrainedTokenizerFast) -> Iterator[MemoryServer]:
+    """The admin routes for the tenants acme and umbrella."""
+    with EmbeddedRedis.start() as redis, contextlib.ExitStack() as stack:
+        admin, store = cache_admin(redis.url), RedisStore(redis.url, CacheOptions().prefix, 5.0)
+        stack.callback(admin.close)
+        stack.callback(store.close)
+        tenants = {"acme": TenantOptions(keys=(hash_key(MemoryServer.tenant_key),)), "umbrella": TenantOptions()}
+        tenancy = Tenancy(TenancyOptions(tenants=tenants, admin_keys=(hash_key(MemoryServer.admin_key),)))
+        app = FastAPI()
+        errors.install(app)
+        add_admin_routes(app, AdminService(tenancy, byte_tokenizer, LocalCacheAdmin(admin)))
+        url = stack.enter_context(served(app))
+        yield MemoryServer(url, redis, store, admin, byte_tokenizer)
+
+
+@pytest.fixture
+def memory_server(empty_memory_server: MemoryServer) -> MemoryServer:
+    """The served memory, which remembers nothing yet."""
+    with Redis.from_url(empty_memory_server.redis.url) as client:
+        client.flushall()
+    return empty_memory_server
 
 
 @pytest.fixture

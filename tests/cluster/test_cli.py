@@ -89,10 +89,18 @@ def test_broken_model_path_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_redis_that_does_not_answer(circle_model: Path) -> None:
-    run = outrider("serve", "server.port=28663", "--model", str(circle_model), "redis_url=redis://:secret@127.0.0.1:1/0")
+    address = "redis_url=redis://:pass@127.0.0.1:1/0"
+    run = outrider("serve", "server.port=28663", "--model", str(circle_model), address, "cache.enabled=false")
     error = one_line_error(run, 1)
     assert "redis_url redis://***@127.0.0.1:1/0" in error
-    assert "secret" not in run.stderr
+    assert ":pass" not in run.stderr
+
+
+def test_a_redis_that_others_use_needs_a_secret(circle_model: Path) -> None:
+    run = outrider("serve", "server.port=28663", "--model", str(circle_model), "redis_url=redis://:pass@127.0.0.1:1/0")
+    error = one_line_error(run, 1)
+    assert "OUTRIDER_CACHE_SECRET is not set" in error and "openssl rand -hex 32" in error
+    assert ":pass" not in run.stderr
 
 
 def test_doctor_json_names_what_is_there(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config
-from configs.slices import ModelOptions, ServerOptions
+from configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config, tenant_names
+from configs.slices import CacheOptions, ModelOptions, ServerOptions, TenancyOptions, TenantOptions
+from configs.tenancy_checks import is_loopback
+
+HASH = "sha256:" + "0a" * 32
+OTHER_HASH = "sha256:" + "0b" * 32
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -131,7 +135,129 @@ def test_shipped_files_are_valid(path: Path) -> None:
 
 def test_all_keys_can_be_set() -> None:
     assert len(set(keys())) == len(list(keys()))
+    values = {"redis_url": None, "tenancy.admin_keys": (HASH,), "tenancy.tenants.NAME.keys": (HASH,)}
     for key in keys():
-        config = load_config(None, [f"{key}=null"] if key == "redis_url" else [])
-        section, _, name = key.rpartition(".")
-        assert hasattr(getattr(config, section) if section else config, name)
+        given = {None: "null", (HASH,): f"[{HASH}]"}[values[key]] if key in values else None
+        config = load_config(None, [] if given is None else [f"{key}={given}"])
+        node = config
+        for part in key.split("."):
+            if part == "NAME":
+                node = node.get(part, TenantOptions())
+            else:
+                assert hasattr(node, part), key
+                node = getattr(node, part)
+        if key in values:
+            assert node == values[key]
+
+
+TENANTS = f"""
+tenancy:
+  admin_keys: ["sha256:{"0c" * 32}"]
+  tenants:
+    acme: {{keys: ["{HASH}", "{OTHER_HASH}"], cache_mib: 10}}
+    Acme.eu-2_x: {{}}
+"""
+
+
+def test_tenants(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, TENANTS), ["tenancy.tenants.acme.cache_mib=12", "cache.enabled=false"])
+    assert config.tenancy.tenants["acme"] == TenantOptions(keys=(HASH, OTHER_HASH), cache_mib=12)
+    assert config.tenancy.anonymous is None
+    assert tenant_names(config) == ("Acme.eu-2_x", "acme")
+    assert not config.cache.enabled
+
+
+def test_anonymous_need_not_be_listed(tmp_path: Path) -> None:
+    assert tenant_names(load_config(None, ["tenancy.anonymous=local"])) == ("local",)
+    listed = load_config(write(tmp_path, TENANTS), ["tenancy.anonymous=acme"])
+    assert tenant_names(listed) == ("Acme.eu-2_x", "acme")
+    assert tenant_names(load_config()) == ()
+    assert load_config().cache == CacheOptions()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+        ("127.0.0.1.example.org", False),
+        ("", False),
+    ],
+)
+def test_anonymous_is_for_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    overrides = ["tenancy.anonymous=local", f"server.host='{host}'"]
+    if loopback:
+        assert load_config(None, overrides).tenancy.anonymous == "local"
+    else:
+        with pytest.raises(ConfigError, match=r"tenancy\.anonymous is 'local'.*server\.host.*outrider new-key"):
+            load_config(None, overrides)
+    assert load_config(None, overrides[1:]).server.host == host  # without it any host will do
+
+
+def test_anonymous_is_checked_without_a_file() -> None:
+    with pytest.raises(ValueError, match=r"tenancy\.anonymous"):
+        Config(server=ServerOptions(host="0.0.0.0"), tenancy=TenancyOptions(anonymous="local"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tenancy.tenants.acme.keyz=[]", "unknown key tenancy.tenants.acme.keyz; did you mean tenancy.tenants.acme.keys?"),
+        ("tenancy.tenants.acme.cache_mb=1", "did you mean tenancy.tenants.acme.cache_mib?"),
+        ("tenancy.anonimous=x", "did you mean tenancy.anonymous?"),
+        ("cache.ttl=1", "did you mean cache.ttl_s?"),
+        ("tenancy.tenants.acme.cache_mib=0", "tenancy.tenants.acme.cache_mib is 0.0; allowed: 0.001 to"),
+        ("tenancy.tenants.a/b.cache_mib=1", "tenancy.tenants: 'a/b' cannot name a tenant"),
+        ("tenancy.tenants.*.cache_mib=1", "tenancy.tenants: '*' cannot name a tenant"),
+        (f"tenancy.tenants.{'n' * 65}.cache_mib=1", "cannot name a tenant"),
+        ("tenancy.anonymous='*'", "tenancy.anonymous: '*' cannot name a tenant"),
+        ("tenancy.anonymous=..", "tenancy.anonymous: '..' cannot name a tenant"),
+        ("tenancy.anonymous=''", "tenancy.anonymous: '' cannot name a tenant"),
+        ("cache.ttl_s=0", "cache.ttl_s is 0.0; allowed: 1 to"),
+        ("cache.half_life_s=.nan", "cache.half_life_s is nan"),
+        ("cache.outbox_mib=.inf", "cache.outbox_mib is inf"),
+        ("cache.flush_s=-1", "cache.flush_s is -1.0"),
+        ("cache.services=0", "cache.services is 0; allowed: 1 to"),
+        ("cache.prefix='{x}'", "cache.prefix is '{x}'; allowed: 1 to 64 characters"),
+        ("cache.prefix=''", "cache.prefix is ''"),
+    ],
+)
+def test_mistakes_in_cache_and_tenancy(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["outrider-abc", "[outrider-abc]", f"[{HASH}, {HASH.upper()}-outrider-abc]", "[[outrider-abc]]"]
+)
+@pytest.mark.parametrize("key", ["tenancy.tenants.acme.keys", "tenancy.admin_keys"])
+def test_what_is_no_hash_is_not_shown(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"sha256: and the 64 hex digits.*outrider new-key") as caught:
+        load_config(None, [f"{key}={value}"])
+    assert str(caught.value).startswith(key)
+    assert "outrider-abc" not in str(caught.value)
+
+
+def test_a_key_belongs_to_one_tenant() -> None:
+    overrides = [f"tenancy.tenants.acme.keys=[{HASH}]", f"tenancy.tenants.umbrella.keys=[{OTHER_HASH}, {HASH}]"]
+    with pytest.raises(ConfigError, match=r"acme and umbrella have the same key sha256:0a0a0a0a\.\.\."):
+        load_config(None, overrides)
+    twice = load_config(None, [f"tenancy.tenants.acme.keys=[{HASH}, {HASH}]"])
+    assert tenant_names(twice) == ("acme",)
+
+
+def test_the_local_file_is_for_one_user() -> None:
+    path = REPOSITORY / "configs" / "local.yaml"
+    assert tenant_names(load_config(path)) == ("local",)
+    with pytest.raises(ConfigError, match=r"tenancy\.anonymous=null"):
+        load_config(path, ["server.host=0.0.0.0"])
+    assert tenant_names(load_config(path, ["server.host=0.0.0.0", "tenancy.anonymous=null"])) == ()

@@ -51,7 +51,7 @@ def prepared(target: Small | None = None, **options: object) -> AutoDrafter:
 def request(
     name: str, prompt: Sequence[int], references: Sequence[Sequence[int]] = (), max_tokens: int = 1000, output: Sequence[int] = ()
 ) -> Request:  # fmt: skip
-    made = Request(name, list(prompt), SamplingParams(max_tokens=max_tokens), references)
+    made = Request(name, list(prompt), SamplingParams(max_tokens=max_tokens), references, tenant="local")
     made.commit(list(output))
     return made
 

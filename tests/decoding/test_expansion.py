@@ -56,10 +56,16 @@ class Known:
     own: list[list[int]]
     shared: list[list[int]]  # of others
     owned: list[list[int]]  # in the shared log, but by the request itself
+    public: list[list[int]]
     context: list[int]
     recycled: list[list[int]]  # by token
     bigrams: list[list[int]]
     frequent: list[int]
+
+    @property
+    def public_texts(self) -> list[list[int]]:
+        """One text, as its pieces are extended."""
+        return [[token for text in self.public for token in text]] if self.public else []
 
 
 @dataclass
@@ -80,6 +86,7 @@ KNOWN = st.builds(
     own=TEXTS,
     shared=TEXTS,
     owned=TEXTS,
+    public=TEXTS,
     context=st.lists(TOKENS, min_size=1, max_size=8),
     recycled=st.just([]) | RANKS,
     bigrams=st.just([]) | RANKS,
@@ -87,15 +94,17 @@ KNOWN = st.builds(
 )
 
 
-def logs(known: Known) -> tuple[TokenLog, TokenLog, int]:
-    own, shared = TokenLog(2048), TokenLog(2048)
+def logs(known: Known) -> tuple[TokenLog, TokenLog, int, TokenLog]:
+    own, shared, public = TokenLog(2048), TokenLog(2048), TokenLog(2048)
     for text in known.own:
         own.add(text)
     for text in known.shared:
         shared.add(text)
     for text in known.owned:  # one growing text
         shared.extend("mine", text)
-    return own, shared, shared.number("mine")
+    for text in known.public:
+        public.extend("mine", text)  # of the same number as the owner's in the shared log: owners are of one log
+    return own, shared, shared.number("mine"), public
 
 
 def ranks(lists: Sequence[Sequence[int]]) -> Int32Array:
@@ -107,12 +116,13 @@ def grown(
     pool: Pool | None = None, chances: Float64Array | None = None,
 ) -> Grown:  # fmt: skip
     """Grows a tree, and checks what holds for all of them."""
-    own, shared, owner = logs(known)
+    own, shared, owner, public = logs(known)
     rows = Rows.empty(budget)
     ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
     count = grow(
-        own.arrays, own.oldest, shared.arrays, shared.oldest, owner, np.array(known.context, np.int32), ranked,
-        table() if chances is None else chances, WEIGHTS, history, caps, budget, max_depth, least, pool or Pool.empty(), rows,
+        own.plain, own.oldest, shared.plain, shared.oldest, owner, public.plain, public.oldest if known.public else -1,
+        np.array(known.context, np.int32), ranked, table() if chances is None else chances, WEIGHTS, history, caps, budget,
+        max_depth, least, pool or Pool.empty(), rows,
     )  # fmt: skip
     assert 0 <= count <= budget
     rows = rows.first(count)
@@ -147,7 +157,7 @@ class Naive:
         weights: dict[int, float] = {}
         matches: dict[int, int] = {}
         kinds: dict[int, set[int]] = {}
-        for source, text in [(0, text) for text in known.own] + [(1, text) for text in known.shared]:
+        for source, text in [(0, text) for text in known.own] + [(1, text) for text in known.shared + known.public_texts]:
             for at in range(len(text)):
                 length = agreement(text, at, context)
                 ends = at + 1 == len(text)
@@ -205,6 +215,7 @@ def test_the_best_rows_are_grown(known: Known, budget: int, max_depth: int, leas
 @given(KNOWN, st.booleans(), st.integers(1, 30))
 def test_each_kind_has_its_own_chances(known: Known, from_own: bool, budget: int) -> None:
     known.own, known.shared = (known.own, []) if from_own else ([], known.own)
+    known.public = [] if from_own else known.public
     chances = np.random.default_rng(1).uniform(0.05, 1.0, NUM_FEATURES)
     assert_best(grown(known, budget, chances=chances), Naive(known, 0.5, chances), budget, 8, 1e-4)
 
@@ -225,7 +236,7 @@ def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: fl
 
 
 def known(own: list[list[int]], context: list[int], **rest: list[list[int]] | list[int]) -> Known:
-    parts = {"shared": [], "owned": [], "recycled": [], "bigrams": [], "frequent": []} | rest
+    parts = {"shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
     return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
 
 
@@ -256,6 +267,13 @@ def test_the_blocks_of_the_owner_are_passed_over() -> None:
     assert grown(known([], [1], owned=[[1, 2, 3]]), 8).paths == []
     assert set(grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths) >= {(4,), (2,)}
     assert (2, 3) not in grown(known([], [1], owned=[[1, 2, 3]], shared=[[1, 4, 1, 2]]), 8).paths
+
+
+def test_public_texts_are_history_of_their_own_log() -> None:
+    got = grown(known([], [1, 2], public=[[1, 2, 3, 4, 0, 3, 5]]), 8)
+    assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [HISTORY, HISTORY, HISTORY_FRESH]
+    # Number 0 is the owner's in the shared log, and this text's in the public one.
+    assert grown(known([], [1], owned=[[1, 2, 3]], public=[[1, 4]]), 8).paths == [(4,)]
 
 
 def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
@@ -320,8 +338,8 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     count = grow(
-        own.arrays, 0, shared.arrays, 0, -1, context, ranked, np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.full(4, 5000, np.int64),
-        2000, 8, 1e-4, Pool.empty(), rows,
+        own.plain, 0, shared.plain, 0, -1, own.plain, 0, context, ranked, np.ones(NUM_FEATURES), WEIGHTS, 0.5,
+        np.full(4, 5000, np.int64), 2000, 8, 1e-4, Pool.empty(), rows,
     )  # fmt: skip
     assert count == 2000
     assert len(set(zip(rows.parents.tolist(), rows.tokens.tolist(), strict=True))) == 2000

@@ -44,7 +44,7 @@ def prepared(vocab_size: int = VOCAB, **options: object) -> RecyclingDrafter:
 
 
 def request(token: int, name: str = "r") -> Request:
-    return Request(name, [token], SamplingParams())
+    return Request(name, [token], SamplingParams(), tenant="local")
 
 
 def propose(drafter: RecyclingDrafter, root: int, budget: int = 80, name: str = "r") -> DraftTree:

@@ -102,6 +102,8 @@ def test_history_is_kept_over_a_workload_or_made_anew_for_each_record() -> None:
     counts = replay_workload(texts, make, 4, VOCAB, lambda: 0.0)
     assert len(made) == 1 and counts.records == 3
     assert [call[1] for call in made[0].calls if call[0] == "finish"] == ["0", "1", "2"]
+    replay_workload(texts[:1], lambda: made[0], 4, VOCAB, lambda: 0.0, id_prefix="again ")
+    assert made[0].calls[-1][1] == "again 0"
     made.clear()
     replay_workload(texts, make, 4, VOCAB, lambda: 0.0, keep_history=False)
     assert [sum(call[0] == "finish" for call in drafter.calls) for drafter in made] == [1, 1, 1]

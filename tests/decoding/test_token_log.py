@@ -126,9 +126,116 @@ def test_whatever_the_ring_went_through_what_it_finds_was_written(seed: int) -> 
                 assert len(seen) < 3 or seen in grams
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=150)), max_size=20))
+def test_a_log_that_grows_finds_what_one_that_was_large_finds(pieces: list[tuple[int, list[int]]]) -> None:
+    small, large = TokenLog(1 << 14, initial=1), TokenLog(1 << 14)
+    texts: dict[int, list[int]] = {}
+    for text, piece in pieces:
+        small.extend(text, piece)
+        large.extend(text, piece)
+        texts.setdefault(text, []).extend(piece)
+    assert small.end == large.end
+    assert small.num_tokens == large.num_tokens == sum(len(text) for text in texts.values())
+    for context in ([0], [1, 2], [0, 0, 3], [1, 2, 3, 4]):
+        assert found(small, context) == found(large, context)  # in the same order
+    for text, tokens in texts.items():
+        assert small.tokens_of(small.number(text)).tolist() == tokens
+
+
+def test_a_log_doubles_up_to_its_capacity_and_then_forgets() -> None:
+    log, rng = TokenLog(32 * BLOCK, initial=4 * BLOCK), np.random.default_rng(0)
+    texts = [rng.integers(0, 10**6, BLOCK - 1) for _ in range(40)]
+    sizes, plain = [], log.plain
+    for text in texts:
+        log.add(text)
+        sizes.append(len(log.arrays.tokens) // BLOCK)
+    assert sizes == [4] * 4 + [8] * 4 + [16] * 8 + [32] * 24
+    assert all(array is other for array, other in zip(log.arrays, log.plain, strict=True)) and log.plain is not plain
+    assert all(array.flags.c_contiguous for array in log.arrays)
+    assert log.oldest == 8 * BLOCK
+    for number, text in enumerate(texts):
+        assert [f for f, length in found(log, text[:5].tolist()) if length == 5] == [text[5:9].tolist()] * (number >= 8)
+    assert TokenLog(1 << 30).nbytes < 1 << 20
+
+
+def test_a_count_goes_on_after_the_log_has_grown() -> None:
+    log = TokenLog(16 * BLOCK, initial=2 * BLOCK)
+    for _ in range(5):
+        log.add([90, 91, 92, 93, 94, 95])
+    assert sorted(log.arrays.counts[log.arrays.counts > 1].tolist()) == [5, 5, 5]
+
+
+def test_a_removed_text_is_never_found_or_followed() -> None:
+    log = TokenLog(1 << 14, initial=1)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 50, 300).tolist() for _ in range(3)]
+    for start in range(0, 300, 7):
+        for name, text in enumerate(texts):
+            log.extend(name, text[start : start + 7])
+    number = log.number(1)
+    assert log.tokens_of(number).tolist() == texts[1]
+    log.remove(number, rescued=False)
+    assert log.number(1) == -1 and not len(log.tokens_of(number)) and log.num_tokens == 600
+    assert not log.arrays.counts[log.arrays.tokens < 0].any()
+    left = [texts[0], texts[2]]
+    for token in range(50):
+        assert sorted(found(log, [token])) == sorted(naive(left, [token]))
+    log.extend(1, [7, 8])  # another text of that name
+    assert log.number(1) > number and log.tokens_of(log.number(1)).tolist() == [7, 8]
+    log.remove(12345, rescued=True)
+    assert log.num_tokens == 602
+
+
+def test_what_survived_goes_with_a_removed_text_if_asked() -> None:
+    log, rng = TokenLog(16 * BLOCK), np.random.default_rng(0)
+    for _ in range(3):
+        log.add([90, 91, 92, 93, 94, 95])
+    for _ in range(20):
+        log.add(rng.integers(1000, 10**6, BLOCK - 4))
+    assert not len(log.tokens_of(0)) and found(log, [90, 91, 92, 93])
+    log.remove(0, rescued=False)
+    assert found(log, [90, 91, 92, 93])
+    log.remove(0, rescued=True)
+    assert not found(log, [93]) and not found(log, [90])
+
+
+def test_what_survives_after_a_removal_can_be_removed_too() -> None:
+    log, rng = TokenLog(16 * BLOCK), np.random.default_rng(0)
+
+    def fill(blocks: int) -> None:
+        for _ in range(blocks):
+            log.add(rng.integers(1000, 10**6, BLOCK - 4))
+
+    for first in (90, 80):
+        for _ in range(3):
+            log.add([first, first + 1, first + 2, first + 3, first + 4])
+        fill(6)
+    assert log.end == 18 * BLOCK
+    fill(2)
+    assert found(log, [90, 91, 92, 93]) and not len(log.tokens_of(2))  # survived in a block that has room for more
+    log.remove(-1, rescued=True)
+    fill(7)
+    assert found(log, [80, 81, 82, 83]) and not len(log.tokens_of(11)) and not found(log, [90])
+    log.remove(-1, rescued=True)
+    assert not found(log, [80])
+
+
+def test_a_cleared_log_is_empty_and_small_and_works() -> None:
+    log = TokenLog(1 << 14, initial=128)
+    log.extend("a", range(1000))
+    number, grown = log.number("a"), log.nbytes
+    log.clear()
+    assert (log.number("a"), log.end, log.num_tokens) == (-1, 0, 0) and log.nbytes < grown / 4 and not found(log, [5])
+    log.extend("a", [5, 6])
+    assert log.number("a") > number and found(log, [5]) == [([6], 1)]
+
+
 def test_sizes_are_checked_and_reported() -> None:
     with pytest.raises(ValueError, match="capacity must be at least 1"):
         TokenLog(0)
+    with pytest.raises(ValueError, match="initial must be at least 1"):
+        TokenLog(100, 0)
     log = TokenLog(1000)
     assert len(log.arrays.tokens) == 1024 and log.nbytes < 60 * 1024
     log.extend("a", [])

@@ -19,7 +19,6 @@ from engine.model_tables import (
     Progress,
     bigram_table,
     cached_table,
-    fingerprint,
     unigram_distances,
     unigram_ranking,
 )
@@ -97,30 +96,6 @@ def test_embeddings_of_two_widths_have_no_ranking(tmp_path: Path) -> None:
     model.lm_head = torch.nn.Linear(32, VOCAB)
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM has no unigram ranking"):
         unigram_ranking(model, VOCAB)
-
-
-def test_the_fingerprint_is_of_the_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_model(ModelOptions(model_folder(tmp_path)))
-    again = load_model(ModelOptions(str(save_model(tmp_path / "elsewhere", llama_config()))))
-    other = load_model(ModelOptions(model_folder(tmp_path, seed=1)))
-    half = load_model(ModelOptions(model_folder(tmp_path), dtype="bfloat16"))
-    for limit in (2**28, 0):  # hashed whole, and sampled
-        monkeypatch.setattr("engine.model_tables._HASH_WHOLE_BYTES", limit)
-        own = fingerprint(loaded.model, loaded.tokenizer)
-        assert own == fingerprint(again.model, again.tokenizer)
-        changed = [
-            fingerprint(other.model, other.tokenizer),
-            fingerprint(half.model, half.tokenizer),
-            fingerprint(loaded.model, None),
-        ]
-        assert len({own, *changed}) == 4
-    monkeypatch.setattr("engine.model_tables._HASH_WHOLE_BYTES", 2**28)
-    before = fingerprint(loaded.model, loaded.tokenizer)
-    with torch.no_grad():
-        loaded.model.lm_head.weight[5, 7] += 0.001
-    assert fingerprint(loaded.model, loaded.tokenizer) != before
-    again.model.config.rope_parameters["rope_theta"] = 5000.0
-    assert fingerprint(again.model, again.tokenizer) != before
 
 
 class Builder:

@@ -36,7 +36,7 @@ def runner(loaded: LoadedModel) -> ModelRunner:
 
 
 def info(max_model_len: int = 90) -> ModelInfo:
-    return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True)
+    return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True, "tiny", "none")
 
 
 def with_bos(loaded: LoadedModel, adds: bool) -> PreTrainedTokenizerFast:

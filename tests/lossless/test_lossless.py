@@ -66,8 +66,11 @@ def nearly(output: list[int]) -> list[int]:
 
 def generate(engine: Engine, all_params: Sequence[SamplingParams], expected: Sequence[list[int]] = ()) -> list[list[int]]:
     """The outputs of all prompts; ``expected`` makes references of which parts can be copied."""
+    tenants = ("a", "a", "b", None)
     requests = [
-        Request(str(i), prompt, params, references=[prompt[::-1], *(nearly(output) for output in expected[i : i + 1])])
+        Request(
+            str(i), prompt, params, [prompt[::-1], *(nearly(output) for output in expected[i : i + 1])], tenant=tenants[i % 4]
+        )
         for i, (prompt, params) in enumerate(zip(PROMPTS, all_params, strict=True))
     ]
     for request in requests:

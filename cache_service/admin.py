@@ -1,0 +1,257 @@
+"""What an operator may do with what the cluster remembers: look at it, copy it out and in, delete from it, check it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache_service.folding import Fold, unreadable
+from cache_service.namespace import Identity, namespace
+from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
+from cache_service.redis_store import RedisStore, compare_ids
+from cache_service.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
+from configs.slices import CacheOptions
+from decoding.history import PUBLIC
+from decoding.request import request_of, text_key
+from decoding.tree import Int32Array
+
+DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole
+_ENTRIES = 4  # of up to 1 MiB that go in one round trip
+_CHOICES = 1 << 16  # of a request
+
+
+class UnknownTenantError(LookupError):
+    """The configuration has no tenant of that name."""
+
+
+class ForeignSnapshotError(ValueError):
+    """A snapshot of another tokenizer: its numbers mean other tokens here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What is kept of a tenant, and what that takes in Redis."""
+
+    tenant: str
+    namespace: str
+    texts: int
+    tokens: int
+    epoch: int  # deletions of the tenant so far
+    stream_entries: int
+    stream_bytes: int  # as Redis estimates it
+    snapshot_bytes: int
+    snapshot_age_s: float | None  # None: no snapshot yet
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something in Redis that cannot be read, and is not used."""
+
+    tenant: str
+    place: str  # "snapshot ID" or "entry ID"
+    what: str
+
+
+class CacheAdmin:
+    """The verbs. Safe to use from several threads. All work on Redis alone: no service or replica has to run.
+
+    Besides what they name, all methods raise ``redis.RedisError`` or ``OSError`` where Redis does not answer as it should.
+    """
+
+    def __init__(self, url: str, secret: bytes, identity: Identity, tenants: Sequence[str], options: CacheOptions) -> None:
+        """
+        Args:
+            url: of Redis.
+            secret: of the namespaces.
+            identity: of the model.
+            tenants: their names; the public corpus (``"*"``) is one more.
+            options: the slice ``cache`` of the configuration.
+
+        Raises:
+            ValueError: the address cannot be, or the secret is empty.
+        """
+        self._identity = identity
+        self._store = RedisStore(url, options.prefix, options.timeout_s)
+        self._namespaces = {
+            tenant: namespace(secret, tenant, identity.model_revision, identity.tokenizer_revision)
+            for tenant in dict.fromkeys((*tenants, PUBLIC))
+        }
+
+    def stats(self) -> list[TenantStats]:
+        """Of each tenant. Reads all that is kept, one tenant after another, to count it."""
+        return [self._stats(tenant) for tenant in self._namespaces]
+
+    def export(self, tenant: str) -> bytes:
+        """A snapshot of now: the stored one, and the stream since.
+
+        Raises:
+            UnknownTenantError: no such tenant.
+            CorruptSnapshotError: the stored one cannot be read, so that this would be a part only.
+        """
+        fold = self._fold(tenant)
+        if fold.damaged:
+            raise CorruptSnapshotError(f"the stored snapshot of tenant {tenant!r} cannot be read; see outrider cache verify")
+        return encode_snapshot(fold.snapshot(time.time()))
+
+    def import_(self, tenant: str, data: bytes) -> int:
+        """Adds the texts of an exported snapshot, as if they were generated now; how many there were.
+
+        Texts of requests that were deleted here stay deleted and are not counted.
+
+        Raises:
+            UnknownTenantError: no such tenant.
+            CorruptSnapshotError: the data is damaged, or no snapshot.
+            ForeignSnapshotError: it is of another tokenizer.
+        """
+        fold = self._fold(tenant)
+        snapshot = decode_snapshot(data)
+        ours = self._identity
+        if (snapshot.vocab_size, snapshot.tokenizer_revision) != (ours.vocab_size, ours.tokenizer_revision):
+            raise ForeignSnapshotError(
+                f"the snapshot is of tokenizer revision {snapshot.tokenizer_revision} with {snapshot.vocab_size} tokens, this "
+                f"model has {ours.tokenizer_revision} with {ours.vocab_size}: export it from a cluster with the same tokenizer"
+            )
+        deltas = _deltas(fold, snapshot.texts)
+        self._write(fold, deltas)
+        return len({delta.text for delta in deltas})
+
+    def preload(self, documents: Sequence[Sequence[int] | Int32Array]) -> int:
+        """Adds documents, as token ids, to the public corpus; how many texts that are new there.
+
+        They are cut into texts of up to ``DOCUMENT_TOKENS``. A text is named after its content: loaded twice it is kept once.
+
+        Raises:
+            ValueError: a token that the vocabulary does not have.
+        """
+        texts: dict[int, SnapshotText] = {}
+        for index, document in enumerate(documents):
+            tokens = np.asarray(document, np.int64)
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._identity.vocab_size:
+                raise ValueError(
+                    f"documents[{index}] must hold token ids from 0 to {self._identity.vocab_size - 1}, "
+                    f"got {tokens.min()} to {tokens.max()}"
+                )
+            for at in range(0, len(tokens), DOCUMENT_TOKENS):
+                part = tokens[at : at + DOCUMENT_TOKENS].astype("<i4")
+                key = int.from_bytes(hashlib.blake2b(part.tobytes(), digest_size=8).digest()) << 16
+                texts[key] = SnapshotText(key, part, True, 0.0)
+        fold = self._fold(PUBLIC)
+        deltas = [delta for delta in _deltas(fold, texts.values()) if delta.text not in fold.texts.texts]
+        self._write(fold, deltas)
+        return len(deltas)
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Forgets all of a tenant, everywhere; the tenant's new epoch.
+
+        Raises:
+            UnknownTenantError: no such tenant.
+        """
+        name = self._namespace(tenant)
+        epoch = self._store.delete(name)
+        self._append(name, [Batch(secrets.randbits(64), 0, epoch)])
+        return epoch
+
+    def delete_request(self, tenant: str, request: str) -> None:
+        """Forgets what was generated for a request, everywhere and for good: all its choices.
+
+        Args:
+            tenant: whose.
+            request: ``id`` of the answer, such as ``chatcmpl-...``; ``ID/CHOICE`` means the whole request too.
+
+        Raises:
+            UnknownTenantError: no such tenant.
+        """
+        name = self._namespace(tenant)
+        epoch = self._store.heads([name])[name].epoch
+        self._append(name, [Batch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
+
+    def verify(self) -> list[Problem]:
+        """Reads every snapshot and every entry of the streams; what cannot be read."""
+        return [
+            Problem(tenant, place, what)
+            for tenant, name in self._namespaces.items()
+            for place, what in unreadable(self._store, name, self._identity)
+        ]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._store.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def _namespace(self, tenant: str) -> str:
+        if tenant not in self._namespaces:
+            raise UnknownTenantError(
+                f"no tenant {tenant!r}: the configuration has {len(self._namespaces) - 1} and the public corpus {PUBLIC!r}"
+            )
+        return self._namespaces[tenant]
+
+    def _fold(self, tenant: str) -> Fold:
+        """What is kept of a tenant now."""
+        name = self._namespace(tenant)
+        while True:
+            fold = Fold.load(self._store, name, self._identity)
+            fold.catch_up(self._store, self._store.heads([name])[name].last_id)
+            head = self._store.heads([name])[name]
+            if compare_ids(head.snapshot_id, fold.cursor) > 0:  # a newer snapshot may have cut off entries before they were read
+                continue
+            if head.epoch > fold.epoch:  # deleted, and the batch that says so is not there yet
+                fold.apply(Batch(0, 0, head.epoch), time.time())
+            return fold
+
+    def _stats(self, tenant: str) -> TenantStats:
+        fold, usage = self._fold(tenant), self._store.usage(self._namespaces[tenant])
+        saved_s = int(fold.snapshot_id.partition("-")[0]) / 1000
+        return TenantStats(
+            tenant, fold.namespace, len(fold.texts.texts), fold.texts.num_tokens, fold.epoch,
+            usage.stream_entries, usage.stream_bytes, usage.snapshot_bytes, max(0.0, time.time() - saved_s) if saved_s else None,
+        )  # fmt: skip
+
+    def _write(self, fold: Fold, deltas: Iterable[CacheDelta]) -> None:
+        origin = secrets.randbits(64)
+        batches = [
+            Batch(origin, sequence, fold.epoch, group)
+            for sequence, group in enumerate(split_deltas(deltas, self._identity.vocab_size))
+        ]
+        for at in range(0, len(batches), _ENTRIES):
+            self._append(fold.namespace, batches[at : at + _ENTRIES])
+
+    def _append(self, name: str, batches: Sequence[Batch]) -> None:
+        self._store.append([(name, encode_batch(batch, self._identity.vocab_size)) for batch in batches])
+
+
+def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
+    """The pieces that say these texts to the tenant of ``fold``, but for those that were deleted there by request.
+
+    A key that was evicted never comes back. Such a text gets another choice of its request: deletion by request still finds it.
+    """
+    deltas = []
+    keys: dict[int, int] = {}  # here, by key there
+    taken: set[int] = set()
+    for text in texts:
+        if request_of(text.text) in fold.texts.ledger.removed:
+            continue
+        if text.text not in keys:
+            keys[text.text] = next(key for key in _candidates(text.text) if key not in taken and _is_free(fold, key, text))
+            taken.add(keys[text.text])
+        deltas.append(CacheDelta(keys[text.text], text.offset, text.tokens, text.final))
+    return deltas
+
+
+def _candidates(key: int) -> Iterator[int]:
+    """The key, then other choices of its request. Clients ask for few choices, so the last ones are free."""
+    yield key
+    first = key >> 16 << 16
+    yield from range(first + _CHOICES - 1, first - 1, -1)
+
+
+def _is_free(fold: Fold, key: int, text: SnapshotText) -> bool:
+    if not fold.texts.ledger.allows(key):
+        return False
+    there = fold.texts.texts.get(key)
+    return key == text.text or there is None or np.array_equal(there.tokens, text.tokens)

@@ -1,0 +1,230 @@
+"""The local copy of what the cluster remembers: texts go out, texts of others come in, and no step of the engine waits for it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache_service.breaker import Guard
+from cache_service.inbox import Inbox
+from cache_service.namespace import Identity, namespace
+from cache_service.outbox import Outbox
+from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
+from cache_service.redis_store import MAX_BLOCK_S, RedisStore
+from cache_service.tail import Tail
+from configs.slices import CacheOptions
+from decoding.history import PUBLIC, Histories
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks at where the streams stand
+TAKE_TOKENS = 1 << 16  # written in one round trip, of all tenants together
+_PAUSE_S = 0.01  # while the engine's thread has enough to do
+_IDLE_S = 5.0  # a writer that has nothing to write wakes up after that, too
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorCounts:
+    """How it goes. Counts are of this process' life."""
+
+    connected: bool  # the last attempts to read and to write, if any, succeeded
+    breaker: str  # the worse one of reading and writing: "closed", "half-open" or "open"
+    opened: int  # times a breaker opened
+    failures: dict[str, int]  # by kind: connection, timeout, full, refused, read-only, nonsense, wrong type, other, internal
+    published_tokens: int  # that Redis has taken
+    applied_tokens: int  # that have come in, own ones included
+    dropped_tokens: int  # of ours that Redis never got
+    corrupt_records: int
+    corrupt_snapshots: int
+    lost_records: int  # batches that were written and never came
+    reloads: int  # from a snapshot, after the first
+    outbox_bytes: int
+    outbox_dropped_texts: int
+
+
+class Mirror:
+    """Shares the histories of this process with those of all others that have the same Redis, secret, model and tokenizer.
+
+    Two threads talk to Redis; the engine's thread owns the histories and only touches queues: ``publish`` puts into the outbox,
+    ``apply`` takes from the inbox. Whatever Redis does, no method raises and none but ``start`` and ``close`` waits.
+    """
+
+    def __init__(
+        self,
+        options: CacheOptions,
+        url: str,
+        secret: bytes,
+        identity: Identity,
+        tenants: Sequence[str],
+        memory: Histories,
+        wake: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            options: times and sizes.
+            url: of Redis, see ``cache_service/addresses.py``.
+            secret: of the cluster; hides tenants' names, and parts clusters that share a Redis.
+            identity: of model and tokenizer.
+            tenants: whose texts are shared; the public corpus comes along, but nothing is written to it.
+            memory: the engine's histories.
+            wake: called by a thread of the mirror when there is something to apply.
+
+        Raises:
+            ValueError: an address that cannot be, or an empty secret.
+        """
+        self._options, self._memory, self._wake, self._vocab_size = options, memory, wake, identity.vocab_size
+        self._tenants = frozenset(tenants) - {PUBLIC}
+        names = dict.fromkeys((PUBLIC, *tenants))
+        self._namespaces = {name: namespace(secret, name, identity.model_revision, identity.tokenizer_revision) for name in names}
+        self._store = RedisStore(url, options.prefix, options.timeout_s)
+        self._outbox = Outbox(int(options.outbox_mib * 2**20))
+        self._inbox = Inbox()
+        self._tail = Tail(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
+        self._reading = Guard("reading what others generated", options.retry_s)
+        self._writing = Guard("writing what was generated here", options.retry_s)
+        self._origin = secrets.randbits(64)
+        self._sequences = dict.fromkeys(self._namespaces, 0)
+        self._published_tokens = self._unwritable_tokens = 0
+        self._look_at_s = 0.0
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=loop, name=f"mirror-{name}", daemon=True) for name, loop in (
+            ("reader", self._read_until_closed), ("writer", self._write_until_closed),
+        )]  # fmt: skip
+
+    # -- the engine's thread ---------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> None:
+        """Takes over what the cluster remembers, then follows it.
+
+        When it returns, ``memory`` holds all that Redis had, unless Redis is away or ``timeout_s`` have passed: then the rest
+        comes later, through ``apply``.
+        """
+        began_s = time.monotonic()
+        deadline_s = began_s + timeout_s
+        caught_up = False
+
+        def catch_up() -> None:
+            nonlocal caught_up
+            caught_up = self._tail.catch_up(deadline_s)
+
+        while not caught_up and time.monotonic() < deadline_s and not self._reading.attempt(catch_up):
+            while self._inbox.apply(self._memory, 1 << 20):
+                pass
+        tokens = sum(history.num_tokens for name in self._namespaces if (history := self._memory.of(name)) is not None)
+        if caught_up:
+            logger.info("shared texts: %d tokens in %.2f s", tokens, time.monotonic() - began_s)
+        else:
+            logger.warning("shared texts: Redis is away or slow; starting with %d tokens, the rest comes when it can", tokens)
+        for thread in self._threads:
+            thread.start()
+
+    def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int], final: bool) -> None:
+        """Says what was generated: tokens of a text from an offset on. Nothing is waited for."""
+        assert tenant in self._tenants, "a tenant that this mirror was not told of"
+        self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))
+
+    def apply(self, max_tokens: int = 4096) -> bool:
+        """Puts about ``max_tokens`` of what has arrived into the histories, in turns of tenants; whether more waits."""
+        return self._inbox.apply(self._memory, max_tokens)
+
+    def counts(self) -> MirrorCounts:
+        """A look at the counters; any thread may take it."""
+        guards = (self._reading, self._writing)
+        states = [guard.state for guard in guards]
+        return MirrorCounts(
+            connected=self._reading.succeeded and self._writing.state == "closed",
+            breaker=next((state for state in ("open", "half-open") if state in states), "closed"),
+            opened=sum(guard.opened for guard in guards),
+            failures=dict(self._reading.failures + self._writing.failures),
+            published_tokens=self._published_tokens,
+            applied_tokens=self._inbox.applied_tokens,
+            dropped_tokens=self._outbox.dropped_tokens + self._unwritable_tokens,
+            corrupt_records=self._tail.corrupt_records,
+            corrupt_snapshots=self._tail.corrupt_snapshots,
+            lost_records=self._tail.lost_records,
+            reloads=self._tail.reloads,
+            outbox_bytes=self._outbox.nbytes,
+            outbox_dropped_texts=self._outbox.dropped_texts,
+        )
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Writes what waits, for up to ``timeout_s`` and only while Redis works, then ends the threads. May be repeated."""
+        deadline_s = time.monotonic() + timeout_s
+        if self._threads[1].is_alive():
+            while not self._outbox.idle and self._writing.state == "closed" and time.monotonic() < deadline_s:
+                time.sleep(0.002)
+        self._closing.set()
+        self._outbox.wake()
+        self._store.close()  # ends a read that waits
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.1, deadline_s - time.monotonic()))
+
+    # -- the mirror's threads --------------------------------------------------------------------------------------------------
+
+    def _read_until_closed(self) -> None:
+        while not self._closing.is_set():
+            wait_s = self._reading.attempt(self._read_once)
+            if wait_s:
+                self._look_at_s = 0.0  # Redis may be another one when it answers again
+                self._closing.wait(wait_s)
+
+    def _read_once(self) -> None:
+        try:
+            looked = time.monotonic() >= self._look_at_s
+            if looked:
+                if self._tail.look():
+                    self._wake()
+                self._look_at_s = time.monotonic() + LOOK_S
+            if self._tail.crowded:
+                self._closing.wait(_PAUSE_S)
+            elif self._tail.read(0.0 if looked else MAX_BLOCK_S):
+                self._wake()
+        except Exception:
+            if not self._closing.is_set():  # else the connection was closed to end this
+                raise
+
+    def _write_until_closed(self) -> None:
+        while not self._closing.is_set():
+            if not self._outbox.wait(_IDLE_S) or self._closing.is_set():
+                continue
+            self._closing.wait(self._options.flush_s)
+            wait_s = self._writing.attempt(self._write_once)
+            if wait_s:
+                self._closing.wait(wait_s)
+
+    def _write_once(self) -> None:
+        """Takes what waits to Redis; where that fails it waits on."""
+        with self._tail.deleting:
+            epochs = {tenant: place.ledger.epoch for tenant, place in self._tail.places.items()}
+            taken = self._outbox.take(TAKE_TOKENS)
+        entries: list[tuple[str, bytes]] = []
+        sequences = dict(self._sequences)
+        tokens = 0
+        for tenant, deltas in taken.items():
+            kept = [delta for delta in deltas if self._tail.places[tenant].ledger.allows(delta.text)]
+            for group in split_deltas(kept, self._vocab_size):
+                batch = Batch(self._origin, sequences[tenant], epochs[tenant], group)
+                try:
+                    data = encode_batch(batch, self._vocab_size)
+                except ValueError as error:  # no token of this vocabulary: nothing that waiting would mend
+                    self._unwritable_tokens += sum(len(delta.tokens) for delta in group)
+                    logger.error("tenant %s: tokens are not shared: %s", tenant, error)
+                    continue
+                entries.append((self._namespaces[tenant], data))
+                sequences[tenant] = (sequences[tenant] + 1) % 2**32
+                tokens += sum(len(delta.tokens) for delta in group)
+        try:
+            self._store.append(entries)
+        except BaseException:
+            self._outbox.give_back(taken)
+            raise
+        self._outbox.delivered()
+        self._sequences = sequences  # a batch that failed goes out again under its number: others would miss it otherwise
+        self._published_tokens += tokens

@@ -1,0 +1,258 @@
+"""The service: folds the streams of all tenants into snapshots and keeps each tenant within its quota and its time."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import redis
+
+from cache_service.breaker import failure_kind
+from cache_service.folding import READ_ENTRIES, Fold
+from cache_service.lease import Lease, LeaseLostError
+from cache_service.namespace import Identity, namespace
+from cache_service.records import Batch, encode_batch, token_width
+from cache_service.redis_store import Head, RedisStore, compare_ids
+from cache_service.snapshot import encode_snapshot
+from configs.slices import CacheOptions
+from decoding.history import PUBLIC
+
+_BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
+_CHECK_S = 1.0  # between looks at what Redis holds
+_EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
+_ROOM = 0.9  # share of its quota that a full tenant is brought down to
+_EVICTED_KEYS = 4096  # of one batch
+_WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes (0.2-0.9 s a million tokens, measured), the longest work there is
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What a service knows of itself."""
+
+    leader: bool  # it holds the lease; the other numbers of what is kept are 0 for one that stands by
+    namespaces: int  # that it folds: tenants and the public corpus
+    texts: int
+    tokens: int
+    snapshots: int  # written
+    evicted_texts: int  # let go of: quota and time to live
+    corrupt_records: int  # entries and snapshots that could not be read, and were dropped
+    failures: int  # times that Redis was away, slow, full or talked nonsense
+    last_error: str | None
+
+
+class CacheServer:
+    """One of any number of services. Who has the lease works, the others stand by.
+
+    The lease saves work, correctness does not rest on it: applying is idempotent, a snapshot never replaces one of a later
+    entry, and a stream is trimmed only up to a snapshot that is stored. So a service that lost the lease without noticing does
+    no harm with what it still writes.
+    """
+
+    def __init__(
+        self,
+        options: CacheOptions,
+        url: str,
+        secret: bytes,
+        identity: Identity,
+        tenants: Sequence[str],
+        quotas: Mapping[str, int],
+    ) -> None:
+        """
+        Args:
+            options: the slice ``cache`` of the configuration.
+            url: of Redis.
+            secret: of the namespaces.
+            identity: of the model.
+            tenants: their names; the public corpus is always served.
+            quotas: bytes by tenant; where absent that of the options.
+
+        Raises:
+            ValueError: the address cannot be, or the secret is empty.
+        """
+        self._options, self._identity = options, identity
+        self._store = RedisStore(url, options.prefix, options.timeout_s)
+        self._tenants: dict[str, str] = {}  # by namespace
+        self._quotas: dict[str, int] = {}  # tokens, by namespace
+        for tenant in dict.fromkeys((*tenants, PUBLIC)):
+            name = namespace(secret, tenant, identity.model_revision, identity.tokenizer_revision)
+            mib = options.public_mib if tenant == PUBLIC else options.tenant_mib
+            self._tenants[name] = tenant
+            self._quotas[name] = int(quotas.get(tenant, mib * 2**20)) // token_width(identity.vocab_size)
+        # Services of the same namespaces relieve each other; those of another model in the same Redis have a lease of their own.
+        lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
+        self._lease = Lease(self._store, lease, options.lease_s)
+        self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
+        self._check_at = self._expire_at = 0.0
+        self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
+        self._last_error: str | None = None
+        self._kept = (0, 0, 0)  # namespaces, texts, tokens
+        self._well = True
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread. Redis need not be there yet."""
+        assert self._thread is None, "started twice"
+        self._thread = threading.Thread(target=self._run, name="outrider-cache-server", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and gives the lease back, so that another takes over at once."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._options.timeout_s + 5.0)
+        try:
+            self._lease.release()
+        except (redis.RedisError, OSError) as error:
+            logger.info("cache service: the lease runs out by itself: %s", error)
+        self._store.close()
+
+    def status(self) -> ServerStatus:
+        """From any thread."""
+        counters = self._snapshots, self._evicted_texts, self._corrupt, self._failures
+        return ServerStatus(self._lease.held, *self._kept, *counters, self._last_error)
+
+    # -- the thread ------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._lease.hold()
+                self._turn()
+            except LeaseLostError:
+                self._stand_by()
+            except (redis.RedisError, OSError) as error:
+                self._failed(error)
+            except Exception as error:  # a mistake of ours: a thread that ended would let the streams grow for good
+                logger.exception("cache service: starts again from what is stored")
+                self._folds.clear()
+                self._failed(error)
+
+    def _stand_by(self) -> None:
+        self._folds.clear()
+        self._kept = (0, 0, 0)
+        self._check_at = 0.0
+        self._worked()
+        self._stopping.wait(self._options.lease_s / 3)
+
+    def _turn(self) -> None:
+        """A look at everything, when it is time for one; then the next entries of all tenants; then what has to be written."""
+        if time.monotonic() >= self._check_at:
+            self._check()
+        found = self._store.read({name: fold.cursor for name, fold in self._folds.items()}, _BLOCK_S, READ_ENTRIES)
+        for name, entries in found.items():
+            self._lease.hold()
+            for entry_id, data in entries:
+                self._corrupt += not self._folds[name].add(entry_id, data)
+        for fold in self._folds.values():
+            self._lease.hold()
+            self._keep(fold)
+        folds = self._folds.values()
+        self._kept = len(folds), sum(len(fold.texts.texts) for fold in folds), sum(fold.texts.num_tokens for fold in folds)
+        self._worked()
+
+    def _worked(self) -> None:
+        if not self._well:
+            self._well = True
+            logger.info("cache service: Redis is back")
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self._last_error = f"{type(error).__name__}: {error}"[:200]
+        if self._well:
+            self._well = False
+            logger.warning("cache service: %s; trying again every %.1f s", self._last_error, self._options.retry_s)
+        self._lease.doubt()
+        self._check_at = 0.0  # Redis may be another one when it is back
+        if failure_kind(error) == "full":
+            self._make_room()
+        self._stopping.wait(self._options.retry_s)
+
+    def _make_room(self) -> None:
+        """Redis is full: what the stored snapshots hold leaves the streams at once, readers that are behind load the snapshot."""
+        try:
+            for fold in self._folds.values():
+                self._store.trim(fold.namespace, fold.snapshot_id, exact=True)
+        except (redis.RedisError, OSError) as error:
+            logger.info("cache service: no room could be made: %s", error)
+
+    # -- what is kept ----------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Compares what is kept with what Redis holds, loads what is not known yet, and drops texts that are too old."""
+        now = time.monotonic()
+        heads = self._store.heads(list(self._tenants))
+        for name, head in heads.items():
+            fold = self._folds.get(name)
+            if fold is None or compare_ids(head.snapshot_id, fold.cursor) > 0:  # another one was in office
+                self._load(name)
+            else:
+                self._compare(fold, head)
+        if now >= self._expire_at:
+            for name, fold in self._folds.items():
+                if self._tenants[name] != PUBLIC:
+                    self._let_go(fold, fold.texts.expire(self._options.ttl_s, time.time()))
+            low, high = _EXPIRE_S
+            self._expire_at = now + min(max(low, self._options.ttl_s / 100), high)
+        self._check_at = now + _CHECK_S
+
+    def _load(self, name: str) -> None:
+        self._lease.hold(self._store.usage(name).snapshot_bytes * _WORK_S_PER_TOKEN)
+        self._store.register(name)
+        fold = Fold.load(self._store, name, self._identity)
+        if fold.damaged:
+            self._corrupt += 1
+            self._say(fold, fold.epoch)
+            fold.demand()
+        self._folds[name] = fold
+
+    def _compare(self, fold: Fold, head: Head) -> None:
+        lost = compare_ids(head.last_id, fold.cursor) < 0
+        if head.epoch < fold.epoch:
+            self._store.raise_epoch(fold.namespace, fold.epoch)
+        if lost or head.epoch > fold.epoch:
+            # Before anything is noted here, so that it is done again if Redis fails. Should he who deleted the tenant have died
+            # before saying so, this says it.
+            self._say(fold, max(fold.epoch, head.epoch))
+        if lost:
+            logger.warning("cache service: Redis has lost namespace %s, it is written again from memory", fold.namespace)
+            fold.write_again(head.snapshot_id)
+        elif compare_ids(head.snapshot_id, fold.snapshot_id) < 0:
+            fold.snapshot_id = head.snapshot_id
+            fold.demand()
+        if head.epoch > fold.epoch:
+            fold.apply(Batch(fold.origin, fold.sequence, head.epoch), time.time())
+
+    def _keep(self, fold: Fold) -> None:
+        quota = self._quotas[fold.namespace]
+        if fold.texts.num_tokens > quota:
+            self._lease.hold(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
+            self._let_go(fold, fold.texts.evict(int(quota * _ROOM), self._options.half_life_s, time.time()))
+        while fold.unsaid:
+            keys = tuple(fold.unsaid[:_EVICTED_KEYS])
+            self._say(fold, fold.epoch, keys)
+            del fold.unsaid[: len(keys)]
+        if fold.due(self._options.snapshot_s):
+            self._lease.hold(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
+            data = encode_snapshot(fold.snapshot(time.time()))
+            if self._store.save_snapshot(fold.namespace, fold.cursor, data, fold.epoch):
+                self._snapshots += 1
+                fold.saved(len(data), self._store)
+            else:  # a newer one is there, or the tenant was deleted
+                self._check_at = 0.0
+
+    def _let_go(self, fold: Fold, keys: Sequence[int]) -> None:
+        self._evicted_texts += len(keys)
+        fold.let_go(keys)
+
+    def _say(self, fold: Fold, epoch: int, evicted: tuple[int, ...] = ()) -> None:
+        """Writes a batch. One without evicted texts says the epoch, and is an entry for the next snapshot to go up to."""
+        batch = Batch(fold.origin, fold.sequence, epoch, evicted=evicted)
+        self._store.append([(fold.namespace, encode_batch(batch, self._identity.vocab_size))])
+        fold.sequence += 1

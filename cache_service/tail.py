@@ -1,0 +1,220 @@
+"""Following the streams of a replica's tenants: what to read next, what of it counts, and when to start again from a snapshot."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cache_service.inbox import Inbox
+from cache_service.namespace import Identity
+from cache_service.outbox import Outbox
+from cache_service.records import Batch, CorruptRecordError, decode_batch
+from cache_service.redis_store import START, Head, RedisStore, compare_ids
+from cache_service.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
+from cache_service.texts import Admitted, Ledger
+
+logger = logging.getLogger(__name__)
+
+READ_ENTRIES = 128  # of one tenant at once
+MAX_WAITING_TOKENS = 1 << 20  # of one tenant that wait for the engine's thread before more is read
+_MAX_ORIGINS = 1024  # writers of a tenant whose counts are followed
+_COUNT = 1 << 32  # batches are counted modulo this
+
+
+@dataclass(slots=True)
+class Place:
+    """How far a tenant's stream was followed."""
+
+    namespace: str
+    ledger: Ledger = field(default_factory=Ledger)
+    cursor: str = START  # the last entry read
+    counts: dict[int, tuple[int, str]] = field(default_factory=dict)  # by origin: sequence of its last batch, the entry's id
+    lost_after: str | None = None  # entries are missing somewhere behind this one
+    useless: str = START  # id of a snapshot that could not be used
+    warned: bool = False  # about a corrupt record, since the last look
+
+    def follow(self, batch: Batch, id: str) -> int:
+        """Notes a batch's number; returns how many of its origin are missing before it. Nothing changes when it comes again."""
+        known = self.counts.pop(batch.origin, None)
+        if known is None:
+            if len(self.counts) >= _MAX_ORIGINS:
+                del self.counts[next(iter(self.counts))]
+            self.counts[batch.origin] = batch.sequence, id
+            return 0
+        ahead = (batch.sequence - known[0]) % _COUNT
+        if ahead == 0 or ahead >= _COUNT // 2:
+            self.counts[batch.origin] = known
+            return 0
+        self.counts[batch.origin] = batch.sequence, id
+        if ahead > 1 and self.lost_after is None:
+            self.lost_after = known[1]
+        return ahead - 1
+
+    def restart(self, cursor: str) -> None:
+        """Reads on from elsewhere."""
+        self.cursor, self.counts, self.lost_after = cursor, {}, None
+
+    def wants_snapshot(self, head: Head) -> bool:
+        """Whether the newest snapshot holds what cannot be read from the stream any more.
+
+        The stream is trimmed up to a snapshot at most. So entries after the cursor are gone only if the snapshot is ahead of it
+        and the oldest entry is, too; a tail that has merely not read them yet reads them.
+        """
+        if head.snapshot_id in (START, self.useless):
+            return False
+        if self.lost_after is not None and compare_ids(head.snapshot_id, self.lost_after) > 0:
+            return True
+        behind = compare_ids(head.snapshot_id, self.cursor) > 0
+        return behind and (head.first_id == START or compare_ids(head.first_id, self.cursor) > 0)
+
+
+class Tail:
+    """Reads from Redis into the inbox. Used by one thread at a time, which gets the errors of ``RedisStore``."""
+
+    def __init__(
+        self, store: RedisStore, identity: Identity, namespaces: Mapping[str, str], inbox: Inbox, outbox: Outbox, ttl_s: float
+    ) -> None:
+        """
+        Args:
+            store: where the streams are.
+            identity: what a snapshot must be of, and what tokens there are.
+            namespaces: by tenant.
+            inbox: takes what is to be applied.
+            outbox: is told what was deleted.
+            ttl_s: deletions of requests are remembered for so long, as nothing of them is kept anywhere for longer.
+        """
+        self._store, self._identity, self._inbox, self._outbox, self._ttl_s = store, identity, inbox, outbox, ttl_s
+        self.places = {tenant: Place(namespace) for tenant, namespace in namespaces.items()}
+        self._tenants = {namespace: tenant for tenant, namespace in namespaces.items()}
+        # Whoever holds it sees a tenant's epoch and what waits in the outbox agree: old texts never leave under a new epoch.
+        self.deleting = threading.Lock()
+        self.corrupt_records = self.corrupt_snapshots = self.lost_records = self.reloads = 0
+
+    def look(self) -> bool:
+        """Compares with where the streams stand: deletions, a Redis that was restarted empty, entries that are gone.
+
+        Returns:
+            Whether something was put into the inbox.
+        """
+        heads = self._store.heads([place.namespace for place in self.places.values()])
+        found, num_emptied = False, 0
+        for tenant, place in self.places.items():
+            head = heads[place.namespace]
+            place.warned = False
+            place.ledger.forget(time.time() - self._ttl_s)
+            if head.epoch > place.ledger.epoch:
+                found |= self._deliver(tenant, Batch(0, 0, head.epoch))
+            elif head.epoch < place.ledger.epoch:
+                self._store.raise_epoch(place.namespace, place.ledger.epoch)
+            # The service writes the last snapshot again, so that the cursor may be at one that is ahead of an empty stream.
+            emptied = compare_ids(head.last_id, place.cursor) < 0 and compare_ids(head.snapshot_id, place.cursor) < 0
+            if emptied:
+                num_emptied += 1
+                place.restart(START)
+            if place.wants_snapshot(head):
+                found |= self._reload(tenant, head.snapshot_id, afresh=not emptied)
+        if num_emptied:
+            logger.info("Redis has forgotten the texts of %d tenants; following it from the beginning", num_emptied)
+        return found
+
+    def read(self, block_s: float) -> bool:
+        """Reads what is new, waiting for it up to ``block_s``; whether something was put into the inbox."""
+        cursors = {
+            place.namespace: place.cursor
+            for tenant, place in self.places.items()
+            if self._inbox.weight(tenant) < MAX_WAITING_TOKENS
+        }
+        found = False
+        for namespace, entries in self._store.read(cursors, block_s, READ_ENTRIES).items():
+            tenant = self._tenants[namespace]
+            for id, data in entries:
+                found |= self._take(tenant, id, data)
+        return found
+
+    def catch_up(self, deadline_s: float) -> bool:
+        """Reads all that there is now; False if time is up (by the monotonic clock) or the inbox has to be emptied first."""
+        self.look()
+        heads = self._store.heads([place.namespace for place in self.places.values()])
+        behind = True
+        while behind:
+            if time.monotonic() > deadline_s:
+                return False
+            cursors = [place.cursor for place in self.places.values()]
+            self.read(0.0)
+            behind = any(compare_ids(place.cursor, heads[place.namespace].last_id) < 0 for place in self.places.values())
+            if cursors == [place.cursor for place in self.places.values()]:  # the last entries may have been trimmed
+                return not any(self._inbox.weight(tenant) >= MAX_WAITING_TOKENS for tenant in self.places)
+        return True
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits for the engine's thread that nothing is read for now."""
+        return all(self._inbox.weight(tenant) >= MAX_WAITING_TOKENS for tenant in self.places)
+
+    def _take(self, tenant: str, id: str, data: bytes | None) -> bool:
+        """One entry of a stream."""
+        place = self.places[tenant]
+        place.cursor = id
+        try:
+            if data is None:
+                raise CorruptRecordError("an entry without a record")
+            batch = decode_batch(data, self._identity.vocab_size)
+        except CorruptRecordError as error:
+            self.corrupt_records += 1
+            if not place.warned:  # once between two looks, however many there are
+                logger.warning("tenant %s: record %s is dropped: %s", tenant, id, error)
+                place.warned = True
+            return False
+        self.lost_records += place.follow(batch, id)
+        return self._deliver(tenant, batch)
+
+    def _deliver(self, tenant: str, batch: Batch) -> bool:
+        with self.deleting:
+            admitted = self.places[tenant].ledger.admit(batch, time.time())
+            self._delete(tenant, admitted)
+        if not (admitted.cleared or admitted.removed or admitted.evicted or admitted.deltas):
+            return False
+        self._inbox.put(tenant, admitted)
+        return True
+
+    def _delete(self, tenant: str, admitted: Admitted) -> None:
+        if admitted.cleared:
+            self._outbox.forget(tenant)
+        for request in admitted.removed:
+            self._outbox.forget_request(tenant, request)
+
+    def _reload(self, tenant: str, snapshot_id: str, afresh: bool) -> bool:
+        """Goes on from the newest snapshot, ``afresh`` without what is known; whether that was possible."""
+        place = self.places[tenant]
+        loaded = self._store.load_snapshot(place.namespace)
+        if loaded is None:
+            return False
+        id, data = loaded
+        try:
+            snapshot = self._decode(data)
+        except CorruptSnapshotError as error:
+            self.corrupt_snapshots += 1
+            place.useless = snapshot_id
+            logger.warning("tenant %s: snapshot %s is dropped: %s; reading what the stream still holds", tenant, id, error)
+            return False
+        with self.deleting:
+            admitted = place.ledger.admit_snapshot(snapshot)
+            if admitted is None:  # of before a deletion
+                place.useless = snapshot_id
+                return False
+            self._delete(tenant, admitted)
+        # What was evicted is not in the emptied history; later pieces of it are the ledger's to stop.
+        self._inbox.put(tenant, Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=afresh)
+        self.reloads += place.cursor != START
+        place.restart(id)
+        return True
+
+    def _decode(self, data: bytes) -> Snapshot:
+        snapshot = decode_snapshot(data)
+        known = self._identity.vocab_size, self._identity.tokenizer_revision
+        if (snapshot.vocab_size, snapshot.tokenizer_revision) != known:
+            raise CorruptSnapshotError("it is of another tokenizer")
+        return snapshot

@@ -1,0 +1,243 @@
+"""The operator's routes, ``/admin/cache``: what the cluster remembers is looked at, moved and deleted here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Protocol
+
+import redis
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from cache_service.admin import Problem, TenantStats, UnknownTenantError
+from cluster.errors import ApiError
+from cluster.openai_types import Text
+from cluster.tenancy import Tenancy
+
+logger = logging.getLogger(__name__)
+
+MAX_PRELOAD_BYTES = 8 << 20  # of a body: tokenized while requests are served, so in small parts
+MAX_IMPORT_BYTES = 256 << 20
+_PIECE_BYTES = 1 << 20
+
+
+class CacheAdminPort(Protocol):
+    """The shared memory as the operator sees it. ``tenant`` is a name, ``*`` the public corpus.
+
+    Each method raises ``cache_service.admin.UnknownTenantError``, ``redis.RedisError`` or ``OSError`` where Redis does not do
+    what it should, or an ``ApiError``.
+    """
+
+    async def stats(self) -> Sequence[TenantStats]:
+        """What is kept, an entry a tenant."""
+        ...
+
+    async def export(self, tenant: str) -> bytes:
+        """A snapshot of now. Raises ``ValueError`` where the stored one cannot be read."""
+        ...
+
+    async def import_(self, tenant: str, data: bytes) -> int:
+        """Adds a snapshot's texts and says how many. Raises ``ValueError``: no sound snapshot, or one of another tokenizer."""
+        ...
+
+    async def preload(self, documents: Sequence[Sequence[int]]) -> int:
+        """Adds documents, as token ids, to the public corpus; how many texts were new. Raises ``ValueError`` for a bad id."""
+        ...
+
+    async def delete_tenant(self, tenant: str) -> object:
+        """Forgets all texts of a tenant, everywhere."""
+        ...
+
+    async def delete_request(self, tenant: str, request_id: str) -> object:
+        """Forgets the texts of one answer, everywhere. ``request_id`` is the ``id`` of the response."""
+        ...
+
+    async def verify(self) -> Sequence[Problem]:
+        """Reads and checks all that is stored, and says what is wrong with it."""
+        ...
+
+
+class _Preload(BaseModel):
+    """The body of ``POST /admin/cache/preload``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1)]
+
+
+class AdminService:
+    """What the admin routes do. Each first checks the key."""
+
+    def __init__(self, tenancy: Tenancy, tokenizer: PreTrainedTokenizerFast, port: CacheAdminPort | None) -> None:
+        self._tenancy, self._tokenizer, self._port = tenancy, tokenizer, port
+
+    async def stats(self, request: Request) -> dict[str, Any]:
+        """How much is kept of each tenant."""
+        port = self._allowed(request)
+        with _answered():
+            return {"tenants": [dataclasses.asdict(entry) for entry in await port.stats()]}
+
+    async def export(self, request: Request) -> Response:
+        """A snapshot of one tenant, as a file."""
+        port, tenant = self._allowed(request), _tenant(request)
+        with _answered(500, "corrupt_snapshot"):
+            data = await port.export(tenant)
+        logger.info("exported %d bytes of tenant %s", len(data), tenant)
+        name = "public" if tenant == "*" else tenant
+        headers = {"Content-Disposition": f'attachment; filename="{name}.snapshot"', "Content-Length": str(len(data))}
+        return StreamingResponse(_pieces(data), media_type="application/octet-stream", headers=headers)
+
+    async def import_(self, request: Request) -> dict[str, Any]:
+        """Adds an exported snapshot to a tenant."""
+        port, tenant = self._allowed(request), _tenant(request)
+        data = await _body(request, MAX_IMPORT_BYTES, "export less, or raise cluster.admin_api.MAX_IMPORT_BYTES")
+        with _answered(400, "invalid_snapshot", "the body cannot be imported: "):
+            texts = await port.import_(tenant, data)
+        logger.info("imported %d texts into tenant %s", texts, tenant)
+        return {"tenant": tenant, "texts": texts}
+
+    async def preload(self, request: Request) -> dict[str, Any]:
+        """Adds documents to the public corpus."""
+        port = self._allowed(request)
+        body = _documents(await _body(request, MAX_PRELOAD_BYTES, "send the documents in several requests"))
+        documents = await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
+        with _answered(400, "invalid_value"):
+            texts = await port.preload(documents)
+        tokens = sum(map(len, documents))
+        logger.info("preloaded %d documents with %d tokens", len(documents), tokens)
+        return {"documents": len(documents), "tokens": tokens, "texts": texts}  # documents and tokens of the body, new texts
+
+    async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
+        """Forgets a tenant's texts."""
+        port = self._allowed(request)
+        with _answered():
+            await port.delete_tenant(tenant)
+        logger.info("deleted all texts of tenant %s", tenant)
+        return {"tenant": tenant, "deleted": True}
+
+    async def delete_request(self, request: Request, tenant: str, request_id: str) -> dict[str, Any]:
+        """Forgets the texts of one answer."""
+        port = self._allowed(request)
+        with _answered():
+            await port.delete_request(tenant, request_id)
+        logger.info("deleted the texts of one answer to tenant %s", tenant)
+        return {"tenant": tenant, "request": request_id, "deleted": True}
+
+    async def verify(self, request: Request) -> dict[str, Any]:
+        """What is wrong with the stored data; an empty list when nothing is."""
+        port = self._allowed(request)
+        with _answered():
+            return {"problems": [dataclasses.asdict(problem) for problem in await port.verify()]}
+
+    def _allowed(self, request: Request) -> CacheAdminPort:
+        """The shared memory, for the operator only."""
+        self._tenancy.check_admin(request.headers.get("authorization"))
+        if self._port is None:
+            raise ApiError(
+                404,
+                "this server shares nothing: cache.enabled is false in its configuration, or there is no Redis",
+                code="cache_disabled",
+            )
+        return self._port
+
+    def _encode(self, documents: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encoder.encode_batch(documents, add_special_tokens=False)]
+
+    @functools.cached_property
+    def _encoder(self) -> Tokenizer:
+        """A tokenizer of its own: the service's may be changed while another thread uses it."""
+        encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        encoder.no_truncation()
+        encoder.no_padding()
+        return encoder
+
+
+def add_admin_routes(app: FastAPI, service: AdminService) -> None:
+    """Gives an application the routes. They take the request itself: the key is looked at before the body is read."""
+
+    @app.get("/admin/cache/stats")
+    async def stats(request: Request) -> dict[str, Any]:
+        return await service.stats(request)
+
+    @app.get("/admin/cache/export", response_model=None)
+    async def export(request: Request) -> Response:
+        return await service.export(request)
+
+    @app.post("/admin/cache/import")
+    async def import_(request: Request) -> dict[str, Any]:
+        return await service.import_(request)
+
+    @app.post("/admin/cache/preload")
+    async def preload(request: Request) -> dict[str, Any]:
+        return await service.preload(request)
+
+    @app.delete("/admin/cache/tenants/{tenant}")
+    async def delete_tenant(request: Request, tenant: str) -> dict[str, Any]:
+        return await service.delete_tenant(request, tenant)
+
+    @app.delete("/admin/cache/tenants/{tenant}/requests/{request_id}")
+    async def delete_request(request: Request, tenant: str, request_id: str) -> dict[str, Any]:
+        return await service.delete_request(request, tenant, request_id)
+
+    @app.get("/admin/cache/verify")
+    async def verify(request: Request) -> dict[str, Any]:
+        return await service.verify(request)
+
+
+@contextlib.contextmanager
+def _answered(status: int = 500, code: str = "internal_error", prefix: str = "") -> Iterator[None]:
+    """What the shared memory raises, as what the operator is told. The arguments are for a ``ValueError``."""
+    try:
+        yield
+    except UnknownTenantError as error:
+        raise ApiError(404, str(error), param="tenant", code="tenant_not_found") from None
+    except ValueError as error:
+        raise ApiError(status, f"{prefix}{error}", code=code) from error
+    except (redis.RedisError, OSError) as error:
+        logger.exception("an admin request failed")
+        message = f"Redis does not do what is asked ({type(error).__name__}: {error}); try again"
+        raise ApiError(503, message, code="cache_unavailable") from error
+
+
+def _tenant(request: Request) -> str:
+    tenant = request.query_params.get("tenant")
+    if not tenant:
+        raise ApiError(400, "tenant is required: add ?tenant=NAME", param="tenant", code="missing_required_parameter")
+    return tenant
+
+
+async def _body(request: Request, limit: int, advice: str) -> bytes:
+    """The body; 413 as soon as it is known to be longer than ``limit`` bytes."""
+    too_long = ApiError(413, f"the body is longer than {limit} bytes: {advice}", code="body_too_long")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_long
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > limit:
+            raise too_long
+    return bytes(data)
+
+
+def _documents(data: bytes) -> _Preload:
+    try:
+        return _Preload.model_validate_json(data)
+    except ValidationError as error:
+        finding = error.errors(include_input=False)[0]
+        field = "".join(f"[{step}]" if isinstance(step, int) else str(step) for step in finding["loc"])
+        message = f"{field or 'the body'}: {finding['msg']}; send " + '{"documents": ["a text", ...]}'
+        raise ApiError(400, message, param=field or None, code="invalid_value") from None
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]

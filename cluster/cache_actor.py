@@ -1,0 +1,96 @@
+"""The keeper of the shared memory as a Serve deployment, and the admin routes' way to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import redis
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from actors.cache_keeper import CacheKeeper, CacheNotReadyError
+from actors.replica import CacheAccess, Description
+from cache_service.admin import Problem, TenantStats, UnknownTenantError
+from cache_service.namespace import Identity
+from cluster.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBE_TIMEOUT_S = 5.0
+
+
+class CacheActor:
+    """A ``CacheKeeper`` as an actor. What it refuses is sent as a value, as an engine does it."""
+
+    def __init__(self, engine: DeploymentHandle[Any], access: CacheAccess, quotas: dict[str, int]) -> None:
+        self._keeper = CacheKeeper(access, quotas, lambda: _identity(engine))
+
+    async def call(self, verb: str, *arguments: object) -> object:
+        """What a method of ``CacheAdmin`` gives, or the exception that it raises."""
+        try:
+            return await asyncio.to_thread(getattr(self._keeper.admin, verb), *arguments)
+        except (CacheNotReadyError, UnknownTenantError, ValueError, redis.RedisError, OSError) as refusal:
+            return refusal
+
+    def check_health(self) -> None:
+        """Raises ``CacheNotReadyError`` when Serve has to replace this actor."""
+        self._keeper.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_keeper"):
+            self._keeper.stop()
+
+
+def _identity(engine: DeploymentHandle[Any]) -> Identity | None:
+    """Of the model that an engine replica has loaded; None while none answers."""
+    try:
+        description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
+    except (RayError, RayServeException, TimeoutError):
+        return None
+    return Identity(description.info.model_revision, description.info.tokenizer_revision, description.info.vocab_size)
+
+
+class HandleCacheAdmin:
+    """The ``CacheAdminPort`` over a deployment of ``CacheActor``."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def stats(self) -> Sequence[TenantStats]:
+        """See ``CacheAdminPort``, as for the others."""
+        return cast("Sequence[TenantStats]", await self._call("stats"))
+
+    async def export(self, tenant: str) -> bytes:
+        return cast("bytes", await self._call("export", tenant))
+
+    async def import_(self, tenant: str, data: bytes) -> int:
+        return cast("int", await self._call("import_", tenant, data))
+
+    async def preload(self, documents: Sequence[Sequence[int]]) -> int:
+        return cast("int", await self._call("preload", documents))
+
+    async def delete_tenant(self, tenant: str) -> None:
+        await self._call("delete_tenant", tenant)
+
+    async def delete_request(self, tenant: str, request_id: str) -> None:
+        await self._call("delete_request", tenant, request_id)
+
+    async def verify(self) -> Sequence[Problem]:
+        return cast("Sequence[Problem]", await self._call("verify"))
+
+    async def _call(self, verb: str, *arguments: object) -> object:
+        try:
+            answer = await self._handle.call.remote(verb, *arguments)
+        except (RayError, RayServeException) as error:
+            logger.exception("the cache service failed")
+            message = f"the cache service is not answering ({type(error).__name__}); try again"
+            raise ApiError(503, message, code="cache_unavailable") from error
+        if isinstance(answer, CacheNotReadyError):
+            raise ApiError(503, str(answer), code="cache_unavailable")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer

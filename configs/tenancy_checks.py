@@ -1,0 +1,64 @@
+"""What may be wrong with tenants and their keys, beyond the types of the values."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+
+from configs.slices import TenancyOptions
+
+KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
+_TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
+_KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def tenancy_faults(tenancy: TenancyOptions, host: str) -> list[str]:
+    """One sentence for each fault; none when all is well.
+
+    What stands where a hash belongs is not shown: it may be the key itself.
+
+    Args:
+        tenancy: as configured.
+        host: where the server listens.
+    """
+    return [*_names(tenancy), *_hashes(tenancy), *_anonymous(tenancy, host)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name: what it stands for is not ours to say
+        return False
+
+
+def _names(tenancy: TenancyOptions) -> Iterator[str]:
+    names = [("tenancy.tenants", name) for name in tenancy.tenants]
+    if tenancy.anonymous is not None:
+        names.append(("tenancy.anonymous", tenancy.anonymous))
+    for where, name in names:
+        if not _TENANT_NAME.fullmatch(name):
+            yield f"{where}: {name!r} cannot name a tenant; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -"
+
+
+def _hashes(tenancy: TenancyOptions) -> Iterator[str]:
+    for index, text in enumerate(tenancy.admin_keys):
+        if not _KEY_HASH.fullmatch(text):
+            yield f"tenancy.admin_keys.{index} is not a hash of a key; allowed: {KEY_ADVICE}"
+    owners: dict[str, str] = {}
+    for name, options in tenancy.tenants.items():
+        for index, text in enumerate(options.keys):
+            if not _KEY_HASH.fullmatch(text):
+                yield f"tenancy.tenants.{name}.keys.{index} is not a hash of a key; allowed: {KEY_ADVICE}"
+            elif (owner := owners.setdefault(text, name)) != name:
+                yield f"tenancy.tenants: {owner} and {name} have the same key {text[:15]}...; a key belongs to one tenant"
+
+
+def _anonymous(tenancy: TenancyOptions, host: str) -> Iterator[str]:
+    if tenancy.anonymous is not None and not is_loopback(host):
+        yield (
+            f"tenancy.anonymous is {tenancy.anonymous!r}, but other machines reach server.host {host!r}: all who come without "
+            "a key would share drafts; set tenancy.anonymous=null and give tenants keys (outrider new-key), or "
+            "server.host=127.0.0.1"
+        )

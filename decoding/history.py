@@ -1,0 +1,313 @@
+"""What a replica remembers of past outputs: a history for each tenant, and one that all tenants share."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decoding.candidates import Float64Array
+from decoding.request import request_of
+from decoding.token_log import TokenLog
+from decoding.tree import Int32Array
+
+PUBLIC = "*"  # the tenant whose texts all tenants draft from
+HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # at most so much waits in one history for what comes before it
+_FEW = 16  # tokens
+_REMOVED_REQUESTS = 1 << 16  # hashes to remember
+_FEWEST_TEXTS = 1024  # known by name before any is forgotten
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is known of a text by its key."""
+
+    length: int = 0  # tokens from its beginning on that have come
+    end: int | None = None  # its length when it is complete, once known
+    dead: bool = False  # removed: nothing of it comes in
+    numbers: list[int] = field(default_factory=list)  # owners in the log of its parts, and of earlier texts of its name
+    held: list[tuple[int, Int32Array]] = field(default_factory=list)  # pieces behind a gap, by offset
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it has come."""
+        return self.end is not None and self.length >= self.end
+
+    def hold(self, offset: int, tokens: Int32Array) -> int:
+        """Keeps a piece until the gap before it is filled; returns by how many tokens more is held."""
+        at = bisect_left(self.held, offset, key=_offset)
+        known = len(self.held[at][1]) if at < len(self.held) and self.held[at][0] == offset else -1
+        if len(tokens) <= known:
+            return 0
+        self.held[at : at + (known >= 0)] = [(offset, tokens.copy())]
+        return len(tokens) - max(0, known)
+
+
+def _offset(piece: tuple[int, Int32Array]) -> int:
+    return piece[0]
+
+
+class History:
+    """The texts of one tenant, and how often each token is in them.
+
+    A text comes in pieces, from this process or from others. Pieces may come twice and in any order: the result is the same. A
+    piece is drafted from when all that comes before it is there.
+
+    Example: the pieces (offset 0) ``1 2``, (offset 3) ``4`` and (offset 1) ``2 3`` make ``1 2``, again ``1 2``, and ``1 2 3 4``.
+    """
+
+    def __init__(self, capacity: int, end_tokens: tuple[int, ...] = ()) -> None:
+        """
+        Args:
+            capacity: tokens to hold, at least 1.
+            end_tokens: a text is parted at them; they are in no branch and are not counted.
+
+        Raises:
+            ValueError: a capacity below one token.
+        """
+        self.log = TokenLog(capacity)
+        self.end_tokens = frozenset(end_tokens)
+        self.frequencies: Float64Array = np.zeros(0)  # [vocab seen so far] how often each token came
+        self.edition: object = object()  # another one once texts are deleted: what was derived from them before has to go too
+        self._texts: dict[int, _Text] = {}  # the one that was begun first comes first
+        self._most_texts = _FEWEST_TEXTS
+        self._removed: dict[int, None] = {}  # request hashes, the one removed first comes first
+        self._holding: dict[int, None] = {}  # texts with pieces behind a gap, likewise
+        self._held_tokens = 0
+
+    @property
+    def num_texts(self) -> int:
+        """Texts known by name of which tokens have come."""
+        return sum(entry.length > 0 and not entry.dead for entry in self._texts.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be drafted from."""
+        return self.log.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.log.nbytes + self.frequencies.nbytes + 4 * self._held_tokens
+
+    def start(self, text: int) -> None:
+        """Says that this process begins to write a text.
+
+        If one of this key is complete, or was removed, it is another text: its tokens stay, if any, and this one begins at
+        offset 0. If not, another process has begun it and this one goes on with it.
+        """
+        entry = self._texts.get(text)
+        if entry is None:
+            self._bound_texts()
+            self._texts[text] = _Text()
+        elif entry.complete or entry.dead:
+            self._forget_held(text, entry)
+            here = np.isin(entry.numbers, self.log.arrays.owners)
+            del self._texts[text]
+            self._texts[text] = _Text(numbers=np.asarray(entry.numbers, np.int64)[here].tolist())
+
+    def extend(self, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool = False) -> None:
+        """Takes in a piece of a text.
+
+        Args:
+            text: key of the text.
+            offset: tokens of the text before this piece.
+            tokens: [m] token ids, not negative.
+            final: the text ends with this piece.
+        """
+        entry = self._texts.get(text)
+        if entry is None:
+            if request_of(text) in self._removed or not (len(tokens) or final):
+                return
+            self._bound_texts()
+            entry = self._texts[text] = _Text()
+        if entry.dead or entry.complete:
+            return
+        new = np.asarray(tokens, np.int32)
+        if final:
+            entry.end = offset + len(new)
+        if offset > entry.length:
+            if len(new):
+                self._hold(text, entry, offset, new)
+            return
+        self._append(text, entry, offset, new)
+        while entry.held and entry.held[0][0] <= entry.length:
+            offset, new = entry.held.pop(0)
+            self._held_tokens -= len(new)
+            self._append(text, entry, offset, new)
+        if not entry.held:
+            self._holding.pop(text, None)
+        if entry.complete:
+            self._forget_held(text, entry)
+            self.log.close(text)
+
+    def _append(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
+        """Writes what is new of a piece that begins no later than the text ends."""
+        new = tokens[entry.length - offset :]
+        entry.length += len(new)
+        if self.end_tokens and not self.end_tokens.isdisjoint(new.tolist()):
+            ends = np.flatnonzero(np.isin(new, list(self.end_tokens)))
+            for start, end in zip((0, *(ends + 1)), ends, strict=False):
+                self._write(text, entry, new[start:end])
+                self.log.close(text)
+            new = new[ends[-1] + 1 :]
+        self._write(text, entry, new)
+
+    def _write(self, text: int, entry: _Text, new: Int32Array) -> None:
+        if not len(new):
+            return
+        self.log.extend(text, new)
+        number = self.log.number(text)
+        if not entry.numbers or entry.numbers[-1] != number:
+            entry.numbers.append(number)
+        few = new.tolist() if len(new) <= _FEW else []  # what a step emits: many times faster without numpy
+        known, top = len(self.frequencies), max(few) if few else int(new.max())
+        if top >= known:
+            self.frequencies = np.concatenate((self.frequencies, np.zeros(top + 1 - known)))
+        if few:
+            for token in few:
+                self.frequencies[token] += 1.0
+        else:
+            np.add.at(self.frequencies, new, 1.0)
+
+    def _hold(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
+        """Keeps a piece behind a gap; of too many those of the text that waits longest are dropped."""
+        self._holding[text] = None
+        self._held_tokens += entry.hold(offset, tokens)
+        while len(self._holding) > HELD_TEXTS or self._held_tokens > HELD_TOKENS:
+            oldest = next(iter(self._holding))
+            self._forget_held(oldest, self._texts[oldest])
+
+    def _forget_held(self, text: int, entry: _Text) -> None:
+        if text in self._holding:
+            del self._holding[text]
+            self._held_tokens -= sum(len(tokens) for _, tokens in entry.held)
+            entry.held.clear()
+
+    def _bound_texts(self) -> None:
+        """Forgets the names of texts whose blocks have left the ring when there are far more names than blocks.
+
+        Complete and removed texts go first, then those that have not grown for so long.
+        """
+        if len(self._texts) < self._most_texts:
+            return
+        owners = self.log.arrays.owners
+        here = set(owners.tolist())
+        gone = [(text, entry) for text, entry in self._texts.items() if here.isdisjoint(entry.numbers)]
+        excess = len(self._texts) - max(_FEWEST_TEXTS // 2, len(owners))
+        for text, entry in sorted(gone, key=lambda item: not (item[1].complete or item[1].dead))[: max(0, excess)]:
+            self._forget_held(text, entry)
+            self.log.close(text)
+            del self._texts[text]
+        self._most_texts = max(_FEWEST_TEXTS, 2 * len(self._texts), 2 * len(owners))
+
+    def number(self, text: int) -> int:
+        """The owner number in the log of the text's part that grows; -1 for none."""
+        return self.log.number(text)
+
+    def remove(self, text: int, rescued: bool = True) -> None:
+        """Takes a text out, and all before it of the same key: they are never drafted from again.
+
+        Args:
+            text: key; pieces that come later are dropped until ``start``.
+            rescued: runs that outlived the block they stood in go too, as they may be of this text.
+        """
+        entry = self._texts.get(text)
+        if entry is None:
+            self._bound_texts()
+            entry = self._texts[text] = _Text()
+        self._forget_held(text, entry)
+        entry.dead = True
+        for number in entry.numbers:
+            left = self.log.tokens_of(number)
+            np.subtract.at(self.frequencies, left, 1.0)
+            self.log.remove(number, rescued=False)
+        entry.numbers.clear()
+        if rescued:
+            self._delete_survivors()
+
+    def remove_request(self, request_hash: int) -> None:
+        """Takes out all texts of a request, and such as come later."""
+        self._removed.pop(request_hash, None)
+        self._removed[request_hash] = None
+        if len(self._removed) > _REMOVED_REQUESTS:
+            del self._removed[next(iter(self._removed))]
+        for text in [text for text in self._texts if request_of(text) == request_hash]:
+            self.remove(text, rescued=False)
+        self._delete_survivors()
+
+    def _delete_survivors(self) -> None:
+        """Takes out what may be left of a deleted text without its name."""
+        self.log.remove(-1, rescued=True)
+        self.edition = object()
+
+    def clear(self, dead: bool) -> None:
+        """Takes everything out.
+
+        Args:
+            dead: nothing more comes in of texts that are not complete, until ``start``; else all may come again but what was
+                removed before.
+        """
+        for entry in self._texts.values():
+            entry.dead |= dead and not entry.complete
+        self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
+        self._holding.clear()
+        self._held_tokens = 0
+        self.frequencies, self.edition = np.zeros(0), object()
+        self.log.clear()
+
+
+class Histories:
+    """A history for each tenant, and the public one. What is in one is never in another."""
+
+    def __init__(self, capacity: int) -> None:
+        """
+        Args:
+            capacity: tokens for each tenant, at least 1.
+
+        Raises:
+            ValueError: a capacity below one token.
+        """
+        self._capacity = capacity
+        self._end_tokens: tuple[int, ...] = ()
+        self.public = History(capacity)
+        self._by_tenant = {PUBLIC: self.public}
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Texts are parted at them. To be set before the first text comes."""
+        return self._end_tokens
+
+    @end_tokens.setter
+    def end_tokens(self, end_tokens: tuple[int, ...]) -> None:
+        self._end_tokens = end_tokens
+        for history in self._by_tenant.values():
+            history.end_tokens = frozenset(end_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all histories."""
+        return sum(history.nbytes for history in self._by_tenant.values())
+
+    def of(self, tenant: str | None) -> History | None:
+        """The history of a tenant, which is made at the first call; None for no tenant."""
+        if tenant is None:
+            return None
+        history = self._by_tenant.get(tenant)
+        if history is None:
+            history = self._by_tenant[tenant] = History(self._capacity, self._end_tokens)
+        return history
+
+    def drop(self, tenant: str) -> None:
+        """Forgets a tenant; the public history becomes empty."""
+        history = self._by_tenant.get(tenant)
+        if history is not None:
+            history.clear(dead=True)  # whoever still holds it drafts from nothing
+            if history is not self.public:
+                del self._by_tenant[tenant]
+
+    def tenants(self) -> list[str]:
+        """Whose histories there are, the public one's first."""
+        return list(self._by_tenant)

@@ -1,0 +1,129 @@
+"""Figures of the shared memory: lag between processes, bytes in the stream, snapshots at ten million tokens, memory, and a flood.
+
+python -m experiments.cache_figures CORPUS... --tokenizer DIR --workload FILE.jsonl
+
+CORPUS: files or folders of ``.jsonl``, ``.jsonl.gz`` and ``.txt``; the workload is what the tenant asks beside whom another floods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cache_service.embedded import EmbeddedRedis
+from cache_service.namespace import Identity
+from cache_service.server import CacheServer
+from cluster.known_texts import TextTokenizer, read_known_texts
+from configs.slices import CacheOptions
+from decoding.replay import KnownText
+from decoding.tree import Int32Array
+from experiments.cache_lag import measure_lag
+from experiments.cache_sizes import measure_memory, measure_snapshot
+from experiments.record import RESULTS, write_record
+from experiments.replay_replica import ReplayReplica, Setting
+from experiments.trie_texts import corpus_texts
+
+_LAG_RUNS = ((1, 300, 3, 0.02), (8, 300, 3, 0.02), (16, 300, 3, 0.02))  # requests, tokens of each, tokens and seconds of a step
+_MEMORY_SIZES = (0, 1_000, 10_000, 100_000, 1_000_000)
+_QUOTA_BYTES = 4 << 20  # of the tenant that floods
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and writes the record; 2 for a file that cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="+", help="texts to fill memories with")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
+    parser.add_argument("--workload", type=Path, required=True, help="JSON lines with prompt and output")
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="of the snapshot")
+    parser.add_argument("--flood", type=int, default=5_000_000, help="tokens of the tenant that floods")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each lag measurement")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    args = parser.parse_args(argv)
+    started = datetime.now(UTC)
+    try:
+        texts = corpus_texts(args.corpus, args.tokenizer, args.tokens, args.seed)
+        known = read_known_texts(args.workload, TextTokenizer(args.tokenizer), None)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {"corpus": texts.about, "lag": [], "lag_without_wait": []}
+    for waits, flush_s in (("lag", CacheOptions().flush_s), ("lag_without_wait", 0.0)):
+        for run in _LAG_RUNS:
+            for _ in range(args.repeats):
+                results[waits].append(_tell(waits, _with_redis(texts.vocab_size, flush_s, measure_lag, *run)))
+    results["snapshot"] = _tell("snapshot", _with_redis(texts.vocab_size, 0.02, measure_snapshot, texts.fill))
+    results["memory"] = _tell("memory", measure_memory(texts.fill, (*_MEMORY_SIZES, args.tokens)))
+    results["flood"] = _tell("flood", flood(known, texts.fill, args.flood, texts.vocab_size))
+    print(write_record("cache-figures", vars(args), results, args.seed, started, "cpu", args.out).name)
+    return 0
+
+
+def flood(known: Sequence[KnownText], texts: Sequence[Int32Array], tokens: int, vocab_size: int) -> dict[str, Any]:
+    """Tokens per step of one tenant before and after another has sent far more than its quota.
+
+    Args:
+        known: requests of the quiet tenant; a replica has had them all before anything is measured.
+        texts: what the other one floods with.
+        tokens: how much of it.
+
+    Returns:
+        ``before`` and ``after``, each in a replica that has only what it loaded, and what is kept of both.
+    """
+    with EmbeddedRedis.start() as redis:
+        setting = _setting(redis.url, vocab_size, 0.02, ("quiet", "flood"), CacheOptions(snapshot_s=1.0))
+        server = CacheServer(
+            setting.cache, setting.url, setting.secret, setting.identity, setting.tenants, dict.fromkeys(setting.tenants, _QUOTA_BYTES)
+        )
+        server.start()
+        try:
+            with ReplayReplica(setting, True) as writer:
+                writer.replay("quiet", "first", known)
+                before = _fresh(setting, known, "before")
+                sent = 0
+                for start in range(0, len(texts), 256):
+                    writer.learn("flood", f"flood-{start}", texts[start : start + 256])
+                    sent += sum(map(len, texts[start : start + 256]))
+                    if sent >= tokens:
+                        break
+                with ReplayReplica(setting, True) as listener:
+                    listener.settle("flood", _QUOTA_BYTES // 8)
+                after = _fresh(setting, known, "after")
+        finally:
+            server.stop()
+    return {"flooded_tokens": sent, "quota_bytes": _QUOTA_BYTES, "before": before, "after": after}
+
+
+def _fresh(setting: Setting, known: Sequence[KnownText], name: str) -> dict[str, float]:
+    """Tokens per step of a replica that starts now, without what it learns itself: each request in its order, counted once."""
+    with ReplayReplica(setting, True) as replica:
+        done = replica.replay("quiet", name, known)
+    return {"tokens_per_step": round(sum(request.tokens for request in done) / sum(request.steps for request in done), 4)}
+
+
+def _with_redis(vocab_size: int, flush_s: float, measure: Any, *arguments: Any) -> Any:
+    """A measurement on a Redis of its own."""
+    with EmbeddedRedis.start() as redis:
+        return measure(_setting(redis.url, vocab_size, flush_s, ("measured",), CacheOptions(flush_s=flush_s)), *arguments)
+
+
+def _setting(url: str, vocab_size: int, flush_s: float, tenants: tuple[str, ...], cache: CacheOptions) -> Setting:
+    identity = Identity("figures", "figures", vocab_size)
+    return Setting("auto", {"history_tokens": 1 << 22}, 64, identity, url, secrets.token_bytes(32), cache, tenants)
+
+
+def _tell(name: str, result: Any) -> Any:
+    print(f"{name}: {result}", file=sys.stderr)
+    return result
+
+
+if __name__ == "__main__":
+    np.seterr(all="raise")
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""Addresses against real servers: a socket, TLS, Sentinel, Cluster, an ACL user on each; and what bad ones say."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from cache_service.addresses import connect
+from cache_service.embedded import find_redis_server
+from cache_service.redis_store import RedisStore, acl_rule
+
+A = "a" * 32
+PASSWORD = "p@ss:w/rd"
+QUOTED = "p%40ss%3Aw%2Frd"
+
+
+def free_port() -> int:
+    """A free one whose cluster bus port (10000 above) exists, too."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 55_000:
+            return port
+
+
+@contextmanager
+def server(folder: Path, port: int, *options: str, sentinel: bool = False, password: str | None = None) -> Iterator[redis.Redis]:
+    """A redis-server with options of the test's own."""
+    binary = find_redis_server()
+    assert binary is not None
+    config = folder / f"{port}.conf"
+    config.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\n" + "\n".join(options) + "\n")
+    command = [str(binary), str(config), *(["--sentinel"] if sentinel else [])]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port, password=password) as client:
+            eventually(lambda: bool(client.ping()))
+            yield client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass  # not yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def add_user(client: redis.Redis) -> None:
+    client.execute_command("ACL", "SETUSER", "limited", "on", f">{PASSWORD}", *acl_rule("outrider").split())
+
+
+def works(url: str) -> None:
+    """What the mirrors and the service do, through this address."""
+    store = RedisStore(url, "outrider", 5.0)
+    ids = store.append([(A, b"one"), ("b" * 32, b"other"), (A, b"two")])
+    assert store.read({A: "0-0", "b" * 32: ids[1]}, 0.01, 10) == {A: [(ids[0], b"one"), (ids[2], b"two")]}
+    assert store.save_snapshot(A, ids[0], b"s" * (1 << 20) + b"t") and store.save_snapshot(A, ids[2], b"new")
+    assert store.load_snapshot(A) == (ids[2], b"new")
+    assert store.trim(A, ids[2], exact=True) == 1
+    assert store.heads([A, "c" * 32])[A].first_id == ids[2]
+    store.register(A)
+    assert store.namespaces() == [A]
+    assert store.acquire("l", "me", 5) and not store.acquire("l", "you", 5)
+    store.release("l", "me")
+    usage = store.usage(A)
+    assert usage.stream_entries == 1 and usage.stream_bytes > 0 and usage.snapshot_bytes == 3
+    assert store.delete(A) == 1
+    store.ping()
+    with pytest.raises(redis.RedisError, match=r"permission|NOPERM"):
+        RedisStore(url, "another", 5.0).append([(A, b"x")])
+    store.close()
+
+
+def test_plain_server_database_and_unix_socket(tmp_path: Path) -> None:
+    port, path = free_port(), tmp_path / "redis.sock"
+    with server(tmp_path, port, f"unixsocket {path}") as client:
+        add_user(client)
+        works(f"redis://limited:{QUOTED}@127.0.0.1:{port}/3")
+        works(f"unix://limited:{QUOTED}@{path}?db=4")
+        works(f"redis://limited:{QUOTED}@localhost:{port}?health_check_interval=30")
+        assert set(client.info("keyspace")) == {"db0", "db3", "db4"}
+
+
+def test_sentinel(tmp_path: Path) -> None:
+    port, watch, secured, unused = free_port(), free_port(), free_port(), free_port()
+    monitor = f"sentinel monitor mymaster 127.0.0.1 {port} 1"
+    with server(tmp_path, port) as client:
+        add_user(client)
+        with server(tmp_path, watch, monitor, sentinel=True):
+            works(f"redis+sentinel://limited:{QUOTED}@127.0.0.1:{unused},127.0.0.1:{watch}/mymaster/2")
+            with pytest.raises(redis.ConnectionError, match="nomaster"):
+                connect(f"redis+sentinel://127.0.0.1:{watch}/nomaster", 1.0).execute_command("PING")
+        with server(tmp_path, secured, monitor, f'requirepass "{PASSWORD}"', sentinel=True, password=PASSWORD):
+            address = f"redis+sentinel://limited:{QUOTED}@127.0.0.1:{secured}/mymaster"
+            works(f"{address}?sentinel_password={QUOTED}")
+            with pytest.raises(redis.ConnectionError):
+                connect(address, 1.0).execute_command("PING")
+
+
+def test_cluster(tmp_path: Path) -> None:
+    port = free_port()
+    options = ("cluster-enabled yes", f"cluster-config-file {tmp_path}/nodes.conf")
+    with server(tmp_path, port, *options) as client:
+        client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+        add_user(client)
+        eventually(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
+        works(f"redis+cluster://limited:{QUOTED}@127.0.0.1:{free_port()},127.0.0.1:{port}")
+        held = RedisStore(f"redis+cluster://127.0.0.1:{port}", "outrider", 2.0)
+        held.ping()
+    new = RedisStore(f"redis+cluster://127.0.0.1:{port}", "outrider", 0.5)  # nothing is asked yet
+    for store in (held, new, held, new):
+        with pytest.raises((redis.RedisError, OSError)):
+            store.append([(A, b"x")])
+    with server(tmp_path, port, *options):
+        for store in (held, new):
+            eventually(lambda store=store: len(store.append([(A, b"x")])) == 1)  # type: ignore[misc]
+            store.close()
+
+
+@contextmanager
+def tls_proxy(folder: Path, target: int) -> Iterator[tuple[int, Path]]:
+    """Ends TLS in front of a server, with a certificate of its own making."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+        "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    made = subprocess.run(command, capture_output=True, check=False)
+    assert made.returncode == 0, made.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=converse, args=(plain,), daemon=True).start()
+
+    def converse(plain: socket.socket) -> None:
+        try:
+            with context.wrap_socket(plain, server_side=True) as near, socket.create_connection(("127.0.0.1", target)) as far:
+                near.settimeout(0.002)
+                far.settimeout(0.002)
+                while True:
+                    for one, other in ((near, far), (far, near)):
+                        try:
+                            data = one.recv(1 << 16)
+                        except TimeoutError:
+                            continue
+                        if not data:
+                            return
+                        other.settimeout(5)
+                        other.sendall(data)
+                        other.settimeout(0.002)
+        except OSError:
+            return  # a client that refuses the certificate, or went away
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], certificate
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def have_openssl() -> bool:
+    try:
+        return subprocess.run(["openssl", "version"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not have_openssl(), reason="no openssl command to make a certificate with")
+def test_tls(tmp_path: Path) -> None:
+    port = free_port()
+    with server(tmp_path, port) as client, tls_proxy(tmp_path, port) as (secured, certificate):
+        add_user(client)
+        works(f"rediss://limited:{QUOTED}@localhost:{secured}/0?ssl_ca_certs={certificate}")
+        for url in (f"rediss://localhost:{secured}/0", f"redis://localhost:{secured}/0"):  # unknown authority, no TLS
+            with pytest.raises((redis.RedisError, OSError)):
+                RedisStore(url, "outrider", 1.0).ping()
+        missing = RedisStore(f"rediss://localhost:{secured}/0?ssl_ca_certs={tmp_path}/none.pem", "outrider", 1.0)
+        with pytest.raises((redis.RedisError, OSError)):
+            missing.ping()
+
+
+def test_nothing_is_sent_before_the_first_command() -> None:
+    for url in (
+        "redis://10.255.255.1", "rediss://u:p@[::1]:1/0?ssl_ca_certs=/none", "unix:///none", "redis+sentinel://none/m", "redis+cluster://none",
+        "rediss+cluster://none:1", "rediss+sentinel://[::1]:1,none/m/1?ssl_cert_reqs=none",
+    ):  # fmt: skip
+        RedisStore(url, "outrider", 1.0).close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("localhost:6379", "unknown scheme"),
+        ("http://u:SECRET@h", "unknown scheme"),
+        ("redis://u:SECRET@h:port/0", "cannot be read"),
+        ("redis://u:SECRET@h:99999/0", "cannot be read"),
+        ("redis://u:SECRET@h/zero", "database"),
+        ("redis://u:SECRET@h,i/0", "several hosts"),
+        ("redis://:SE/CRET@h/0", "percent-encode"),
+        ("redis://u:SECRET@h/0?nonsense=1", "does not know"),
+        ("redis://u:SECRET@h/0?db=SECRET", "cannot be read"),
+        ("redis://u:SECRET@h/0?socket_timeout=9", "socket_timeout cannot be set"),
+        ("rediss://u:SECRET@h/0?ssl_cert_reqs=SECRET", "does not know"),
+        ("redis://u:SECRET@h/0?ssl_ca_certs=x", "does not know"),
+        ("unix://u:SECRET@", "name the socket"),
+        ("redis+sentinel://u:SECRET@h:1", "name the master"),
+        ("redis+sentinel://u:SECRET@/m", "name at least one host"),
+        ("redis+sentinel://u:SECRET@h/m/x", "database"),
+        ("redis+sentinel://u:SECRET@h/m?nonsense=1", "does not know"),
+        ("redis+cluster://u:SECRET@h/1", "one database"),
+        ("redis+cluster://u:SECRET@h,:7", "name at least one host"),
+        ("redis+cluster://u:SECRET@h?nonsense=1", "does not know"),
+    ],
+)
+def test_bad_addresses_are_refused_in_one_line_without_the_password(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        connect(url, 1.0)
+    text = str(caught.value)
+    assert text.startswith("redis_url") and "\n" not in text
+    assert "SECRET" not in text and "CRET" not in text

@@ -1,0 +1,432 @@
+"""The service on a real Redis: what it keeps, what it lets go of, and what it does when Redis or another service dies."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from cache_service.embedded import EmbeddedRedis, find_redis_server
+from cache_service.folding import Fold
+from cache_service.namespace import Identity, namespace
+from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
+from cache_service.redis_store import RedisStore, compare_ids
+from cache_service.server import CacheServer
+from cache_service.snapshot import Snapshot, SnapshotText, decode_snapshot, encode_snapshot
+from cache_service.texts import TenantTexts
+from configs.slices import CacheOptions
+from decoding.history import PUBLIC
+from decoding.request import request_hash, text_key
+
+SECRET = b"of the tests"
+IDENTITY = Identity("a1", "b2", 5000)
+DAMAGED = ("5-5", b"nonsense")  # a snapshot
+Texts = dict[int, tuple[list[int], bool]]
+
+HOLD = """
+import sys, time
+from cache_service.namespace import Identity
+from cache_service.server import CacheServer
+from configs.slices import CacheOptions
+url, prefix = sys.argv[1:]
+options = CacheOptions(prefix=prefix, snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
+server = CacheServer(options, url, b"of the tests", Identity("a1", "b2", 5000), ["acme", "umbra"], {})
+server.start()
+while not server.status().tokens:
+    time.sleep(0.01)
+print("leads", flush=True)
+time.sleep(600)
+"""
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, IDENTITY.vocab_size, count).tolist()
+
+
+class Cluster:
+    """A prefix of its own in one Redis: what replicas would write to it, and what is there."""
+
+    def __init__(self, url: str, **options: float) -> None:
+        self.url = url
+        quick = {"snapshot_s": 0.05, "lease_s": 0.6, "retry_s": 0.1}
+        self.options = CacheOptions(prefix=f"t{secrets.token_hex(4)}", **quick | options)
+        self.store = RedisStore(url, self.options.prefix, 1.0)
+        self.servers: list[CacheServer] = []
+        self._sequence = 0
+
+    def name(self, tenant: str = "acme") -> str:
+        return namespace(SECRET, tenant, IDENTITY.model_revision, IDENTITY.tokenizer_revision)
+
+    def server(self, quotas: dict[str, int] | None = None) -> CacheServer:
+        self.servers.append(CacheServer(self.options, self.url, SECRET, IDENTITY, ["acme", "umbra"], quotas or {}))
+        self.servers[-1].start()
+        return self.servers[-1]
+
+    def say(
+        self,
+        *texts: tuple[str, Sequence[int]],
+        tenant: str = "acme",
+        epoch: int = 0,
+        removed: Sequence[str] = (),
+        final: bool = True,
+    ) -> str:
+        deltas = tuple(CacheDelta(text_key(name), 0, np.array(text, np.int32), final) for name, text in texts)
+        hashes = tuple(request_hash(name) for name in removed)
+        batch = Batch(7, self._sequence, epoch, deltas, hashes)
+        self._sequence += 1
+        return self.store.append([(self.name(tenant), encode_batch(batch, IDENTITY.vocab_size))])[0]
+
+    def snapshot(self, tenant: str = "acme") -> Texts:
+        """What the stored snapshot holds."""
+        stored = self.store.load_snapshot(self.name(tenant))
+        if stored is None or stored == DAMAGED:
+            return {}
+        return {text.text: (text.tokens.tolist(), text.final) for text in decode_snapshot(stored[1]).texts}
+
+    def now(self, tenant: str = "acme") -> Texts:
+        """What a replica that starts now would load: snapshot and stream."""
+        fold = Fold.load(self.store, self.name(tenant), IDENTITY)
+        fold.catch_up(self.store, self.store.heads([self.name(tenant)])[self.name(tenant)].last_id)
+        return {key: (text.tokens.tolist(), text.final) for key, text in fold.texts.texts.items()}
+
+    def holds(self, text: Sequence[int]) -> bool:
+        """Whether the bytes of these tokens are anywhere in Redis, as far as it is this cluster's."""
+        packed = np.array(text, "<u2").tobytes()
+        with redis.Redis.from_url(self.url) as client:
+            client.config_set("rdbcompression", "no")
+            return any(packed in (client.dump(key) or b"") for key in client.scan_iter(f"*{self.options.prefix}*"))
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop()
+        self.store.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedRedis.start() as server:
+        yield server.url
+
+
+@pytest.fixture
+def make(url: str) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def build(at: str = url, **options: float) -> Cluster:
+        made.append(Cluster(at, **options))
+        return made[-1]
+
+    yield build
+    for cluster in made:
+        cluster.close()
+
+
+def expected(texts: dict[str, list[int]]) -> Texts:
+    return {text_key(name): (text, True) for name, text in texts.items()}
+
+
+def test_streams_become_snapshots_that_load_equal(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    texts = {f"r{index}/1": tokens(index, 1 + index % 90) for index in range(400)}
+    first = cluster.say(("r0/1", texts["r0/1"]))
+    server = cluster.server()
+    for name, text in texts.items():
+        cluster.say((name, text[: len(text) // 2]), final=False)
+        last = cluster.say((name, text))
+    head = cluster.name()
+    assert wait_for(lambda: cluster.store.heads([head])[head].snapshot_id == last)
+    assert cluster.snapshot() == expected(texts)
+    assert server.status().texts == 400
+    assert server.status().tokens == sum(map(len, texts.values()))
+    # Another snapshot, and the stream up to the one before it goes (node by node, of up to 100 entries).
+    cluster.say(("more", [1, 2, 3]), tenant="acme")
+    assert wait_for(lambda: cluster.store.usage(head).stream_entries < 200)
+    assert cluster.store.heads([head])[head].first_id != first
+    everything = expected(texts | {"more": [1, 2, 3]})
+    assert cluster.now() == everything
+    server.stop()
+    other = cluster.server()
+    assert wait_for(lambda: other.status().texts == 401)
+    assert other.status().corrupt_records == other.status().failures == 0
+    assert other.status().last_error is None
+
+
+def test_only_one_of_several_leads_and_the_next_takes_over(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    first, second = cluster.server(), cluster.server()
+    assert wait_for(lambda: first.status().leader or second.status().leader)
+    leader, other = (first, second) if first.status().leader else (second, first)
+    cluster.say(("r", [1, 2, 3]))
+    assert wait_for(lambda: leader.status().tokens == 3)
+    assert not other.status().leader and other.status().namespaces == 0
+    leader.stop()
+    cluster.say(("s", [4, 5]))
+    assert wait_for(lambda: other.status().tokens == 5)
+    assert other.status().leader and not leader.status().leader
+
+
+def test_killed_leader_is_replaced_when_its_lease_runs_out(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.say(("r", [1, 2, 3]))
+    command = [sys.executable, "-c", HOLD, cluster.url, cluster.options.prefix]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "leads\n"
+        server = cluster.server()
+        time.sleep(0.3)
+        assert not server.status().leader
+        process.kill()
+        cluster.say(("s", [4, 5]))
+        assert wait_for(lambda: server.status().tokens == 5)
+        assert server.status().leader
+        assert wait_for(lambda: cluster.snapshot() == expected({"r": [1, 2, 3], "s": [4, 5]}))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_full_tenant_lets_go_and_says_so(make: Callable[..., Cluster]) -> None:
+    cluster = make(snapshot_s=60.0)
+    server = cluster.server({"acme": 2000})  # bytes: 1000 tokens
+    for index in range(100):
+        cluster.say((f"r{index}", tokens(index, 30)))
+    assert wait_for(lambda: 0 < server.status().tokens <= 1000 and len(cluster.now()) * 30 == server.status().tokens)
+    left = cluster.now()
+    assert len(left) >= 30  # as much as fits, but for the room that is left free
+    assert text_key("r99") in left  # of texts that were said once the oldest go
+    assert server.status().evicted_texts == 100 - len(left)
+    # Who read the stream alone, without a snapshot, lets go of the same.
+    mirror = TenantTexts()
+    for _, data in cluster.store.read({cluster.name(): "0-0"}, 0.0, 1000)[cluster.name()]:
+        mirror.apply(decode_batch(data or b"", IDENTITY.vocab_size), 0.0)
+    assert {key: (text.tokens.tolist(), text.final) for key, text in mirror.texts.items()} == left
+
+
+def test_flood_of_one_tenant_leaves_the_other(make: Callable[..., Cluster]) -> None:
+    cluster = make(snapshot_s=60.0)
+    mine = {f"r{index}": tokens(index, 50) for index in range(20)}
+    cluster.say(*mine.items(), tenant="umbra")
+    server = cluster.server({"acme": 200_000})
+    flood = tokens(1, 50_000)
+    for index in range(40):
+        cluster.say((f"flood{index}", flood))
+    assert wait_for(lambda: cluster.store.usage(cluster.name()).stream_entries < 30)
+    assert wait_for(lambda: server.status().tokens <= 100_000 + 1000)
+    assert server.status().snapshots > 0  # though none was due in time
+    assert cluster.now("umbra") == expected(mine)
+
+
+def test_old_texts_are_forgotten_but_for_the_public_corpus(make: Callable[..., Cluster]) -> None:
+    cluster = make(ttl_s=0.5)
+    server = cluster.server()
+    cluster.say(("r", [1, 2, 3]), removed=["gone"])
+    cluster.say(("doc", [7, 8, 9]), tenant=PUBLIC)
+    assert wait_for(lambda: cluster.snapshot() == expected({"r": [1, 2, 3]}))
+    assert wait_for(lambda: cluster.snapshot() == {} and cluster.now() == {})
+    assert cluster.now(PUBLIC) == expected({"doc": [7, 8, 9]})
+    assert server.status().evicted_texts == 1
+    stored = cluster.store.load_snapshot(cluster.name())
+    assert stored is not None
+    assert decode_snapshot(stored[1]).removed == ()  # and so is what was removed
+
+
+def test_deleted_request_is_nowhere_in_redis(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    server = cluster.server()
+    mine, other = tokens(1, 40), tokens(2, 40)
+    cluster.say(("doomed/0", mine), ("other", other))
+    cluster.say(("doomed/1", mine[:20]), final=False)
+    assert wait_for(lambda: len(cluster.snapshot()) == 3)
+    assert cluster.holds(mine) and cluster.holds(other)
+    cluster.say(removed=["doomed"])
+    assert wait_for(lambda: not cluster.holds(mine[:20]))
+    assert cluster.now() == expected({"other": other})
+    # A replica that has not heard of it writes on: that goes as well, and in a stream that is never quite empty.
+    cluster.say(("doomed/1", mine))
+    cluster.say(("third", [1, 2, 3]))
+    assert wait_for(lambda: not cluster.holds(mine[:20]) and not cluster.holds(mine[20:]))
+    assert wait_for(lambda: cluster.now() == expected({"other": other, "third": [1, 2, 3]}))
+    assert server.status().failures == 0
+
+
+def test_bytes_that_are_trimmed_in_the_middle_of_a_node_leave_later(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    store, name = cluster.store, cluster.name()
+    mine = tokens(1, 40)
+    cluster.say(("doomed", mine))
+    cluster.say(removed=["doomed"])
+    fold = Fold.load(store, name, IDENTITY)
+    fold.catch_up(store, store.heads([name])[name].last_id)
+    cluster.say(("later", [1, 2, 3]))  # in the same node of the stream, while the snapshot is written
+    assert fold.due(60.0)
+    assert store.save_snapshot(name, fold.cursor, b"", fold.epoch)
+    fold.saved(0, store)
+    assert cluster.holds(mine)  # why one such trim is not enough
+    assert not fold.due(60.0)
+    fold.catch_up(store, store.heads([name])[name].last_id)
+    assert fold.due(0.0)
+    fold.saved(0, store)
+    assert not cluster.holds(mine)
+    assert not fold.due(0.0)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_deleted_tenant_is_nowhere_in_redis(make: Callable[..., Cluster], said: bool) -> None:
+    cluster = make()
+    server = cluster.server()
+    mine, other = tokens(1, 40), tokens(2, 40)
+    last = cluster.say(("r", mine))
+    cluster.say(("s", other), tenant="umbra")
+    assert wait_for(lambda: len(cluster.snapshot()) == 1 and server.status().texts == 2)
+    epoch = cluster.store.delete(cluster.name())
+    if said:  # else whoever deleted it died before saying so, and the service does
+        cluster.say(epoch=epoch)
+    else:
+        assert wait_for(lambda: compare_ids(cluster.store.heads([cluster.name()])[cluster.name()].last_id, last) > 0)
+    cluster.say(("r", mine))  # late, of the old epoch
+    cluster.say(("new", [1, 2, 3]), epoch=epoch)
+    assert wait_for(lambda: not cluster.holds(mine) and cluster.now() == expected({"new": [1, 2, 3]}))
+    assert cluster.now("umbra") == expected({"s": other})
+    assert server.status().texts == 2
+
+
+def test_damage_is_dropped_and_counted(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.say(("r", [1, 2, 3]))
+    cluster.store.append([(cluster.name(), b"nonsense")])
+    cluster.store.save_snapshot(cluster.name("umbra"), *DAMAGED)
+    server = cluster.server()
+    assert wait_for(lambda: server.status().corrupt_records == 2)
+    assert wait_for(lambda: cluster.snapshot() == expected({"r": [1, 2, 3]}))
+    cluster.say(("s", [4, 5]), tenant="umbra")
+    assert wait_for(lambda: cluster.snapshot("umbra") == expected({"s": [4, 5]}))
+    assert server.status().corrupt_records == 2
+
+
+def test_two_services_with_different_tenants_do_each_other_no_harm(make: Callable[..., Cluster]) -> None:
+    cluster = make()
+    cluster.server()
+    extra = CacheServer(cluster.options, cluster.url, SECRET, IDENTITY, ["acme"], {})
+    cluster.servers.append(extra)
+    extra.start()
+    texts = {f"r{index}": tokens(index, 20) for index in range(50)}
+    for name, text in texts.items():
+        cluster.say((name, text))
+    assert wait_for(lambda: cluster.snapshot() == expected(texts))
+    assert extra.status().leader and cluster.servers[0].status().leader
+    assert wait_for(lambda: extra.status().texts == cluster.servers[0].status().texts == 50)
+
+
+def test_newer_snapshot_of_another_service_is_taken_over(make: Callable[..., Cluster]) -> None:
+    cluster = make(snapshot_s=60.0)
+    server = cluster.server()
+    cluster.say(("r", [1, 2, 3]))
+    assert wait_for(lambda: server.status().tokens == 3)
+    # The entries that led to it are not in the stream any more.
+    texts = tuple(SnapshotText(text_key(f"s{index}"), np.arange(4, dtype=np.int32), True, time.time()) for index in range(5))
+    snapshot = Snapshot("9999999999999-0", 0, IDENTITY.vocab_size, IDENTITY.tokenizer_revision, time.time(), texts)
+    assert cluster.store.save_snapshot(cluster.name(), snapshot.stream_id, encode_snapshot(snapshot))
+    assert wait_for(lambda: server.status().tokens == 20)
+
+
+class OwnRedis:
+    """A Redis on a port that stays, to be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        binary = find_redis_server()
+        assert binary is not None
+        command = [str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        with redis.Redis.from_url(self.url) as client:
+            assert wait_for(lambda: answers(client))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    server = OwnRedis(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("case", ["quiet", "a replica is faster than the service", "its clock was ahead"])
+def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster], own_redis: OwnRedis, case: str) -> None:
+    cluster = make(own_redis.url, snapshot_s=60.0)
+    assert cluster.store.delete(cluster.name()) == 1
+    server = cluster.server()
+    texts = {f"r{index}": tokens(index, 30) for index in range(20)}
+    cluster.say(*texts.items(), epoch=1, removed=["x"])  # a removal, so that a snapshot is written at once
+    cluster.say(("s", [1, 2]), tenant="umbra", removed=["x"])
+    if case == "its clock was ahead":
+        data = encode_batch(Batch(8, 0, 1, removed=(request_hash("y"),)), IDENTITY.vocab_size)
+        with redis.Redis.from_url(own_redis.url) as client:
+            client.xadd(f"{{{cluster.options.prefix}}}:{cluster.name()}:log", {"b": data}, id="9999999999999-0")
+        assert wait_for(lambda: cluster.store.heads([cluster.name()])[cluster.name()].snapshot_id == "9999999999999-0")
+    assert wait_for(lambda: cluster.snapshot() == expected(texts) and len(cluster.snapshot("umbra")) == 1)
+    own_redis.kill()
+    assert wait_for(lambda: server.status().failures > 0)
+    assert server.status().last_error is not None
+    own_redis.start()
+    if case == "a replica is faster than the service":
+        texts["new"] = [5, 6, 7]
+        cluster.say(("new", texts["new"]), epoch=1)
+    assert wait_for(lambda: cluster.now() == expected(texts) and cluster.snapshot() and len(cluster.snapshot("umbra")) == 1)
+    head = cluster.store.heads([cluster.name()])[cluster.name()]
+    assert head.epoch == 1  # so that the next deletion is a newer one
+    cluster.say(("later", [8]), epoch=1)
+    assert wait_for(lambda: server.status().tokens == 3 + sum(map(len, texts.values())))
+    assert cluster.store.delete(cluster.name()) == 2
+    assert wait_for(lambda: cluster.now() == {} and server.status().texts == 1)
+
+
+def test_full_redis_is_survived(make: Callable[..., Cluster], own_redis: OwnRedis) -> None:
+    cluster = make(own_redis.url)
+    server = cluster.server()
+    texts = {f"r{index}": [1, 2, index] for index in range(5)}
+    for name, text in texts.items():
+        cluster.say((name, text))
+    assert wait_for(lambda: cluster.snapshot() == expected(texts))
+    assert cluster.store.usage(cluster.name()).stream_entries == 5
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("maxmemory", "1")
+        assert wait_for(lambda: "OOM" in (server.status().last_error or ""))
+        assert wait_for(lambda: cluster.store.usage(cluster.name()).stream_entries == 1)  # what a snapshot holds makes room
+        client.config_set("maxmemory", "0")
+    cluster.say(("s", [4, 5]))
+    assert wait_for(lambda: cluster.snapshot() == expected(texts | {"s": [4, 5]}))
+    assert server.status().leader

@@ -1,0 +1,221 @@
+"""API keys to tenants, and what of it reaches the engine: a real engine behind real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from openai import OpenAI
+
+from actors.replica import Description, Replica
+from cache_service.namespace import hash_key
+from cluster.api import Service, create_api
+from cluster.errors import ApiError
+from cluster.generation import Job
+from cluster.tenancy import Sharing, Tenancy
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from decoding.request import Request, StepOutput
+from engine.loading import load_tokenizer
+
+ACME, ACME_NEW, UMBRELLA, ADMIN = "outrider-acme", "outrider-acme-2", "outrider-ümbrella", "outrider-admin"
+TENANTS = {
+    "acme": TenantOptions(keys=(hash_key(ACME), hash_key(ACME_NEW))),
+    "umbrella": TenantOptions(keys=(hash_key(UMBRELLA),)),
+    "dormant": TenantOptions(),
+}
+KEYED = TenancyOptions(tenants=TENANTS, admin_keys=(hash_key(ADMIN),))
+MIXED = TenancyOptions(tenants=TENANTS, anonymous="local")
+LOCAL = TenancyOptions(anonymous="local")
+NOBODY = TenancyOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "authorization", "tenant"),
+    [
+        (KEYED, f"Bearer {ACME}", "acme"),
+        (KEYED, f"Bearer {ACME_NEW}", "acme"),
+        (KEYED, f"bearer   {ACME} ", "acme"),
+        (KEYED, f"Bearer {UMBRELLA}", "umbrella"),
+        (KEYED, None, None),
+        (MIXED, None, "local"),
+        (MIXED, f"Bearer {ACME}", "acme"),
+        (LOCAL, None, "local"),
+        (LOCAL, "Bearer none", "local"),
+        (LOCAL, "nonsense", "local"),
+        (NOBODY, "Bearer none", None),
+        (NOBODY, None, None),
+        (TenancyOptions(tenants={"dormant": TenantOptions()}), "Bearer none", None),
+    ],
+)
+def test_tenant_of(options: TenancyOptions, authorization: str | None, tenant: str | None) -> None:
+    assert Tenancy(options).tenant_of(authorization) == tenant
+
+
+@pytest.mark.parametrize("options", [KEYED, MIXED])
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "Bearer nobody",
+        f"Bearer {ADMIN}",
+        f"Bearer {hash_key(ACME)}",
+        f"Bearer {ACME} x",
+        ACME,
+        f"Basic {ACME}",
+        "Bearer",
+        "Bearer ",
+        "",
+    ],
+)
+def test_keys_that_nobody_has(options: TenancyOptions, authorization: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        Tenancy(options).tenant_of(authorization)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert caught.value.headers == {"WWW-Authenticate": "Bearer"}
+    assert ACME not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("authorization", "cache", "sharing"),
+    [
+        (f"Bearer {ACME}", None, Sharing("acme", True)),
+        (f"Bearer {ACME}", "tenant", Sharing("acme", True)),
+        (f"Bearer {ACME}", "private", Sharing(None, True)),
+        (f"Bearer {ACME}", "off", Sharing(None, False)),
+        (None, None, Sharing(None, True)),
+        (None, "private", Sharing(None, True)),
+        (None, "off", Sharing(None, False)),
+    ],
+)
+def test_sharing(authorization: str | None, cache: str | None, sharing: Sharing) -> None:
+    assert Tenancy(KEYED).sharing(authorization, cache) == sharing
+
+
+@pytest.mark.parametrize(("options", "advice"), [(KEYED, "send an API key"), (NOBODY, "no API key is configured")])
+def test_a_tenant_is_needed_to_share_its_texts(options: TenancyOptions, advice: str) -> None:
+    with pytest.raises(ApiError, match=advice) as caught:
+        Tenancy(options).sharing(None, "tenant")
+    assert (caught.value.status, caught.value.param) == (400, "cache")
+
+
+def test_admins() -> None:
+    tenancy = Tenancy(KEYED)
+    assert tenancy.is_admin(f"Bearer {ADMIN}")
+    assert not tenancy.is_admin(f"Bearer {ACME}")
+    tenancy.check_admin(f"Bearer {ADMIN}")
+    for wrong in (None, f"Bearer {ACME}", ADMIN, "Bearer "):
+        with pytest.raises(ApiError) as caught:
+            tenancy.check_admin(wrong)
+        assert caught.value.status == 401
+    with pytest.raises(ApiError, match=r"tenancy\.admin_keys") as closed:
+        Tenancy(LOCAL).check_admin(f"Bearer {ADMIN}")
+    assert closed.value.status == 403
+
+
+class LocalEngine:
+    """The ``EnginePort`` over a replica in this process. It remembers the jobs it was given."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.jobs: list[Job] = []
+        self._replica = replica
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        self.jobs.append(job)
+        request = Request(job.request_id, job.prompt_ids, job.params, job.references, tenant=job.tenant, public=job.public)
+        async with contextlib.aclosing(self._replica.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def describe(self) -> list[Description]:
+        return [self._replica.describe()]
+
+
+@pytest.fixture(scope="module")
+def engine(circle_model: Path) -> Iterator[LocalEngine]:
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    replica = Replica(model, EngineOptions(max_running=2), SpeculationOptions(strategy="llma", max_draft_tokens=8))
+    yield LocalEngine(replica)
+    replica.stop()
+
+
+@pytest.fixture(scope="module")
+def url(engine: LocalEngine, circle_model: Path, serve_api: Callable[[FastAPI], AbstractContextManager[str]]) -> Iterator[str]:
+    with serve_api(create_api(Service(engine, load_tokenizer(str(circle_model)), KEYED))) as address:
+        yield address
+
+
+COMPLETION = {"model": "circle", "prompt": ["<", "<a"], "max_tokens": 2, "temperature": 0}
+CHAT = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+
+
+def test_what_the_engine_is_told(engine: LocalEngine, url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key=ACME, max_retries=0, timeout=60) as client:
+        engine.jobs.clear()
+        completion = client.completions.create(**COMPLETION)
+        assert [choice.text for choice in completion.choices] == ["ab", "bc"]
+        assert [job.request_id for job in engine.jobs] == [f"{completion.id}/0", f"{completion.id}/1"]
+        assert {(job.tenant, job.public) for job in engine.jobs} == {("acme", True)}
+
+        engine.jobs.clear()
+        chunks = list(client.chat.completions.create(**CHAT, stream=True, extra_body={"cache": "private"}))
+        assert {chunk.id for chunk in chunks} == {engine.jobs[0].request_id.removesuffix("/0")}
+        assert (engine.jobs[0].tenant, engine.jobs[0].public) == (None, True)
+
+        engine.jobs.clear()
+        client.chat.completions.create(**CHAT, extra_body={"cache": "off"})
+        assert (engine.jobs[0].tenant, engine.jobs[0].public) == (None, False)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_without_a_key_a_request_is_private(engine: LocalEngine, url: str, path: str, body: dict[str, object]) -> None:
+    engine.jobs.clear()
+    assert httpx.post(url + path, json=body, timeout=60).status_code == 200
+    assert {(job.tenant, job.public) for job in engine.jobs} == {(None, True)}
+
+    for cache, said in (("tenant", "send an API key"), ("shared", "'tenant', 'private' or 'off'"), (True, "'private'")):
+        engine.jobs.clear()
+        refused = httpx.post(url + path, json=body | {"cache": cache}, timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "cache"
+        assert said in refused.json()["error"]["message"]
+        assert engine.jobs == []
+
+
+def test_a_wrong_key_is_refused_everywhere(engine: LocalEngine, url: str) -> None:
+    engine.jobs.clear()
+    with OpenAI(base_url=f"{url}/v1", api_key="outrider-wrong", max_retries=0, timeout=60) as client:
+        for call in (
+            lambda: client.completions.create(**COMPLETION),
+            lambda: client.chat.completions.create(**CHAT, extra_body={"cache": "off"}),
+            lambda: client.models.list(),
+            lambda: client.models.retrieve("circle"),
+        ):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                call()
+            assert caught.value.code == "invalid_api_key"
+    assert engine.jobs == []
+    assert httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {ACME}"}).json()["data"][0]["id"] == "circle"
+    assert httpx.get(f"{url}/health", headers={"Authorization": "Bearer wrong"}).status_code == 200
+
+
+def test_the_field_has_a_neighbour(url: str) -> None:
+    refused = httpx.post(f"{url}/v1/completions", json=COMPLETION | {"cach": "off"}, timeout=60)
+    assert "did you mean cache?" in refused.json()["error"]["message"]
+
+
+def test_a_key_with_other_characters(url: str) -> None:
+    # As bytes: a client library may refuse to send such a header; the server decodes headers as Latin-1.
+    response = httpx.get(f"{url}/v1/models", headers={b"Authorization": f"Bearer {UMBRELLA}".encode("latin-1")})
+    assert response.status_code == 200
+
+
+def test_admin_routes_without_a_memory(url: str) -> None:
+    allowed = httpx.get(f"{url}/admin/cache/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    assert (allowed.status_code, allowed.json()["error"]["code"]) == (404, "cache_disabled")
+    assert "cache.enabled" in allowed.json()["error"]["message"]
+    assert httpx.get(f"{url}/admin/cache/stats").status_code == 401
