@@ -63,14 +63,14 @@ class CacheAdmin:
     Besides what they name, all methods raise ``redis.RedisError`` or ``OSError`` where Redis does not answer as it should.
     """
 
-    def __init__(self, url: str, secret: bytes, identity: Identity, tenants: Sequence[str], options: CacheOptions) -> None:
+    def __init__(self, options: CacheOptions, url: str, secret: bytes, identity: Identity, tenants: Sequence[str]) -> None:
         """
         Args:
+            options: the slice ``cache`` of the configuration.
             url: of Redis.
             secret: of the namespaces.
             identity: of the model.
             tenants: their names; the public corpus (``"*"``) is one more.
-            options: the slice ``cache`` of the configuration.
 
         Raises:
             ValueError: the address cannot be, or the secret is empty.

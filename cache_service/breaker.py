@@ -43,7 +43,7 @@ class Guard(CircuitBreakerListener):
 
     @property
     def state(self) -> str:
-        """"closed" (all is well), "open" or "half-open"."""
+        """ "closed" (all is well), "open" or "half-open"."""
         return self._breaker.current_state
 
     def attempt(self, operation: Callable[[], object]) -> float:

@@ -11,6 +11,8 @@ from decoding.tree import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 GRAM = 4  # tokens; what drafters look for is about as long
+MAX_GRAMS = 1 << 22  # to look at: bounds the time, as the service has to renew its lease meanwhile
+_TEXTS = 1 << 10  # hashed at a time, so that the arrays stay in the processor's cache
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, its bits well mixed: n-grams as polynomials of it, modulo 2**64
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -31,6 +33,9 @@ def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float
     can have deleted; frequency counts texts and not occurrences, so that one text that repeats itself is not frequent;
     frequencies decay with age instead of being halved at each pruning; and a copy does not keep its copies alive.
 
+    Of more than ``MAX_GRAMS`` 4-grams a share is looked at, chosen by hash and so the same in all texts: the counts of those are
+    exact, and a text's mean is over those of its own (1 without any).
+
     Args:
         texts: their tokens, the one that has not grown for longest first.
         ages_s: [n] seconds since each grew last.
@@ -43,14 +48,11 @@ def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float
     """
     if not len(texts):
         return np.zeros(0)
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     bits = np.uint64(max(1, len(texts).bit_length()))
-    # The text's place goes below the hash: one sort of plain numbers groups equal n-grams, the latest text last.
-    grams = _hashes(np.concatenate(texts), lengths)
-    grams >>= bits
-    grams <<= bits
-    grams |= np.repeat(np.arange(len(texts), dtype=np.uint64), _num_grams(lengths))
-    grams.sort()
+    grams = _placed_grams(texts, bits)
+    place = (np.uint64(1) << bits) - np.uint64(1)
+    num_grams = np.bincount((grams & place).astype(np.int64), minlength=len(texts))
+    grams.sort()  # equal n-grams stand together, the latest text last
     changed = np.empty(len(grams), np.bool_)
     changed[:1] = True
     np.not_equal(grams[1:], grams[:-1], out=changed[1:])
@@ -60,11 +62,30 @@ def worths(texts: Sequence[Int32Array], ages_s: Float64Array, half_life_s: float
     ends = np.append(starts[1:], len(grams))
     holders = np.diff(np.append(np.searchsorted(firsts, starts), len(firsts)))  # texts that hold the n-gram
     latest = firsts[np.cumsum(holders) - 1]
-    rank = (grams[latest] & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
-    extra = np.bincount(rank, (holders - 1) * (ends - latest), minlength=len(texts))
-    frequency = 1.0 + extra / np.maximum(lengths - (GRAM - 1), 1)
+    extra = np.bincount((grams[latest] & place).astype(np.int64), (holders - 1) * (ends - latest), minlength=len(texts))
+    frequency = 1.0 + extra / np.maximum(num_grams, 1)
     decayed: Float64Array = frequency * np.exp2(-np.maximum(ages_s, 0.0) / half_life_s)
     return decayed
+
+
+def _placed_grams(texts: Sequence[Int32Array], bits: np.uint64) -> npt.NDArray[np.uint64]:
+    """The n-grams to look at: of each the hash, with the place of its text in the lowest ``bits``."""
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    counts = _num_grams(lengths)
+    share = int(counts.sum()) // MAX_GRAMS + 1
+    parts = []
+    for first in range(0, len(texts), _TEXTS):
+        chunk = slice(first, first + _TEXTS)
+        grams = _hashes(np.concatenate(texts[chunk]), lengths[chunk])
+        ranks = np.repeat(np.arange(first, first + len(lengths[chunk]), dtype=np.uint64), counts[chunk])
+        if share > 1:
+            looked_at = grams < np.uint64(2**64 // share)
+            grams, ranks = grams[looked_at] * np.uint64(share), ranks[looked_at]
+        grams >>= bits
+        grams <<= bits
+        grams |= ranks
+        parts.append(grams)
+    return np.concatenate(parts)
 
 
 def _num_grams(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -20,6 +20,7 @@ from cache_service.redis_store import MAX_BLOCK_S, RedisStore
 from cache_service.tail import Tail
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC, Histories
+from decoding.tree import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Mirror:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int], final: bool) -> None:
+    def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool) -> None:
         """Says what was generated: tokens of a text from an offset on. Nothing is waited for."""
         assert tenant in self._tenants, "a tenant that this mirror was not told of"
         self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))

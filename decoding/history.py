@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from decoding.candidates import Float64Array
+from decoding.held_pieces import HeldPieces
 from decoding.request import request_of
 from decoding.token_log import TokenLog
 from decoding.tree import Int32Array
 
 PUBLIC = "*"  # the tenant whose texts all tenants draft from
-HELD_TEXTS, HELD_TOKENS = 256, 1 << 16  # at most so much waits in one history for what comes before it
 _FEW = 16  # tokens
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
 _FEWEST_TEXTS = 1024  # known by name before any is forgotten
@@ -28,25 +27,11 @@ class _Text:
     end: int | None = None  # its length when it is complete, once known
     dead: bool = False  # removed: nothing of it comes in
     numbers: list[int] = field(default_factory=list)  # owners in the log of its parts, and of earlier texts of its name
-    held: list[tuple[int, Int32Array]] = field(default_factory=list)  # pieces behind a gap, by offset
 
     @property
     def complete(self) -> bool:
         """Whether all of it has come."""
         return self.end is not None and self.length >= self.end
-
-    def hold(self, offset: int, tokens: Int32Array) -> int:
-        """Keeps a piece until the gap before it is filled; returns by how many tokens more is held."""
-        at = bisect_left(self.held, offset, key=_offset)
-        known = len(self.held[at][1]) if at < len(self.held) and self.held[at][0] == offset else -1
-        if len(tokens) <= known:
-            return 0
-        self.held[at : at + (known >= 0)] = [(offset, tokens.copy())]
-        return len(tokens) - max(0, known)
-
-
-def _offset(piece: tuple[int, Int32Array]) -> int:
-    return piece[0]
 
 
 class History:
@@ -74,8 +59,7 @@ class History:
         self._texts: dict[int, _Text] = {}  # the one that was begun first comes first
         self._most_texts = _FEWEST_TEXTS
         self._removed: dict[int, None] = {}  # request hashes, the one removed first comes first
-        self._holding: dict[int, None] = {}  # texts with pieces behind a gap, likewise
-        self._held_tokens = 0
+        self._held = HeldPieces()
 
     @property
     def num_texts(self) -> int:
@@ -90,7 +74,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.log.nbytes + self.frequencies.nbytes + 4 * self._held_tokens
+        return self.log.nbytes + self.frequencies.nbytes + 4 * self._held.num_tokens
 
     def start(self, text: int) -> None:
         """Says that this process begins to write a text.
@@ -103,7 +87,7 @@ class History:
             self._bound_texts()
             self._texts[text] = _Text()
         elif entry.complete or entry.dead:
-            self._forget_held(text, entry)
+            self._held.drop(text)
             here = np.isin(entry.numbers, self.log.arrays.owners)
             del self._texts[text]
             self._texts[text] = _Text(numbers=np.asarray(entry.numbers, np.int64)[here].tolist())
@@ -130,17 +114,13 @@ class History:
             entry.end = offset + len(new)
         if offset > entry.length:
             if len(new):
-                self._hold(text, entry, offset, new)
+                self._held.hold(text, offset, new)
             return
         self._append(text, entry, offset, new)
-        while entry.held and entry.held[0][0] <= entry.length:
-            offset, new = entry.held.pop(0)
-            self._held_tokens -= len(new)
-            self._append(text, entry, offset, new)
-        if not entry.held:
-            self._holding.pop(text, None)
+        while piece := self._held.take(text, entry.length):
+            self._append(text, entry, *piece)
         if entry.complete:
-            self._forget_held(text, entry)
+            self._held.drop(text)
             self.log.close(text)
 
     def _append(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
@@ -172,20 +152,6 @@ class History:
         else:
             np.add.at(self.frequencies, new, 1.0)
 
-    def _hold(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
-        """Keeps a piece behind a gap; of too many those of the text that waits longest are dropped."""
-        self._holding[text] = None
-        self._held_tokens += entry.hold(offset, tokens)
-        while len(self._holding) > HELD_TEXTS or self._held_tokens > HELD_TOKENS:
-            oldest = next(iter(self._holding))
-            self._forget_held(oldest, self._texts[oldest])
-
-    def _forget_held(self, text: int, entry: _Text) -> None:
-        if text in self._holding:
-            del self._holding[text]
-            self._held_tokens -= sum(len(tokens) for _, tokens in entry.held)
-            entry.held.clear()
-
     def _bound_texts(self) -> None:
         """Forgets the names of texts whose blocks have left the ring when there are far more names than blocks.
 
@@ -197,8 +163,8 @@ class History:
         here = set(owners.tolist())
         gone = [(text, entry) for text, entry in self._texts.items() if here.isdisjoint(entry.numbers)]
         excess = len(self._texts) - max(_FEWEST_TEXTS // 2, len(owners))
-        for text, entry in sorted(gone, key=lambda item: not (item[1].complete or item[1].dead))[: max(0, excess)]:
-            self._forget_held(text, entry)
+        for text, _ in sorted(gone, key=lambda item: not (item[1].complete or item[1].dead))[: max(0, excess)]:
+            self._held.drop(text)
             self.log.close(text)
             del self._texts[text]
         self._most_texts = max(_FEWEST_TEXTS, 2 * len(self._texts), 2 * len(owners))
@@ -218,7 +184,7 @@ class History:
         if entry is None:
             self._bound_texts()
             entry = self._texts[text] = _Text()
-        self._forget_held(text, entry)
+        self._held.drop(text)
         entry.dead = True
         for number in entry.numbers:
             left = self.log.tokens_of(number)
@@ -253,8 +219,7 @@ class History:
         for entry in self._texts.values():
             entry.dead |= dead and not entry.complete
         self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
-        self._holding.clear()
-        self._held_tokens = 0
+        self._held.clear()
         self.frequencies, self.edition = np.zeros(0), object()
         self.log.clear()
 

@@ -13,7 +13,6 @@ from decoding.tree import DraftTree, Int32Array
 from decoding.verify import verify_exact
 
 UNKNOWN = -1  # stands in ``TargetRows.ids`` where a replay cannot know what the target would say
-_TENANT = "local"  # of all requests, so that each may draft from those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ def replay_workload(
     keep_history: bool = True,
     on_record: Callable[[], None] = lambda: None,
     id_prefix: str = "",
+    tenant: str = "local",
 ) -> ReplayCounts:
     """Counts the steps that a drafter would have saved a target whose outputs are known.
 
@@ -82,6 +82,7 @@ def replay_workload(
         keep_history: one drafter sees the whole workload, else each record gets a new one.
         on_record: called after each record.
         id_prefix: of the requests' ids, which count up behind it: calls that share a drafter each need another.
+        tenant: of all requests.
 
     Raises:
         ValueError: the drafter needs the target's logits.
@@ -93,7 +94,7 @@ def replay_workload(
     for number, text in enumerate(texts):
         if number and not keep_history:
             drafter = make_drafter()
-        _Replay(drafter, text, f"{id_prefix}{number}", budget, vocab_size, clock, counts).run()
+        _Replay(drafter, text, f"{id_prefix}{number}", tenant, budget, vocab_size, clock, counts).run()
         on_record()
     return counts
 
@@ -106,13 +107,14 @@ class _Replay:
         drafter: Drafter,
         text: KnownText,
         request_id: str,
+        tenant: str,
         budget: int,
         vocab_size: int,
         clock: Callable[[], float],
         counts: ReplayCounts,
     ) -> None:
         params = SamplingParams(max_tokens=len(text.output_ids))
-        self._request = Request(request_id, text.prompt_ids, params, text.references, tenant=_TENANT)
+        self._request = Request(request_id, text.prompt_ids, params, text.references, tenant=tenant)
         self._known: list[int] = text.output_ids.tolist()
         self._drafter, self._budget, self._vocab_size, self._clock, self._counts = drafter, budget, vocab_size, clock, counts
 

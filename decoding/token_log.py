@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.chains import BLOCK, COPIED, MOVED, LogArrays, UInt8Array, append, append_counted, survivors
+from decoding.chains import BLOCK, COPIED, MOVED, LogArrays, UInt8Array, append
 from decoding.log_arrays import empty_arrays, enlarged
+from decoding.survivors import append_counted, survivors
 from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere

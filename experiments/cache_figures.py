@@ -2,7 +2,8 @@
 
 python -m experiments.cache_figures CORPUS... --tokenizer DIR --workload FILE.jsonl
 
-CORPUS: files or folders of ``.jsonl``, ``.jsonl.gz`` and ``.txt``; the workload is what the tenant asks beside whom another floods.
+CORPUS: files or folders of ``.jsonl``, ``.jsonl.gz`` and ``.txt``; the workload is asked by a tenant
+beside whom another floods.
 """
 
 from __future__ import annotations
@@ -80,7 +81,12 @@ def flood(known: Sequence[KnownText], texts: Sequence[Int32Array], tokens: int, 
     with EmbeddedRedis.start() as redis:
         setting = _setting(redis.url, vocab_size, 0.02, ("quiet", "flood"), CacheOptions(snapshot_s=1.0))
         server = CacheServer(
-            setting.cache, setting.url, setting.secret, setting.identity, setting.tenants, dict.fromkeys(setting.tenants, _QUOTA_BYTES)
+            setting.cache,
+            setting.url,
+            setting.secret,
+            setting.identity,
+            setting.tenants,
+            dict.fromkeys(setting.tenants, _QUOTA_BYTES),
         )
         server.start()
         try:

@@ -2,6 +2,7 @@
 
 python -m experiments.plots loss-curve METRICS --out demo_model/loss.svg
 python -m experiments.plots strategy-bars experiments/results/RECORD.json --out bars.svg
+python -m experiments.plots shared-trie experiments/results/RECORD.json --out shared.svg
 python -m experiments.plots trie-capacity experiments/results/RECORD.json --out capacity.svg
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 _LOSS, _ANSWERS, _ACCURACY = "#1f4e8c", "#c25a1a", "#2f7d4f"
+_SHARED_LINES = (("alone", "-", "#888888"), ("B", "-", _LOSS), ("C", "--", _ANSWERS))
+_NEIGHBOURS = 2
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -128,6 +132,42 @@ def trie_capacity(results: Mapping[str, Any], out: Path) -> Path:
     return _save(figure, out)
 
 
+def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
+    """Results of ``experiments.shared_trie``: tokens per step request by request, a panel a workload.
+
+    Requests differ much in how far they can be drafted, so a line is the mean of a few neighbours; what each request took is in
+    the record.
+
+    Args:
+        results: the ``results`` of a record.
+        out: the file; its name says which kind of picture.
+    """
+    workloads = results["workloads"]
+    columns = min(3, len(workloads))
+    rows = -(-len(workloads) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.6), layout="constrained", facecolor="white")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, (name, replicas) in zip(panels, workloads.items(), strict=False):
+        for replica, line, colour in _SHARED_LINES:
+            series = replicas[replica]["by_request"]
+            label = {"alone": "shares nothing", "B": "after A had them", "C": "started later"}[replica]
+            axes.plot(range(1, len(series) + 1), _smooth(series), line, color=colour, linewidth=1.4, label=label)
+        axes.set_title(name, fontsize=9)
+        axes.set_ylim(bottom=0)
+    for axes in panels[len(workloads) :]:
+        axes.remove()
+    figure.supxlabel("request", fontsize=9)
+    figure.supylabel("tokens per step", fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=9, ncols=3)
+    return _save(figure, out)
+
+
+def _smooth(series: Sequence[float]) -> list[float]:
+    """The mean of each entry and its neighbours, up to ``_NEIGHBOURS`` on either side."""
+    return [statistics.fmean(series[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]) for at in range(len(series))]
+
+
 def _save(figure: Figure, out: Path) -> Path:
     for axes in figure.axes:
         axes.grid(alpha=0.25)
@@ -157,6 +197,10 @@ def main() -> None:
     capacity.add_argument("record", type=Path, help="its record")
     capacity.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
     capacity.set_defaults(draw=lambda args: trie_capacity(_results(args.record), args.out))
+    shared = pictures.add_parser("shared-trie", help="tokens per step request by request of a run of shared_trie")
+    shared.add_argument("record", type=Path, help="its record")
+    shared.add_argument("--out", type=Path, required=True, help="file to write, .svg or .png")
+    shared.set_defaults(draw=lambda args: shared_trie_curves(_results(args.record), args.out))
     args = parser.parse_args()
     print(args.draw(args))
 

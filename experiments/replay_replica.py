@@ -1,4 +1,4 @@
-"""A replica in a process of its own that follows known outputs instead of a model: its drafter, its mirror, real Redis between."""
+"""A replica in a process of its own that follows known outputs instead of a model: its drafter, its mirror, a real Redis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from cache_service.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity
 from configs.slices import CacheOptions
-from decoding.drafters import build_drafter
+from decoding.drafters import Drafter, build_drafter
 from decoding.history import Histories
 from decoding.replay import KnownText, replay_workload
 from decoding.request import text_key
@@ -108,8 +108,9 @@ def _run(end: Connection, setting: Setting, shares: bool) -> None:
         )  # fmt: skip
         mirror.start(_START_S)
     end.send(time.perf_counter() - began)
+    follower = _Follower(drafter, mirror, setting)
     verbs: dict[str, Callable[..., Any]] = {
-        "replay": lambda *arguments: [_replay(drafter, mirror, setting, *arguments, at) for at in range(len(arguments[2]))],
+        "replay": follower.replay,
         "learn": lambda *arguments: _learn(memory, mirror, *arguments),
         "settle": lambda *arguments: _settle(memory, mirror, *arguments),
         "counts": lambda: None if mirror is None else mirror.counts(),
@@ -120,18 +121,28 @@ def _run(end: Connection, setting: Setting, shares: bool) -> None:
         mirror.close()
 
 
-def _replay(drafter: Any, mirror: Mirror | None, setting: Setting, tenant: str, name: str, texts: Sequence[KnownText], at: int) -> Replayed:
-    """One request, its output published when it ends, as the engine's thread does it after each step."""
-    while mirror is not None and mirror.apply():
-        pass
-    prefix = f"{name}-{at}-"
-    counts = replay_workload(
-        texts[at : at + 1], lambda: drafter, setting.budget, setting.identity.vocab_size, time.perf_counter, id_prefix=prefix,
-        tenant=tenant,
-    )  # fmt: skip
-    if mirror is not None:
-        mirror.publish(tenant, text_key(f"{prefix}0"), 0, texts[at].output_ids, True)
-    return Replayed(counts.steps, counts.tokens, sum(counts.propose_s))
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """Requests one after another, as the engine's thread runs them."""
+
+    drafter: Drafter
+    mirror: Mirror | None
+    setting: Setting
+
+    def replay(self, tenant: str, name: str, texts: Sequence[KnownText]) -> list[Replayed]:
+        """See ``ReplayReplica.replay``."""
+        return [self._one(tenant, f"{name}-{at}-", text) for at, text in enumerate(texts)]
+
+    def _one(self, tenant: str, prefix: str, text: KnownText) -> Replayed:
+        while self.mirror is not None and self.mirror.apply():
+            pass
+        counts = replay_workload(
+            [text], lambda: self.drafter, self.setting.budget, self.setting.identity.vocab_size, time.perf_counter,
+            id_prefix=prefix, tenant=tenant,
+        )  # fmt: skip
+        if self.mirror is not None:
+            self.mirror.publish(tenant, text_key(f"{prefix}0"), 0, text.output_ids, True)
+        return Replayed(counts.steps, counts.tokens, sum(counts.propose_s))
 
 
 def _learn(memory: Histories, mirror: Mirror | None, tenant: str, name: str, outputs: Sequence[Any]) -> None:

@@ -71,7 +71,7 @@ def run(texts: Mapping[str, Sequence[KnownText]], strategy: str, budget: int, vo
     tenants = tuple(part for name in texts for part in (name, f"{name}.halves"))
     with EmbeddedRedis.start() as redis:
         setting = Setting(
-            strategy, {}, budget, Identity("known-outputs", "known-outputs", vocab_size), redis.url, secrets.token_bytes(32),
+            strategy, {}, budget, Identity("known", "known", vocab_size), redis.url, secrets.token_bytes(32),
             CacheOptions(snapshot_s=1.0), tenants,
         )  # fmt: skip
         server = CacheServer(

@@ -45,7 +45,7 @@ class Cluster:
         self.options = CacheOptions(prefix=f"t{secrets.token_hex(4)}", snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
         self.url = url
         self.store = RedisStore(url, self.options.prefix, 1.0)
-        self.admin = CacheAdmin(url, SECRET, IDENTITY, ["acme", "umbra"], self.options)
+        self.admin = CacheAdmin(self.options, url, SECRET, IDENTITY, ["acme", "umbra"])
         self.server: CacheServer | None = None
 
     def serve(self, quotas: dict[str, int] | None = None) -> CacheServer:
@@ -150,7 +150,7 @@ def test_damaged_and_foreign_imports_are_refused(make: Callable[[], Cluster]) ->
     with pytest.raises(CorruptSnapshotError):
         cluster.admin.import_("umbra", exported[:-5])
     for identity, said in ((Identity("a1", "c3", 5000), "c3"), (Identity("a1", "b2", 6000), "6000")):
-        foreign = CacheAdmin(cluster.url, SECRET, identity, ["acme"], cluster.options)
+        foreign = CacheAdmin(cluster.options, cluster.url, SECRET, identity, ["acme"])
         with pytest.raises(ForeignSnapshotError, match=rf"tokenizer revision b2 with 5000 tokens.*{said}"):
             foreign.import_("acme", exported)
         foreign.close()

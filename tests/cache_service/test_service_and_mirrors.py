@@ -39,7 +39,7 @@ class Cluster:
         self.options = CacheOptions(
             prefix=f"t{secrets.token_hex(4)}", snapshot_s=0.05, lease_s=0.6, retry_s=0.1, flush_s=0.001, ttl_s=3600.0
         )
-        self.admin = CacheAdmin(url, SECRET, IDENTITY, ["acme"], self.options)
+        self.admin = CacheAdmin(self.options, url, SECRET, IDENTITY, ["acme"])
         self.server = CacheServer(self.options, url, SECRET, IDENTITY, ["acme"], {"acme": 4000})
         self.server.start()
         self.url = url

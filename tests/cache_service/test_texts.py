@@ -199,6 +199,18 @@ def test_worths_against_the_rule(texts: list[list[int]]) -> None:
     assert found == pytest.approx(naive_worths(texts, ages_s, 3.0))
 
 
+def test_a_share_of_the_grams_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(0, 1000, 20) for _ in range(30)]
+    texts = [np.concatenate([phrases[at] for at in rng.integers(0, 5 + index, 30)]).astype(np.int32) for index in range(25)]
+    ages_s = np.arange(25.0)[::-1]
+    exact = worths(texts, ages_s, 10.0)
+    monkeypatch.setattr("cache_service.eviction.MAX_GRAMS", 4000)  # one in four of 14,925
+    sampled = worths(texts, ages_s, 10.0)
+    assert not np.array_equal(sampled, exact)
+    assert sampled == pytest.approx(exact, rel=0.25)
+
+
 def test_what_goes_first() -> None:
     texts = TenantTexts()
     common = [1, 2, 3, 4, 5, 6]

@@ -240,7 +240,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def cache_admin(redis_url: str) -> CacheAdmin:
     """The verbs for the tenants acme and umbrella."""
-    return CacheAdmin(redis_url, MEMORY_SECRET, MEMORY_IDENTITY, ["acme", "umbrella"], CacheOptions(timeout_s=5.0))
+    return CacheAdmin(CacheOptions(timeout_s=5.0), redis_url, MEMORY_SECRET, MEMORY_IDENTITY, ["acme", "umbrella"])
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.chains import BLOCK, MAX_MATCH, follower, gather
-from decoding.history import HELD_TEXTS, HELD_TOKENS, PUBLIC, Histories, History
+from decoding.held_pieces import HELD_TEXTS, HELD_TOKENS
+from decoding.history import PUBLIC, Histories, History
 from decoding.request import request_hash, text_key
 from decoding.token_log import TokenLog
 
@@ -187,7 +188,7 @@ def test_pieces_in_any_order_and_twice_make_the_whole_texts(rng: random.Random, 
     for text, tokens in texts.items():
         model.extend(text, 0, tokens, True)
     check(mixed, model)
-    assert not mixed._holding and not mixed._held_tokens and not mixed.log._open
+    assert not len(mixed._held) and not mixed._held.num_tokens and not mixed.log._open
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -244,9 +245,21 @@ def test_what_waits_behind_gaps_is_bounded() -> None:
     assert found(history, [7, 8]) == [(9, 2)] * 2  # of the first nothing is left
     history.extend(1000, 1, list(range(HELD_TOKENS // 2)))
     history.extend(1001, 1, list(range(HELD_TOKENS // 2 + 1)))
-    assert history._held_tokens == HELD_TOKENS // 2 + 1
+    assert history._held.num_tokens == HELD_TOKENS // 2 + 1
     history.extend(1001, 0, [5])
-    assert history._held_tokens == 0 and history.num_tokens > 8000
+    assert history._held.num_tokens == 0 and history.num_tokens > 8000
+
+
+def test_of_pieces_with_one_offset_the_longer_waits_and_those_behind_the_end_do_not() -> None:
+    history = History(1000)
+    for piece in ([3], [3, 4, 5], [3, 4]):
+        history.extend(1, 2, piece)
+    assert history._held.num_tokens == 3
+    history.extend(1, 9, [9])
+    history.extend(1, 0, [1, 2])
+    assert history.log.tokens_of(history.number(1)).tolist() == [1, 2, 3, 4, 5] and history._held.num_tokens == 1
+    history.extend(1, 5, [6], final=True)
+    assert history.num_tokens == 6 and history._held.num_tokens == 0 and len(history._held) == 0
 
 
 def test_names_are_bounded_and_those_of_texts_that_are_there_are_kept() -> None:
@@ -262,7 +275,7 @@ def test_names_are_bounded_and_those_of_texts_that_are_there_are_kept() -> None:
     for text in range(5000):  # never complete, and behind a gap
         history.extend(text, 5, [1, 2])
         history.extend(30_000 + text, 0, [1])
-    assert len(history._texts) <= 1024 and len(history.log._open) <= 1024 and len(history._holding) <= HELD_TEXTS
+    assert len(history._texts) <= 1024 and len(history.log._open) <= 1024 and len(history._held) <= HELD_TEXTS
 
 
 def test_of_an_evicted_text_only_what_is_left_is_subtracted_and_its_surviving_runs_go() -> None:

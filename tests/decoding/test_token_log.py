@@ -214,10 +214,10 @@ def test_what_survives_after_a_removal_can_be_removed_too() -> None:
     assert log.end == 18 * BLOCK
     fill(2)
     assert found(log, [90, 91, 92, 93]) and not len(log.tokens_of(2))  # survived in a block that has room for more
-    log.remove(-1, rescued=True)
+    log.remove(999, rescued=True)
     fill(7)
     assert found(log, [80, 81, 82, 83]) and not len(log.tokens_of(11)) and not found(log, [90])
-    log.remove(-1, rescued=True)
+    log.remove(999, rescued=True)
     assert not found(log, [80])
 
 

