@@ -39,7 +39,7 @@ ORPHAN_S = 3600  # pieces of a snapshot that was never finished go after that
 # What a Redis user needs; the last line only behind Cluster and Sentinel addresses and for a database other than 0.
 ACL_COMMANDS = (
     "+ping", "+eval", "+xadd", "+xread", "+xtrim", "+xlen", "+xinfo|stream", "+memory|usage", "+get", "+set", "+incr",
-    "+expire", "+pexpire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink", "+sadd", "+smembers",
+    "+expire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink", "+sadd", "+smembers",
     "+select", "+command", "+cluster|slots",
 )  # fmt: skip
 

@@ -66,7 +66,6 @@ return tonumber(ARGV[1])
 ACQUIRE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
-if holder then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end  -- which a full Redis does not refuse
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
