@@ -8,7 +8,6 @@ Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one sl
 ``{PREFIX}:NAMESPACE:snap:N``  hash    the pieces of the snapshot named N, of 1 MiB
 ``{PREFIX}:NAMESPACE:epoch``   string  how often the tenant was deleted
 ``{PREFIX}:lease:NAME``        string  who holds the lease
-``{PREFIX}:namespaces``        set     namespaces that were ever registered
 =============================  ======  =========================================================================================
 
 A user of Redis >= 6.2 that may do this and nothing else: ``ACL SETUSER outrider on >PASSWORD`` and ``acl_rule(prefix)``.
@@ -39,7 +38,7 @@ ORPHAN_S = 3600  # pieces of a snapshot that was never finished go after that
 # What a Redis user needs; the last line only behind Cluster and Sentinel addresses and for a database other than 0.
 ACL_COMMANDS = (
     "+ping", "+eval", "+xadd", "+xread", "+xtrim", "+xlen", "+xinfo|stream", "+memory|usage", "+get", "+set", "+incr",
-    "+expire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink", "+sadd", "+smembers",
+    "+expire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink",
     "+select", "+command", "+cluster|slots",
 )  # fmt: skip
 
@@ -233,17 +232,22 @@ class RedisStore:
         """Makes the epoch at least ``epoch``: a Redis that was restarted empty must not count from 0 again. The epoch now."""
         return int(self._run("EVAL", scripts.RAISE, 1, self._key(namespace, "epoch"), epoch))
 
-    # -- registry, lease, state ------------------------------------------------------------------------------------------------
+    # -- expiry, lease, state -------------------------------------------------------------------------------------------------
 
     @_translated
-    def register(self, namespace: str) -> None:
-        """Remembers that a namespace exists."""
-        self._run("SADD", f"{self._tag}:namespaces", namespace)
-
-    @_translated
-    def namespaces(self) -> list[str]:
-        """All that were registered, sorted."""
-        return sorted(_text(name) for name in self._run("SMEMBERS", f"{self._tag}:namespaces"))
+    def keep(self, namespaces: Sequence[str], ttl_s: float) -> None:
+        """Lets Redis forget namespaces that this was not called for again within ``ttl_s``: of tenants and models that are no more."""
+        client = self._client()
+        pointers = [self._key(namespace, "snap") for namespace in namespaces]
+        names = client.pipeline(transaction=False)
+        for pointer in pointers:
+            names.execute_command("HGET", pointer, "name")
+        pipe = client.pipeline(transaction=False)
+        for namespace, pointer, name in zip(namespaces, pointers, _all(names), strict=True):
+            keys = [pointer, *self._keys(namespace, "log", "epoch"), *([] if name is None else [f"{pointer}:{_text(name)}"])]
+            for key in keys:
+                pipe.execute_command("EXPIRE", key, max(1, round(ttl_s)))
+        _all(pipe)
 
     @_translated
     def acquire(self, name: str, holder: str, ttl_s: float) -> bool:

@@ -23,6 +23,7 @@ from decoding.history import PUBLIC
 
 _BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
 _CHECK_S = 1.0  # between looks at what Redis holds
+_KEEP_S = 3600.0  # between two notes to Redis that the namespaces are still in use
 _EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
 _ROOM = 0.9  # share of its quota that a full tenant is brought down to
 _EVICTED_KEYS = 4096  # of one batch
@@ -88,7 +89,7 @@ class CacheServer:
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, options.lease_s)
         self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
-        self._check_at = self._expire_at = 0.0
+        self._check_at = self._expire_at = self._keep_at = 0.0
         self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
         self._last_error: str | None = None
         self._kept = (0, 0, 0)  # namespaces, texts, tokens
@@ -187,6 +188,9 @@ class CacheServer:
     def _check(self) -> None:
         """Compares what is kept with what Redis holds, loads what is not known yet, and drops texts that are too old."""
         now = time.monotonic()
+        if now >= self._keep_at:
+            self._store.keep(list(self._tenants), max(self._options.ttl_s, 2 * _KEEP_S))
+            self._keep_at = now + _KEEP_S
         heads = self._store.heads(list(self._tenants))
         for name, head in heads.items():
             fold = self._folds.get(name)
@@ -204,7 +208,6 @@ class CacheServer:
 
     def _load(self, name: str) -> None:
         self._lease.hold(self._store.usage(name).snapshot_bytes * _WORK_S_PER_TOKEN)
-        self._store.register(name)
         fold = Fold.load(self._store, name, self._identity)
         if fold.damaged:
             self._corrupt += 1
@@ -243,6 +246,7 @@ class CacheServer:
             data = encode_snapshot(fold.snapshot(time.time()))
             if self._store.save_snapshot(fold.namespace, fold.cursor, data, fold.epoch):
                 self._snapshots += 1
+                self._keep_at = 0.0  # its keys are new
                 fold.saved(len(data), self._store)
             else:  # a newer one is there, or the tenant was deleted
                 self._check_at = 0.0

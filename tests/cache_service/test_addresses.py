@@ -76,8 +76,7 @@ def works(url: str) -> None:
     assert store.load_snapshot(A) == (ids[2], b"new")
     assert store.trim(A, ids[2], exact=True) == 1
     assert store.heads([A, "c" * 32])[A].first_id == ids[2]
-    store.register(A)
-    assert store.namespaces() == [A]
+    store.keep([A], 60.0)
     assert store.acquire("l", "me", 5) and not store.acquire("l", "you", 5)
     store.release("l", "me")
     usage = store.usage(A)

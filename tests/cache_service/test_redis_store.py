@@ -187,10 +187,23 @@ def test_lease_is_taken_over_after_its_time_and_not_before(store: RedisStore, ra
     assert store.acquire("service", "one", 60)
 
 
-def test_namespaces_and_usage(store: RedisStore) -> None:
-    for name in (B, A, A):
-        store.register(name)
-    assert store.namespaces() == [A, B]
+def test_what_nobody_keeps_goes(store: RedisStore, server: EmbeddedRedis) -> None:
+    for name in (A, B):
+        (id,) = store.append([(name, b"x")])
+        assert store.save_snapshot(name, id, b"s") and store.raise_epoch(name, 1) == 1
+    store.keep([A, B], 1000.0)
+    store.keep([A, "c" * 32], 1.0)
+    with redis.Redis.from_url(server.url) as client:
+        assert all(0 < client.ttl(key) <= 1000 for key in client.scan_iter())
+        deadline = time.monotonic() + 20
+        while any(A.encode() in key for key in client.scan_iter()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert store.load_snapshot(A) is None and store.heads([A])[A] == Head("0-0", "0-0", "0-0", 0)
+    assert store.load_snapshot(B) == (id, b"s")
+
+
+def test_usage(store: RedisStore) -> None:
     assert store.usage(A) == store.usage(B)
     assert store.usage(A).stream_bytes == 0
     store.append([(A, b"x" * 5000)] * 3)
@@ -221,8 +234,7 @@ def everything(store: RedisStore) -> None:
     assert store.trim(A, id, exact=True) == store.trim(A, id, exact=False) == 0
     assert store.heads([A, B])[A] == Head(id, id, id, 0)
     assert store.usage(A).stream_entries == 1
-    store.register(A)
-    assert store.namespaces() == [A]
+    store.keep([A, B], 60.0)
     assert store.delete(A) == 1 and store.raise_epoch(A, 5) == 5
     assert store.acquire("l", "me", 5) and store.acquire("l", "me", 5) and not store.acquire("l", "you", 5)
     store.release("l", "me")
@@ -240,7 +252,7 @@ def test_the_documented_acl_rule_is_enough_and_holds(server: EmbeddedRedis, raw:
         lambda: other.append([(A, b"x")]), lambda: other.read({A: "0-0"}, 0, 1), lambda: other.heads([A]),
         lambda: other.delete(A), lambda: other.raise_epoch(A, 9), lambda: other.trim(A, "1-0", exact=True),
         lambda: other.save_snapshot(A, "1-0", b""), lambda: other.load_snapshot(A), lambda: other.acquire("a", "b", 1),
-        lambda: other.register(A), lambda: other.usage(A), other.namespaces,
+        lambda: other.keep([A], 60.0), lambda: other.usage(A),
     ):  # fmt: skip
         with pytest.raises(redis.RedisError, match=r"permission|NOPERM"):
             attempt()
