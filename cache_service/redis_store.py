@@ -236,7 +236,7 @@ class RedisStore:
 
     @_translated
     def keep(self, namespaces: Sequence[str], ttl_s: float) -> None:
-        """Lets Redis forget namespaces that this was not called for again within ``ttl_s``: of tenants and models that are no more."""
+        """Lets Redis forget namespaces for which this is not called again within ``ttl_s``, as nobody serves them any more."""
         client = self._client()
         pointers = [self._key(namespace, "snap") for namespace in namespaces]
         names = client.pipeline(transaction=False)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
 import redis
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from actors.replica import Description
 from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cluster.errors import ApiError
 from cluster.openai_types import Text
@@ -76,14 +77,32 @@ class _Preload(BaseModel):
 class AdminService:
     """What the admin routes do. Each first checks the key."""
 
-    def __init__(self, tenancy: Tenancy, tokenizer: PreTrainedTokenizerFast, port: CacheAdminPort | None) -> None:
-        self._tenancy, self._tokenizer, self._port = tenancy, tokenizer, port
+    def __init__(
+        self,
+        tenancy: Tenancy,
+        tokenizer: PreTrainedTokenizerFast,
+        port: CacheAdminPort | None,
+        replicas: Callable[[], Awaitable[Sequence[Description]]],
+    ) -> None:
+        """
+        Args:
+            tenancy: knows the operator's keys.
+            tokenizer: of the model.
+            port: the shared memory; None where there is none.
+            replicas: what the engine replicas that answer say of themselves.
+        """
+        self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """How much is kept of each tenant."""
+        """How much is kept of each tenant, and how each replica gets on with Redis."""
         port = self._allowed(request)
+        mirrors = [replica.cache for replica in await self._replicas()]
         with _answered():
-            return {"tenants": [dataclasses.asdict(entry) for entry in await port.stats()]}
+            tenants = await port.stats()
+        return {
+            "tenants": [dataclasses.asdict(entry) for entry in tenants],
+            "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
+        }
 
     async def export(self, request: Request) -> Response:
         """A snapshot of one tenant, as a file."""

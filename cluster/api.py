@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
@@ -52,7 +52,7 @@ class Service:
         """
         self._engine, self._tokenizer = engine, tokenizer
         self._tenancy = Tenancy(tenancy or TenancyOptions())
-        self.admin = AdminService(self._tenancy, tokenizer, cache)
+        self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
         self._token_bytes = TokenBytes(tokenizer)
         self._info: ModelInfo | None = None  # asked for once
         self._started = int(time.time())
@@ -68,6 +68,7 @@ class Service:
                 "running": sum(replica.counts.running for replica in replicas),
                 "waiting": sum(replica.counts.waiting for replica in replicas),
                 "free_slots": sum(replica.counts.free_slots for replica in replicas),
+                "shared_cache": _cache_state(replicas),
             }
         )
 
@@ -150,6 +151,14 @@ def create_api(service: Service) -> FastAPI:
 
     add_admin_routes(app, service.admin)
     return app
+
+
+def _cache_state(replicas: Sequence[Description]) -> str:
+    """``off``, ``connected``, or ``degraded``: a replica drafts from what it has, and what it says waits."""
+    mirrors = [replica.cache for replica in replicas if replica.cache is not None]
+    if not mirrors:
+        return "off"
+    return "connected" if all(mirror.connected for mirror in mirrors) else "degraded"
 
 
 async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, stream: bool, include_usage: bool) -> Response:

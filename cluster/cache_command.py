@@ -35,13 +35,14 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a ten
 
 @cache.command()
 def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Show how much is kept of each tenant, in Redis and of tokens."""
+    """Show how much is kept of each tenant, and how each replica gets on with Redis."""
     with _client(url) as client:
         found = _object(client.get("/stats"))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        _print_stats(found["tenants"])
+        _print_rows(found["tenants"])
+        _print_rows([replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]])
 
 
 @cache.command()
@@ -191,20 +192,28 @@ def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
         yield lambda size: progress.advance(task, size)
 
 
-def _print_stats(tenants: list[dict[str, Any]]) -> None:
-    """A row a tenant; the columns are what the server tells."""
+def _kinds(failures: dict[str, int]) -> str:
+    """Failures by kind in one cell."""
+    return ", ".join(f"{kind} {count}" for kind, count in failures.items())
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """A row a tenant, or a replica; the columns are what the server tells."""
     from rich.console import Console
     from rich.table import Column, Table
 
-    names = list(tenants[0]) if tenants else []
-    columns = [Column(name.replace("_", " "), justify="left" if name in ("tenant", "namespace") else "right") for name in names]
-    table = Table(*columns)
-    for entry in tenants:
-        table.add_row(*(_shown(entry.get(name)) for name in names))
+    if not rows:
+        return
+    texts = ("tenant", "namespace", "breaker", "failures")
+    table = Table(*(Column(name.replace("_", " "), justify="left" if name in texts else "right") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(_shown(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _shown(value: object) -> str:
-    if value is None:
+    if value is None or value == "":
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -27,6 +27,7 @@ from redis import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from actors.replica import Description
 from cache_service.admin import CacheAdmin, Problem, TenantStats
 from cache_service.embedded import EmbeddedRedis
 from cache_service.namespace import Identity, hash_key, namespace
@@ -260,9 +261,14 @@ def empty_memory_server(byte_tokenizer: PreTrainedTokenizerFast) -> Iterator[Mem
         tenancy = Tenancy(TenancyOptions(tenants=tenants, admin_keys=(hash_key(MemoryServer.admin_key),)))
         app = FastAPI()
         errors.install(app)
-        add_admin_routes(app, AdminService(tenancy, byte_tokenizer, LocalCacheAdmin(admin)))
+        add_admin_routes(app, AdminService(tenancy, byte_tokenizer, LocalCacheAdmin(admin), no_replicas))
         url = stack.enter_context(served(app))
         yield MemoryServer(url, redis, store, admin, byte_tokenizer)
+
+
+async def no_replicas() -> list[Description]:
+    """A server without engines."""
+    return []
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from actors.replica import Description
 from cache_service.namespace import hash_key
 from cluster import admin_api
 from cluster.admin_api import AdminService, add_admin_routes
@@ -37,6 +38,11 @@ def admin(memory_server: Any) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {memory_server.admin_key}"}
     with httpx.Client(base_url=f"{memory_server.url}/admin/cache", headers=headers, timeout=30) as client:
         yield client
+
+
+async def no_replicas() -> list[Description]:
+    """A server without engines."""
+    return []
 
 
 def check(response: httpx.Response, status: int, code: str, *words: str, param: str | None = None) -> None:
@@ -74,7 +80,7 @@ def test_only_the_operator_is_served(admin: httpx.Client, memory_server: Any) ->
 def test_closed_and_disabled(
     serve_api: ServeApi, byte_tokenizer: Any, admin_keys: tuple[str, ...], status: int, code: str
 ) -> None:
-    service = AdminService(Tenancy(TenancyOptions(admin_keys=admin_keys)), byte_tokenizer, None)
+    service = AdminService(Tenancy(TenancyOptions(admin_keys=admin_keys)), byte_tokenizer, None, no_replicas)
     with serve_api(application(service)) as url, httpx.Client(base_url=url, headers=BEARER) as client:
         for method, path in ROUTES:
             check(client.request(method, f"/admin/cache{path}"), status, code)
@@ -197,7 +203,7 @@ def test_bodies_that_are_too_long(
 
 def test_redis_away(serve_api: ServeApi, local_cache_admin: Any, byte_tokenizer: Any) -> None:
     tenancy = Tenancy(TenancyOptions(admin_keys=(hash_key("outrider-a"),)))
-    service = AdminService(tenancy, byte_tokenizer, local_cache_admin("redis://:secret@127.0.0.1:1/0"))
+    service = AdminService(tenancy, byte_tokenizer, local_cache_admin("redis://:secret@127.0.0.1:1/0"), no_replicas)
     with serve_api(application(service)) as url, httpx.Client(base_url=url, headers=BEARER, timeout=30) as client:
         for method, path in ROUTES:
             content = b'{"documents": ["text"]}' if path == "/preload" else b""

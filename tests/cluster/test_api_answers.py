@@ -27,7 +27,9 @@ def stream_lines(http: httpx.Client, path: str, body: dict[str, Any]) -> list[di
 
 
 def test_health_and_models(api_server: Any, client: OpenAI) -> None:
-    assert api_server.health() == {"status": "ok", "model": "circle", "replicas": 1, "running": 0, "waiting": 0, "free_slots": 3}
+    assert api_server.health() == {
+        "status": "ok", "model": "circle", "replicas": 1, "running": 0, "waiting": 0, "free_slots": 3, "shared_cache": "off",
+    }  # fmt: skip
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("circle", "model", "outrider")
     assert client.models.retrieve("circle") == model
