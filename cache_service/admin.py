@@ -13,8 +13,9 @@ import numpy as np
 from cache_service.folding import Fold, unreadable
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
-from cache_service.redis_store import RedisStore, compare_ids
+from cache_service.redis_store import RedisStore
 from cache_service.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
+from cache_service.stream_ids import compare_ids
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC
 from decoding.request import request_of, text_key

@@ -10,46 +10,23 @@ Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one sl
 ``{PREFIX}:lease:NAME``        string  who holds the lease
 =============================  ======  =========================================================================================
 
-A user of Redis >= 6.2 that may do this and nothing else: ``ACL SETUSER outrider on >PASSWORD`` and ``acl_rule(prefix)``.
+What a user of Redis must be allowed for it: ``cache_service/acl.py``.
 """
 
 from __future__ import annotations
 
-import functools
 import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import redis
-from redis.exceptions import RedisClusterException
 
 from cache_service import scripts
-from cache_service.addresses import Client, connect
+from cache_service.redis_link import RedisLink, answers_of, translated
+from cache_service.stream_ids import id_of, text_of
 
-__all__ = ["ACL_COMMANDS", "MAX_BLOCK_S", "MAX_ENTRIES", "Head", "RedisStore", "Usage", "acl_rule", "compare_ids", "connect"]
-
-START = "0-0"  # before every entry of a stream
 MAX_ENTRIES = 100_000  # of a stream, should nobody trim it
 MAX_BLOCK_S = 0.5  # longest wait of one read; a server that is silent for that and the timeout is away
 CHUNK_BYTES = 1 << 20  # of a snapshot: longer values hold up the server's one thread
 ORPHAN_S = 3600  # pieces of a snapshot that was never finished go after that
-# What a Redis user needs; the last line only behind Cluster and Sentinel addresses and for a database other than 0.
-ACL_COMMANDS = (
-    "+ping", "+eval", "+xadd", "+xread", "+xtrim", "+xlen", "+xinfo|stream", "+memory|usage", "+get", "+set", "+incr",
-    "+expire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink",
-    "+select", "+command", "+cluster|slots",
-)  # fmt: skip
-
-
-def acl_rule(prefix: str) -> str:
-    """The rule of a Redis user that may use the keys of one prefix, with the commands of this file, and nothing else.
-
-    >>> acl_rule("outrider")[:32]
-    'resetkeys ~{outrider}:* resetcha'
-    """
-    return f"resetkeys ~{{{prefix}}}:* resetchannels -@all {' '.join(ACL_COMMANDS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,68 +48,24 @@ class Usage:
     snapshot_bytes: int
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Concatenate[RedisStore, _P], _R]:
-    """What the client library raises besides ``RedisError`` and ``OSError`` becomes one of them."""
-
-    @functools.wraps(method)
-    def wrapped(store: RedisStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return method(store, *args, **kwargs)
-        except RedisClusterException as error:  # not a RedisError: no node of a cluster answers
-            raise redis.ConnectionError(f"cluster: {error}") from error
-        except redis.InvalidResponse:
-            store._drop_connections()
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError) as error:  # an answer that redis-py or we cannot read
-            store._drop_connections()
-            raise redis.InvalidResponse(f"not the answer of a Redis: {type(error).__name__}") from error
-
-    return wrapped
-
-
-class RedisStore:
+class RedisStore(RedisLink):
     """Streams and snapshots of tenants. Safe to use from several threads; a method is one or a few round trips.
 
     Every method raises ``redis.RedisError`` or ``OSError`` where Redis is away, slow, full, refuses or answers nonsense, and
     nothing is tried twice: what to do then is the caller's to say.
     """
 
-    def __init__(self, url: str, prefix: str, timeout_s: float) -> None:
-        """Reads the address; nothing is sent yet.
-
-        Args:
-            url: see ``cache_service/addresses.py``.
-            prefix: of all keys.
-            timeout_s: of one operation, in seconds.
-
-        Raises:
-            ValueError: an address that cannot be.
-        """
-        if not prefix or "{" in prefix or "}" in prefix:
-            raise ValueError(f"cache.prefix: {prefix!r} must not be empty or hold braces")
-        self._url, self._timeout_s = url, timeout_s
-        self._tag = f"{{{prefix}}}"
-        self._lock = threading.Lock()
-        self._closed = False
-        self._clients: dict[float, Client] = {}  # by how long they may block
-        if "+cluster:" not in url.partition("//")[0]:
-            self._client()  # a bad address is an error now; a cluster is asked first when it is needed
-
     # -- streams ---------------------------------------------------------------------------------------------------------------
 
-    @_translated
+    @translated
     def append(self, entries: Sequence[tuple[str, bytes]]) -> list[str]:
         """Adds (namespace, data) entries in one round trip; returns their ids. After an error some of them may be there."""
         pipe = self._client().pipeline(transaction=False)
         for namespace, data in entries:
             pipe.execute_command("XADD", self._key(namespace, "log"), "MAXLEN", "~", MAX_ENTRIES, "*", "b", data)
-        return [_id(answer) for answer in _all(pipe)]
+        return [id_of(answer) for answer in answers_of(pipe)]
 
-    @_translated
+    @translated
     def read(self, cursors: Mapping[str, str], block_s: float, count: int) -> dict[str, list[tuple[str, bytes | None]]]:
         """Entries after the cursors, oldest first, ``count`` of each namespace at most; waits for the first one.
 
@@ -154,21 +87,21 @@ class RedisStore:
         )
         found = {}
         for key, entries in answer or ():
-            found[names[_text(key)]] = [(_text(id), (fields or {}).get(b"b")) for id, fields in entries]
+            found[names[text_of(key)]] = [(text_of(id), (fields or {}).get(b"b")) for id, fields in entries]
         return found
 
-    @_translated
+    @translated
     def heads(self, namespaces: Sequence[str]) -> dict[str, Head]:
         """Where each namespace stands, in one round trip."""
         pipe = self._client().pipeline(transaction=False)
         for namespace in namespaces:
             pipe.execute_command("EVAL", scripts.HEAD, 3, *self._keys(namespace, "log", "snap", "epoch"))
         found = {}
-        for namespace, (first, last, snapshot, epoch) in zip(namespaces, _all(pipe), strict=True):
-            found[namespace] = Head(_id(first), _id(last), _id(snapshot), int(epoch))
+        for namespace, (first, last, snapshot, epoch) in zip(namespaces, answers_of(pipe), strict=True):
+            found[namespace] = Head(id_of(first), id_of(last), id_of(snapshot), int(epoch))
         return found
 
-    @_translated
+    @translated
     def trim(self, namespace: str, before_id: str, exact: bool) -> int:
         """Removes entries older than ``before_id``; unless ``exact`` some of them may stay for a while. How many went."""
         command = ("XTRIM", self._key(namespace, "log"), "MINID", "=" if exact else "~", before_id)
@@ -176,7 +109,7 @@ class RedisStore:
 
     # -- snapshots -------------------------------------------------------------------------------------------------------------
 
-    @_translated
+    @translated
     def load_snapshot(self, namespace: str) -> tuple[str, bytes] | None:
         """The newest snapshot and the id up to which it covers the stream, None where there is none.
 
@@ -188,13 +121,13 @@ class RedisStore:
             id, name, pieces = self._run("HMGET", pointer, "id", "name", "pieces")
             if id is None:
                 return None
-            key = f"{pointer}:{_text(name)}"
+            key = f"{pointer}:{text_of(name)}"
             parts = [self._run("HGET", key, piece) for piece in range(int(pieces))]
             if None not in parts or name == previous:
-                return _id(id), b"".join(part for part in parts if part is not None)
+                return id_of(id), b"".join(part for part in parts if part is not None)
             previous = name  # replaced while it was read, or damaged: the second look tells
 
-    @_translated
+    @translated
     def save_snapshot(self, namespace: str, stream_id: str, data: bytes, epoch: int | None = None) -> bool:
         """Makes ``data`` the newest snapshot, in pieces that each take the server a moment only.
 
@@ -219,7 +152,7 @@ class RedisStore:
         )  # fmt: skip
         return int(moved) == 1
 
-    @_translated
+    @translated
     def delete(self, namespace: str) -> int:
         """Forgets a tenant in one step: snapshot and stream are empty, and the epoch, which is returned, is one higher.
 
@@ -227,14 +160,14 @@ class RedisStore:
         """
         return int(self._run("EVAL", scripts.DELETE, 3, *self._keys(namespace, "log", "snap", "epoch")))
 
-    @_translated
+    @translated
     def raise_epoch(self, namespace: str, epoch: int) -> int:
         """Makes the epoch at least ``epoch``: a Redis that was restarted empty must not count from 0 again. The epoch now."""
         return int(self._run("EVAL", scripts.RAISE, 1, self._key(namespace, "epoch"), epoch))
 
     # -- expiry, lease, state -------------------------------------------------------------------------------------------------
 
-    @_translated
+    @translated
     def keep(self, namespaces: Sequence[str], ttl_s: float) -> None:
         """Lets Redis forget namespaces for which this is not called again within ``ttl_s``, as nobody serves them any more."""
         client = self._client()
@@ -243,24 +176,24 @@ class RedisStore:
         for pointer in pointers:
             names.execute_command("HGET", pointer, "name")
         pipe = client.pipeline(transaction=False)
-        for namespace, pointer, name in zip(namespaces, pointers, _all(names), strict=True):
-            keys = [pointer, *self._keys(namespace, "log", "epoch"), *([] if name is None else [f"{pointer}:{_text(name)}"])]
+        for namespace, pointer, name in zip(namespaces, pointers, answers_of(names), strict=True):
+            keys = [pointer, *self._keys(namespace, "log", "epoch"), *([] if name is None else [f"{pointer}:{text_of(name)}"])]
             for key in keys:
                 pipe.execute_command("EXPIRE", key, max(1, round(ttl_s)))
-        _all(pipe)
+        answers_of(pipe)
 
-    @_translated
+    @translated
     def acquire(self, name: str, holder: str, ttl_s: float) -> bool:
         """Takes or extends a lease: True if ``holder`` has it for the next ``ttl_s`` seconds."""
         key = f"{self._tag}:lease:{name}"
         return int(self._run("EVAL", scripts.ACQUIRE, 1, key, holder, max(1, round(ttl_s * 1000)))) == 1
 
-    @_translated
+    @translated
     def release(self, name: str, holder: str) -> None:
         """Gives a lease back; nothing happens if another one holds it."""
         self._run("EVAL", scripts.RELEASE, 1, f"{self._tag}:lease:{name}", holder)
 
-    @_translated
+    @translated
     def usage(self, namespace: str) -> Usage:
         """What a namespace takes."""
         log, snap = self._keys(namespace, "log", "snap")
@@ -269,74 +202,3 @@ class RedisStore:
             int(self._run("MEMORY USAGE", log) or 0),
             int(self._run("HGET", snap, "bytes") or 0),
         )
-
-    @_translated
-    def ping(self) -> None:
-        """Returns if Redis answers."""
-        if self._run("EVAL", "return 1", 0) != 1:
-            raise redis.InvalidResponse("not the answer of a Redis")
-
-    def close(self) -> None:
-        """Closes all connections for good; what another thread is waiting for ends with ``redis.ConnectionError``."""
-        with self._lock:
-            self._closed = True
-        self._drop_connections()
-
-    def _client(self, block_s: float = 0.0) -> Client:
-        with self._lock:
-            if self._closed:
-                raise redis.ConnectionError("this store is closed")
-            if block_s not in self._clients:
-                self._clients[block_s] = connect(self._url, self._timeout_s, block_s)
-            return self._clients[block_s]
-
-    def _run(self, *words: Any, block_s: float = 0.0) -> Any:
-        client: Any = self._client(block_s)
-        return client.execute_command(*words)
-
-    def _drop_connections(self) -> None:
-        """Nonsense may go on after the part that was read: the next command gets a connection of its own."""
-        with self._lock:
-            clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
-            client.close()
-
-    def _key(self, namespace: str, kind: str) -> str:
-        return f"{self._tag}:{namespace}:{kind}"
-
-    def _keys(self, namespace: str, *kinds: str) -> list[str]:
-        return [self._key(namespace, kind) for kind in kinds]
-
-
-def compare_ids(a: str, b: str) -> int:
-    """-1, 0 or 1 as stream id ``a`` is before, at or after ``b``.
-
-    >>> compare_ids("9-1", "10-0")
-    -1
-    """
-    one, other = _pair(a), _pair(b)
-    return (one > other) - (one < other)
-
-
-def _pair(id: str) -> tuple[int, int]:
-    ms, _, sequence = id.partition("-")
-    return int(ms), int(sequence or 0)
-
-
-def _all(pipe: Any) -> list[Any]:
-    """The answers of a pipeline. The first error is raised as it is: redis-py would add the command, tokens and all, to it."""
-    answers = pipe.execute(raise_on_error=False)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return list(answers)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _id(value: bytes | str) -> str:
-    text = _text(value)
-    _pair(text)  # ValueError: not an id
-    return text

@@ -16,8 +16,9 @@ from cache_service.folding import READ_ENTRIES, Fold
 from cache_service.lease import Lease, LeaseLostError
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, encode_batch, token_width
-from cache_service.redis_store import Head, RedisStore, compare_ids
+from cache_service.redis_store import Head, RedisStore
 from cache_service.snapshot import encode_snapshot
+from cache_service.stream_ids import compare_ids
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC
 

@@ -12,8 +12,9 @@ from cache_service.inbox import Inbox
 from cache_service.namespace import Identity
 from cache_service.outbox import Outbox
 from cache_service.records import Batch, CorruptRecordError, decode_batch
-from cache_service.redis_store import START, Head, RedisStore, compare_ids
+from cache_service.redis_store import Head, RedisStore
 from cache_service.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
+from cache_service.stream_ids import START, compare_ids
 from cache_service.texts import Admitted, Ledger
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from cache_service.acl import acl_rule
 from cache_service.embedded import EmbeddedRedis
-from cache_service.redis_store import MAX_BLOCK_S, Head, RedisStore, acl_rule, compare_ids
+from cache_service.redis_store import MAX_BLOCK_S, Head, RedisStore
+from cache_service.stream_ids import compare_ids
 
 A, B = "a" * 32, "b" * 32
 

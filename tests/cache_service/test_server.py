@@ -18,9 +18,10 @@ from cache_service.embedded import EmbeddedRedis, find_redis_server
 from cache_service.folding import Fold
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.redis_store import RedisStore, compare_ids
+from cache_service.redis_store import RedisStore
 from cache_service.server import CacheServer
 from cache_service.snapshot import Snapshot, SnapshotText, decode_snapshot, encode_snapshot
+from cache_service.stream_ids import compare_ids
 from cache_service.texts import TenantTexts
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC

@@ -1,0 +1,32 @@
+"""Ids of stream entries, ``MILLISECONDS-NUMBER``: where a reader stands, how far a snapshot goes."""
+
+from __future__ import annotations
+
+START = "0-0"  # before every entry of a stream
+
+
+def compare_ids(a: str, b: str) -> int:
+    """-1, 0 or 1 as stream id ``a`` is before, at or after ``b``.
+
+    >>> compare_ids("9-1", "10-0")
+    -1
+    """
+    one, other = _pair(a), _pair(b)
+    return (one > other) - (one < other)
+
+
+def _pair(id: str) -> tuple[int, int]:
+    ms, _, sequence = id.partition("-")
+    return int(ms), int(sequence or 0)
+
+
+def text_of(value: bytes | str) -> str:
+    """What Redis sends as text."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def id_of(value: bytes | str) -> str:
+    """An id as Redis sends it. Raises ``ValueError`` for what is none."""
+    text = text_of(value)
+    _pair(text)  # ValueError: not an id
+    return text
