@@ -2,10 +2,12 @@
 
 python -m experiments.cache_faults --prompts FILE.jsonl [--requests 50]
 
-Two replicas share a Redis, a third decodes plainly, all in this process; they take turns, so that none slows another down. In each
-phase replica A streams all requests for a tenant that nobody has answered before, and the fault comes when half of them are done;
-then replica B streams the same requests, while the fault lasts. After the repair both do it once more for another tenant. Plain
-decoding runs twice: what it differs by from itself is noise. Ratios are plain decoding's seconds over the phase's.
+Two replicas share a Redis, a third decodes plainly, all in this process; they take turns, so that none slows another down. In
+each phase replica A streams all requests for a tenant that nobody has answered before, and the fault comes when half of them
+are done; then replica B streams the same requests, while the fault lasts. After the repair both do it once more for another
+tenant. Plain decoding runs twice: what it differs by from itself is noise. With one request at a time (--concurrency 1) a request
+is compared with itself; with several it also waits for the prefills of whoever runs beside it, and shorter decoding means more
+of those.
 
 With --http the same phases are also streamed from ``outrider serve`` with two replicas, beside a server that decodes plainly.
 """
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.replica import CacheAccess, Replica
+from cluster.prompt_file import read_prompts
 from configs.schema import find_model
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
@@ -31,8 +34,8 @@ from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
-from experiments.fault_figures import Answer, Pass, compared, halves
-from experiments.http_faults import stream_over_http
+from experiments.fault_figures import Answer, Pass, compared, halves, ratios
+from experiments.http_faults import Chats, stream_over_http
 from experiments.record import RESULTS, write_record
 from experiments.redis_process import RedisProcess
 
@@ -81,7 +84,9 @@ class Load:
             if done == len(self.prompts) // 2 and at_half is not None:
                 at_half()
             shared = last.stats.accepted_by_source.get("history", 0)
-            return Answer(request.output_ids.tolist(), request.num_output, last.stats.steps, shared, seconds, done)
+            return Answer(
+                request.output_ids.tolist(), request.num_output, last.stats.steps, shared, seconds, last.stats.decode_s, done
+            )
 
         began = time.perf_counter()
         answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(self.prompts)))
@@ -132,12 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: {args.prompts} has {len(workload.prompts)} prompts that fit, --requests is {args.requests}", file=sys.stderr
         )
         return 2
-    load = Load(workload.prompts[: args.requests], args.max_tokens, args.concurrency)
-    results = {"in_process": measure(model, load, args.repeats)}
+    loads = [Load(workload.prompts[: args.requests], args.max_tokens, number) for number in args.concurrency]
+    results = {f"in process, {load.concurrency} at a time": measure(model, load, args.repeats) for load in loads}
     if args.http:
-        results["http"] = stream_over_http(args, [prompt.id for prompt in load.prompts], FAULTS)
+        wanted = {prompt.id for prompt in loads[0].prompts}
+        texts = [record.prompt for record in read_prompts(args.prompts) if record.id in wanted]
+        chats = Chats(texts, Path(model.path).name, args.max_tokens, max(args.concurrency))
+        results[f"http, {chats.concurrency} at a time"] = stream_over_http(model, chats, FAULTS)
     print(write_record("cache-faults", vars(args), results, None, started, "cpu", args.out).name)
-    wrong = [name for part in results.values() for name, row in part["phases"].items() if row["identical"] < row["requests"]]
+    wrong = [
+        f"{run}: {name} ({row['identical']} of {row['requests']})"
+        for run, part in results.items()
+        for name, row in part["phases"].items()
+        if row["identical"] < row["requests"]
+    ]
     exact = args.dtype in ("float32", "float64")
     print(f"not identical: {', '.join(wrong) or 'none'}", file=sys.stderr)
     return 1 if wrong and exact else 0
@@ -151,16 +164,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=50, help="prompts, from the beginning of the file")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an output")
     parser.add_argument("--context", type=int, default=2048, help="of the model; longer prompts are left out")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 1], help="requests at a time; several: one run each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a replica")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="stream from `outrider serve`, too")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     args = parser.parse_args(argv)
-    for name in ("requests", "max_tokens", "concurrency", "repeats", "threads"):
+    for name in ("requests", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if min(args.concurrency) < 1:
+        parser.error(f"--concurrency must be at least 1, got {min(args.concurrency)}")
     return args
 
 
@@ -172,7 +187,8 @@ def measure(model: ModelOptions, load: Load, repeats: int) -> dict[str, Any]:
         access = CacheAccess(CacheOptions(timeout_s=0.5, retry_s=0.5), redis.url, secrets.token_bytes(32), tenants)
         engine = EngineOptions(max_running=load.concurrency)
         auto, plain = SpeculationOptions(), SpeculationOptions(strategy="autoregressive")
-        replicas = Replicas(*(Replica(model, engine, auto, access) for _ in range(2)), Replica(model, engine, plain))
+        a, b = (Replica(model, engine, auto, access) for _ in range(2))
+        replicas = Replicas(a, b, Replica(model, engine, plain))
         try:
             for replica in (replicas.a, replicas.b, replicas.plain):
                 load.stream(replica, "warm-up", "warm-up 0")
@@ -214,8 +230,11 @@ def _repeat(replicas: Replicas, redis: RedisProcess, load: Load, repeat: int, me
 
 
 def _results(passes: Mapping[str, Sequence[Pass]]) -> dict[str, Any]:
-    """A row for each phase; of B also what A had answered before the fault, and what it had not."""
+    """A row for each phase, those of a fault also beside the same replica's without one; of B what A had answered before it."""
     rows = {name: compared(done, passes["plain"]) for name, done in passes.items()}
+    for fault in FAULTS:
+        for name in "AB":
+            rows[f"{fault}, {name}"]["beside_healthy"] = ratios(passes[f"{fault}, {name}"], passes[f"healthy, {name}"])
     parts = {f"{fault}, B": halves(passes[f"{fault}, A"], passes[f"{fault}, B"]) for fault in FAULTS}
     return {"phases": rows, "tokens_per_step_of_b": parts}
 

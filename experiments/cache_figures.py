@@ -28,7 +28,7 @@ from decoding.tree import Int32Array
 from experiments.cache_lag import measure_lag
 from experiments.cache_sizes import measure_memory, measure_snapshot
 from experiments.record import RESULTS, write_record
-from experiments.replay_replica import ReplayReplica, Setting
+from experiments.replay_replica import Replayed, ReplayReplica, Setting
 from experiments.trie_texts import corpus_texts
 
 _LAG_RUNS = ((1, 300, 3, 0.02), (8, 300, 3, 0.02), (16, 300, 3, 0.02))  # requests, tokens of each, tokens and seconds of a step
@@ -76,51 +76,55 @@ def flood(known: Sequence[KnownText], texts: Sequence[Int32Array], tokens: int, 
         tokens: how much of it.
 
     Returns:
-        ``before`` and ``after``, each in a replica that has only what it loaded, and what is kept of both.
+        Tokens per step of replicas that have what they were told and nothing of their own: ``before`` the flood and ``after`` it
+        one that starts then, and ``live`` one that was there all the time.
     """
     with EmbeddedRedis.start() as redis:
-        setting = _setting(redis.url, vocab_size, 0.02, ("quiet", "flood"), CacheOptions(snapshot_s=1.0))
+        shared = setting(redis.url, vocab_size, ("quiet", "flood"), CacheOptions(snapshot_s=1.0))
         server = CacheServer(
-            setting.cache,
-            setting.url,
-            setting.secret,
-            setting.identity,
-            setting.tenants,
-            dict.fromkeys(setting.tenants, _QUOTA_BYTES),
+            shared.cache,
+            shared.url,
+            shared.secret,
+            shared.identity,
+            shared.tenants,
+            dict.fromkeys(shared.tenants, _QUOTA_BYTES),
         )
         server.start()
         try:
-            with ReplayReplica(setting, True) as writer:
+            with ReplayReplica(shared, True) as writer, ReplayReplica(shared, True) as listener:
                 writer.replay("quiet", "first", known)
-                before = _fresh(setting, known, "before")
+                before = _fresh(shared, known, "before")
                 sent = 0
                 for start in range(0, len(texts), 256):
                     writer.learn("flood", f"flood-{start}", texts[start : start + 256])
                     sent += sum(map(len, texts[start : start + 256]))
                     if sent >= tokens:
                         break
-                with ReplayReplica(setting, True) as listener:
-                    listener.settle("flood", _QUOTA_BYTES // 8)
-                after = _fresh(setting, known, "after")
+                listener.settle("flood", sent // 2)  # it drops what outgrows its outbox, which holds as much as it is told to
+                live = _speed(listener.replay("quiet", "live", known, publishes=False))
+                after = _fresh(shared, known, "after")
         finally:
             server.stop()
-    return {"flooded_tokens": sent, "quota_bytes": _QUOTA_BYTES, "before": before, "after": after}
+    return {"flooded_tokens": sent, "quota_bytes": _QUOTA_BYTES, "before": before, "live": live, "after": after}
 
 
-def _fresh(setting: Setting, known: Sequence[KnownText], name: str) -> dict[str, float]:
-    """Tokens per step of a replica that starts now, without what it learns itself: each request in its order, counted once."""
-    with ReplayReplica(setting, True) as replica:
-        done = replica.replay("quiet", name, known)
-    return {"tokens_per_step": round(sum(request.tokens for request in done) / sum(request.steps for request in done), 4)}
+def _fresh(shared: Setting, known: Sequence[KnownText], name: str) -> float:
+    with ReplayReplica(shared, True) as replica:
+        return _speed(replica.replay("quiet", name, known, publishes=False))
+
+
+def _speed(done: Sequence[Replayed]) -> float:
+    return round(sum(request.tokens for request in done) / sum(request.steps for request in done), 4)
 
 
 def _with_redis(vocab_size: int, flush_s: float, measure: Any, *arguments: Any) -> Any:
     """A measurement on a Redis of its own."""
     with EmbeddedRedis.start() as redis:
-        return measure(_setting(redis.url, vocab_size, flush_s, ("measured",), CacheOptions(flush_s=flush_s)), *arguments)
+        return measure(setting(redis.url, vocab_size, ("measured",), CacheOptions(flush_s=flush_s)), *arguments)
 
 
-def _setting(url: str, vocab_size: int, flush_s: float, tenants: tuple[str, ...], cache: CacheOptions) -> Setting:
+def setting(url: str, vocab_size: int, tenants: tuple[str, ...], cache: CacheOptions) -> Setting:
+    """Replicas that follow known outputs with ``auto``, far from the limits of their histories."""
     identity = Identity("figures", "figures", vocab_size)
     return Setting("auto", {"history_tokens": 1 << 22}, 64, identity, url, secrets.token_bytes(32), cache, tenants)
 

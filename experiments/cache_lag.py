@@ -16,7 +16,7 @@ from cache_service.namespace import namespace
 from cache_service.redis_store import RedisStore
 from decoding.history import Histories
 from decoding.request import text_key
-from experiments.replay_replica import Setting
+from experiments.replay_replica import Setting, warm_up
 
 _CAPACITY = 1 << 20
 _LISTEN_S = 10.0  # after the last token was sent
@@ -78,6 +78,7 @@ def _lags(sent: Sequence[tuple[int, float]], seen: Sequence[tuple[int, float]]) 
 
 
 def _mirror(setting: Setting, wake: Any) -> tuple[Mirror, Histories]:
+    warm_up()
     memory = Histories(_CAPACITY)
     mirror = Mirror(setting.cache, setting.url, setting.secret, setting.identity, setting.tenants, memory, wake)
     mirror.start(30.0)

@@ -20,7 +20,7 @@ from cache_service.texts import TenantTexts
 from decoding.history import Histories, History
 from decoding.request import text_key
 from decoding.tree import Int32Array
-from experiments.replay_replica import Setting
+from experiments.replay_replica import Setting, warm_up
 
 _BATCH_TEXTS = 64
 
@@ -80,8 +80,7 @@ def measure_memory(texts: Sequence[Int32Array], sizes: Sequence[int]) -> list[di
 def _load(end: Connection, setting: Setting, tokens: int) -> None:
     """A replica that starts: what the snapshot costs it."""
     memory = Histories(2 * tokens)
-    warm = History(1024)
-    warm.extend(1, 0, list(range(600)))  # compiled by now
+    warm_up()
     before, began = _resident(), time.perf_counter()
     mirror = Mirror(setting.cache, setting.url, setting.secret, setting.identity, setting.tenants[:1], memory, lambda: None)
     mirror.start(120.0)
@@ -103,8 +102,7 @@ def _load(end: Connection, setting: Setting, tokens: int) -> None:
 
 def _hold(end: Connection, texts: Sequence[Int32Array], capacity: int) -> None:
     """A history of some texts."""
-    warm = History(1024)
-    warm.extend(1, 0, list(range(600)))
+    warm_up()
     before = _resident()
     history = History(2 * capacity)
     for at, text in enumerate(texts):

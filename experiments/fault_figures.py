@@ -17,7 +17,8 @@ class Answer:
     tokens: int
     steps: int  # forwards; 0 where unknown
     shared: int  # accepted tokens that stood in other requests' outputs
-    seconds: float
+    seconds: float  # from asking to the end
+    decode_s: float  # from the first token to the end
     place: int  # the how-many-eth it was to end
 
 
@@ -34,6 +35,11 @@ class Pass:
         return sum(answer.tokens for answer in self.answers)
 
     @property
+    def decode_s(self) -> float:
+        """Of all requests together, the times at which several ran counted for each."""
+        return sum(answer.decode_s for answer in self.answers)
+
+    @property
     def summary(self) -> str:
         """A line of progress."""
         return f"{self.tokens / self.seconds:.0f} tokens/s, {tokens_per_step(self.answers)} tokens per step"
@@ -46,35 +52,44 @@ def tokens_per_step(answers: Sequence[Answer]) -> float | None:
 
 
 def compared(passes: Sequence[Pass], plain: Sequence[Pass]) -> dict[str, Any]:
-    """A phase beside plain decoding of the same repeat.
+    """A phase beside plain decoding of the same repeat: how many outputs are the same, how fast it was, and ``ratios``.
 
     Args:
         passes: [repeats] of the phase.
         plain: [repeats], with the same requests.
+    """
+    pairs = _pairs(passes, plain)
+    own = [one for one, _ in pairs]
+    seconds = [one.seconds for one in own]
+    return {
+        "requests": len(own),
+        "identical": sum(one.output == other.output for one, other in pairs),
+        "tokens": sum(one.tokens for one in own),
+        "tokens_per_step": tokens_per_step(own),
+        "shared_tokens": sum(one.shared for one in own),
+        "tokens_per_s": _spread([one.tokens / one.seconds for one in passes]),
+        "request_s": {f"p{percent}": round(float(np.percentile(seconds, percent)), 4) for percent in (50, 95, 100)},
+        **ratios(passes, plain),
+    }
+
+
+def ratios(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, dict[str, float]]:
+    """How many times as fast a phase was as another with the same requests, repeat by repeat: above 1 is faster.
 
     Returns:
-        ``tokens_per_s``, ``ratio`` (all requests: plain seconds over the phase's) with the mean, the lowest and the highest of the
-        repeats; ``request_ratio`` (one request's seconds, each with its own) with percentiles over all requests and repeats, of
-        which ``lowest`` is the request that suffered most; how many outputs are plain decoding's own.
+        ``ratio``, of the seconds of all requests, and ``decode_ratio``, of those after the first tokens: the mean, the lowest
+        and the highest of the repeats. ``request_ratio``, of the seconds of a single request: percentiles over all of them, the
+        lowest is the one that suffered most.
 
-    Example: two requests that took 2 s and 4 s plainly and 1 s and 5 s in the phase have the request ratios 2.0 and 0.8.
+    Example: two requests that took 2 s and 4 s in the other phase and 1 s and 5 s in this one have the request ratios 2.0 and 0.8.
     """
-    pairs = [
-        (own, other) for one, by in zip(passes, plain, strict=True) for own, other in zip(one.answers, by.answers, strict=True)
-    ]
-    ratios = [by.seconds / one.seconds for one, by in zip(passes, plain, strict=True)]
-    single = np.array([other.seconds / own.seconds for own, other in pairs])
-    low, middle = np.percentile(single, [5, 50])
+    both = list(zip(passes, others, strict=True))
+    single = np.array([other.seconds / one.seconds for one, other in _pairs(passes, others)])
+    percentiles = {f"p{percent}": round(float(np.percentile(single, percent)), 3) for percent in (50, 5)}
     return {
-        "requests": len(pairs),
-        "identical": sum(own.output == other.output for own, other in pairs),
-        "tokens": sum(one.tokens for one in passes),
-        "tokens_per_step": tokens_per_step([own for own, _ in pairs]),
-        "shared_tokens": sum(own.shared for own, _ in pairs),
-        "tokens_per_s": _spread([one.tokens / one.seconds for one in passes]),
-        "ratio": _spread(ratios),
-        "request_ratio": {"p50": round(float(middle), 3), "p5": round(float(low), 3), "lowest": round(float(single.min()), 3)},
-        "request_s": {"p50": _percentile(pairs, 50), "p95": _percentile(pairs, 95), "max": _percentile(pairs, 100)},
+        "ratio": _spread([other.seconds / one.seconds for one, other in both]),
+        "decode_ratio": _spread([other.decode_s / one.decode_s for one, other in both]),
+        "request_ratio": percentiles | {"lowest": round(float(single.min()), 3)},
     }
 
 
@@ -85,15 +100,17 @@ def halves(first: Sequence[Pass], second: Sequence[Pass]) -> dict[str, float | N
         first: [repeats] of A; the fault came when half of the requests were done.
         second: [repeats] of B, with the same requests.
     """
-    before, after = [], []
+    before: list[Answer] = []
+    after: list[Answer] = []
     for one, other in zip(first, second, strict=True):
         for answered, answer in zip(one.answers, other.answers, strict=True):
             (before if answered.place <= len(one.answers) // 2 else after).append(answer)
     return {"answered_before": tokens_per_step(before), "answered_after": tokens_per_step(after)}
 
 
-def _percentile(pairs: Sequence[tuple[Answer, Answer]], percent: float) -> float:
-    return round(float(np.percentile([own.seconds for own, _ in pairs], percent)), 4)
+def _pairs(passes: Sequence[Pass], others: Sequence[Pass]) -> list[tuple[Answer, Answer]]:
+    """Each request of all repeats with itself."""
+    return [pair for one, other in zip(passes, others, strict=True) for pair in zip(one.answers, other.answers, strict=True)]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from cache_service.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity
 from configs.slices import CacheOptions
 from decoding.drafters import Drafter, build_drafter
-from decoding.history import Histories
+from decoding.history import Histories, History
 from decoding.replay import KnownText, replay_workload
 from decoding.request import text_key
 
@@ -44,6 +44,11 @@ class Replayed:
     propose_s: float
 
 
+def warm_up() -> None:
+    """Compiles what writes to histories, so that no measurement waits for it."""
+    History(1024).extend(1, 0, list(range(600)))
+
+
 class ReplayReplica:
     """The replica as the experiment sees it: each call waits for its process. ``with`` ends that."""
 
@@ -61,9 +66,9 @@ class ReplayReplica:
         other.close()
         self.load_s: float = self._end.recv()  # seconds that the mirror took to start
 
-    def replay(self, tenant: str, name: str, texts: Sequence[KnownText]) -> list[Replayed]:
+    def replay(self, tenant: str, name: str, texts: Sequence[KnownText], publishes: bool = True) -> list[Replayed]:
         """Requests one after another; ``name`` makes their ids unique. What the replica learned stays with it."""
-        return self._call("replay", tenant, name, texts)
+        return self._call("replay", tenant, name, texts, publishes)
 
     def learn(self, tenant: str, name: str, outputs: Sequence[Any]) -> None:
         """Whole outputs, as if requests had ended in them: published like all others."""
@@ -129,18 +134,18 @@ class _Follower:
     mirror: Mirror | None
     setting: Setting
 
-    def replay(self, tenant: str, name: str, texts: Sequence[KnownText]) -> list[Replayed]:
+    def replay(self, tenant: str, name: str, texts: Sequence[KnownText], publishes: bool) -> list[Replayed]:
         """See ``ReplayReplica.replay``."""
-        return [self._one(tenant, f"{name}-{at}-", text) for at, text in enumerate(texts)]
+        return [self._one(tenant, f"{name}-{at}-", text, publishes) for at, text in enumerate(texts)]
 
-    def _one(self, tenant: str, prefix: str, text: KnownText) -> Replayed:
+    def _one(self, tenant: str, prefix: str, text: KnownText, publishes: bool) -> Replayed:
         while self.mirror is not None and self.mirror.apply():
             pass
         counts = replay_workload(
             [text], lambda: self.drafter, self.setting.budget, self.setting.identity.vocab_size, time.perf_counter,
             id_prefix=prefix, tenant=tenant,
         )  # fmt: skip
-        if self.mirror is not None:
+        if self.mirror is not None and publishes:
             self.mirror.publish(tenant, text_key(f"{prefix}0"), 0, text.output_ids, True)
         return Replayed(counts.steps, counts.tokens, sum(counts.propose_s))
 
