@@ -230,6 +230,8 @@ class CacheServer:
         elif compare_ids(head.snapshot_id, fold.snapshot_id) < 0:
             fold.snapshot_id = head.snapshot_id
             fold.demand()
+        elif compare_ids(fold.snapshot_id, fold.cursor) < 0 and compare_ids(head.first_id, fold.cursor) > 0:
+            fold.demand()  # what lies between the snapshot and the cursor has left the stream: it is in memory only
         if head.epoch > fold.epoch:
             fold.apply(Batch(fold.origin, fold.sequence, head.epoch), time.time())
 

@@ -137,6 +137,8 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, by
     except EmbeddedRedisError as error:
         raise LaunchError(str(error)) from None
     say(f"Redis started (embedded, 127.0.0.1:{embedded.port})")
+    if config.server.ray_address and config.cache.enabled:
+        say("replicas on other machines do not reach this Redis and share nothing; set redis_url to one that all reach")
     try:
         yield embedded.url, secrets.token_bytes(32)  # it lives no longer than this Redis
     finally:

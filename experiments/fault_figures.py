@@ -81,7 +81,7 @@ def ratios(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, dict[str
         and the highest of the repeats. ``request_ratio``, of the seconds of a single request: percentiles over all of them, the
         lowest is the one that suffered most.
 
-    Example: two requests that took 2 s and 4 s in the other phase and 1 s and 5 s in this one have the request ratios 2.0 and 0.8.
+    Example: requests of 2 s and 4 s in the other phase that took 1 s and 5 s in this one have the request ratios 2.0 and 0.8.
     """
     both = list(zip(passes, others, strict=True))
     single = np.array([other.seconds / one.seconds for one, other in _pairs(passes, others)])

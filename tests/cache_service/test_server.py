@@ -417,6 +417,20 @@ def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster],
     assert wait_for(lambda: cluster.now() == {} and server.status().texts == 1)
 
 
+def test_texts_of_no_snapshot_survive_a_restart_before_which_nobody_looked(
+    make: Callable[..., Cluster], own_redis: OwnRedis
+) -> None:
+    cluster = make(own_redis.url, snapshot_s=60.0, retry_s=1.0)
+    server = cluster.server()
+    cluster.say(("old", [1, 2, 3]))
+    assert wait_for(lambda: server.status().tokens == 3)
+    own_redis.kill()
+    assert wait_for(lambda: server.status().failures > 0)
+    own_redis.start()
+    cluster.say(("new", [4, 5]))  # so that the stream's last entry is newer than what the service has read
+    assert wait_for(lambda: cluster.now() == expected({"old": [1, 2, 3], "new": [4, 5]}))
+
+
 def test_full_redis_is_survived(make: Callable[..., Cluster], own_redis: OwnRedis) -> None:
     cluster = make(own_redis.url)
     server = cluster.server()
