@@ -9,7 +9,7 @@ tenant. Plain decoding runs twice: what it differs by from itself is noise. With
 is compared with itself; with several it also waits for the prefills of whoever runs beside it, and shorter decoding means more
 of those.
 
-With --http the same phases are also streamed from ``outrider serve`` with two replicas, beside a server that decodes plainly.
+With --http the same phases are also streamed from ``outrider serve`` with two replicas, beside one whose two decode plainly.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from experiments.redis_process import RedisProcess
 
 _START_S, _STOP_S, _MENDED_S = 300.0, 60.0, 60.0
 _SETTLE_S = 2.0  # after the last token was sent, until the keeper has read it; after a repair, until the replicas have looked
-_SHARING = ("server.replicas=2", "server.cpus_per_replica=0.5", "cache.timeout_s=0.5", "cache.retry_s=0.5")
+_REPLICAS = ("server.replicas=2", "server.cpus_per_replica=0.5")
+_IMPATIENT = ("cache.timeout_s=0.5", "cache.retry_s=0.5")
 _ADMIN_KEY = "operator"
 
 
@@ -85,7 +86,7 @@ def stream_over_http(
     chats: Chats,
     faults: Mapping[str, tuple[Callable[[RedisProcess], None], Callable[[RedisProcess], None]]],
 ) -> dict[str, Any]:
-    """All phases once: a server that decodes plainly, then one with two replicas that share a Redis.
+    """All phases once: two replicas that decode plainly, then two that share a Redis.
 
     Args:
         model: to serve.
@@ -103,14 +104,19 @@ def stream_over_http(
         passes[name] = done
         print(f"http, {name}: {done.summary}", file=sys.stderr)
 
-    common = [f"model.dtype={model.dtype}", f"model.threads={model.threads}", f"engine.max_running={chats.concurrency}"]
+    common = [
+        *_REPLICAS,
+        f"model.dtype={model.dtype}",
+        f"model.threads={model.threads}",
+        f"engine.max_running={chats.concurrency}",
+    ]
     with _served(model, [*common, "speculation.strategy=autoregressive", "cache.enabled=false"]) as url:
         chats.stream(url, "warm-up")
         keep("plain", chats.stream(url, "none"))
         keep("plain again", chats.stream(url, "none"))
     with RedisProcess() as redis:
         tenants = [f'tenancy.tenants.{name}.keys=["{hash_key(name)}"]' for name in ("warm-up", *phases)]
-        own = [f'tenancy.admin_keys=["{hash_key(_ADMIN_KEY)}"]', f"redis_url={redis.url}", *_SHARING]
+        own = [f'tenancy.admin_keys=["{hash_key(_ADMIN_KEY)}"]', f"redis_url={redis.url}", *_IMPATIENT]
         with _served(model, [*common, *tenants, *own]) as url:
             chats.stream(url, "warm-up")
             keep("healthy", chats.stream(url, "healthy"))
