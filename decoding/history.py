@@ -14,7 +14,7 @@ from decoding.token_log import TokenLog
 from decoding.tree import Int32Array
 
 PUBLIC = "*"  # the tenant whose texts all tenants draft from
-_FEW = 16  # tokens
+_MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
 _FEWEST_TEXTS = 1024  # known by name before any is forgotten
 
@@ -54,7 +54,8 @@ class History:
         """
         self.log = TokenLog(capacity)
         self.end_tokens = frozenset(end_tokens)
-        self.frequencies: Float64Array = np.zeros(0)  # [vocab seen so far] how often each token came
+        self._frequencies: Float64Array = np.zeros(0)
+        self._uncounted: list[int] = []  # what came since frequencies were asked for: counting at each step takes longer
         self.edition: object = object()  # another one once texts are deleted: what was derived from them before has to go too
         self._texts: dict[int, _Text] = {}  # the one that was begun first comes first
         self._most_texts = _FEWEST_TEXTS
@@ -70,6 +71,19 @@ class History:
     def num_tokens(self) -> int:
         """Tokens that can be drafted from."""
         return self.log.num_tokens
+
+    @property
+    def frequencies(self) -> Float64Array:
+        """[vocab seen so far] how often each token came."""
+        self._count()
+        return self._frequencies
+
+    def _count(self) -> None:
+        if self._uncounted:
+            counts = np.bincount(self._uncounted, minlength=len(self._frequencies)).astype(np.float64)
+            counts[: len(self._frequencies)] += self._frequencies
+            self._frequencies = counts
+            self._uncounted.clear()
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +116,11 @@ class History:
             final: the text ends with this piece.
         """
         entry = self._texts.get(text)
+        goes_on = entry is not None and entry.length == offset and entry.end is None and not entry.dead
+        if goes_on and not (final or self._held.num_tokens):  # nearly always: what a step emits
+            assert entry is not None
+            self._append(text, entry, offset, np.asarray(tokens, np.int32))
+            return
         if entry is None:
             if request_of(text) in self._removed or not (len(tokens) or final):
                 return
@@ -125,32 +144,27 @@ class History:
 
     def _append(self, text: int, entry: _Text, offset: int, tokens: Int32Array) -> None:
         """Writes what is new of a piece that begins no later than the text ends."""
-        new = tokens[entry.length - offset :]
-        entry.length += len(new)
-        if self.end_tokens and not self.end_tokens.isdisjoint(new.tolist()):
+        new = tokens[entry.length - offset :] if entry.length > offset else tokens
+        listed = new.tolist()
+        entry.length += len(listed)
+        if self.end_tokens and not self.end_tokens.isdisjoint(listed):
             ends = np.flatnonzero(np.isin(new, list(self.end_tokens)))
             for start, end in zip((0, *(ends + 1)), ends, strict=False):
-                self._write(text, entry, new[start:end])
+                self._write(text, entry, new[start:end], listed[start:end])
                 self.log.close(text)
-            new = new[ends[-1] + 1 :]
-        self._write(text, entry, new)
+            new, listed = new[ends[-1] + 1 :], listed[ends[-1] + 1 :]
+        self._write(text, entry, new, listed)
 
-    def _write(self, text: int, entry: _Text, new: Int32Array) -> None:
-        if not len(new):
+    def _write(self, text: int, entry: _Text, new: Int32Array, listed: list[int]) -> None:
+        """Writes tokens, given as an array and as a list."""
+        if not listed:
             return
-        self.log.extend(text, new)
-        number = self.log.number(text)
+        number = self.log.extend(text, new)
         if not entry.numbers or entry.numbers[-1] != number:
             entry.numbers.append(number)
-        few = new.tolist() if len(new) <= _FEW else []  # what a step emits: many times faster without numpy
-        known, top = len(self.frequencies), max(few) if few else int(new.max())
-        if top >= known:
-            self.frequencies = np.concatenate((self.frequencies, np.zeros(top + 1 - known)))
-        if few:
-            for token in few:
-                self.frequencies[token] += 1.0
-        else:
-            np.add.at(self.frequencies, new, 1.0)
+        self._uncounted += listed
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self._count()
 
     def _bound_texts(self) -> None:
         """Forgets the names of texts whose blocks have left the ring when there are far more names than blocks.
@@ -188,7 +202,7 @@ class History:
         entry.dead = True
         for number in entry.numbers:
             left = self.log.tokens_of(number)
-            np.subtract.at(self.frequencies, left, 1.0)
+            self.frequencies[: int(left.max(initial=-1)) + 1] -= np.bincount(left)
             self.log.remove(number, rescued=False)
         entry.numbers.clear()
         if rescued:
@@ -220,7 +234,8 @@ class History:
             entry.dead |= dead and not entry.complete
         self._texts = {text: _Text(dead=True) for text, entry in self._texts.items() if entry.dead}
         self._held.clear()
-        self.frequencies, self.edition = np.zeros(0), object()
+        self._frequencies, self.edition = np.zeros(0), object()
+        self._uncounted.clear()
         self.log.clear()
 
 

@@ -89,18 +89,19 @@ class TokenLog:
         """Tokens of texts that are still there, and of runs that survived."""
         return int(np.count_nonzero((self.arrays.tokens >= 0) & (self.arrays.back[0] != COPIED)))
 
-    def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> None:
-        """Appends tokens to a text, which is created when it is not open.
+    def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> int:
+        """Appends tokens to a text, which is created when it is not open; returns its owner number, -1 for no tokens.
 
         What follows an n-gram can be drafted as soon as it is here. Negative tokens are not allowed.
         """
         if not len(new):
-            return
+            return -1
         entry = self._open.get(text)
         if entry is None:
             entry = self._open[text] = _Text(self._next_number)
             self._next_number += 1
         self._write(entry, np.asarray(new, np.int32))
+        return entry.number
 
     def close(self, text: Hashable) -> None:
         """Says that a text is complete. One that is not open is no error."""

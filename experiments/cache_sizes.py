@@ -13,7 +13,7 @@ import psutil
 
 from cache_service.mirror import Mirror
 from cache_service.namespace import namespace
-from cache_service.records import Batch, CacheDelta
+from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
 from cache_service.redis_store import RedisStore
 from cache_service.snapshot import decode_snapshot, encode_snapshot
 from cache_service.texts import TenantTexts
@@ -36,14 +36,15 @@ def measure_snapshot(setting: Setting, texts: Sequence[Int32Array]) -> dict[str,
         Seconds of each part, and bytes.
     """
     tokens, before, began = sum(map(len, texts)), _resident(), time.perf_counter()
-    kept = TenantTexts()
+    kept, vocab = TenantTexts(), setting.identity.vocab_size
     for start in range(0, len(texts), _BATCH_TEXTS):
         some = texts[start : start + _BATCH_TEXTS]
         deltas = tuple(CacheDelta(text_key(f"size-{start + at}"), 0, text, True) for at, text in enumerate(some))
-        kept.apply(Batch(1, start // _BATCH_TEXTS, 0, deltas), time.time())
+        data = encode_batch(Batch(1, start // _BATCH_TEXTS, 0, deltas), vocab)  # as it comes from a stream
+        kept.apply(decode_batch(data, vocab), time.time())
     folded = time.perf_counter()
     service_bytes = _resident() - before
-    snapshot = kept.snapshot("1-0", setting.identity.vocab_size, setting.identity.tokenizer_revision, time.time())
+    snapshot = kept.snapshot("1-0", vocab, setting.identity.tokenizer_revision, time.time())
     data = encode_snapshot(snapshot)
     encoded = time.perf_counter()
     name = namespace(setting.secret, setting.tenants[0], setting.identity.model_revision, setting.identity.tokenizer_revision)
