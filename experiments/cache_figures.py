@@ -100,7 +100,7 @@ def flood(known: Sequence[KnownText], texts: Sequence[Int32Array], tokens: int, 
                     sent += sum(map(len, texts[start : start + 256]))
                     if sent >= tokens:
                         break
-                listener.settle("flood", sent // 2)  # it drops what outgrows its outbox, which holds as much as it is told to
+                listener.settle("flood", min(sent, _QUOTA_BYTES // 4))  # half of the quota: more is not kept for long
                 live = _speed(listener.replay("quiet", "live", known, publishes=False))
                 after = _fresh(shared, known, "after")
         finally:
