@@ -40,7 +40,9 @@ class Serving:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files)},
+                env=os.environ | {
+                    "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files), "OUTRIDER_CACHE_SECRET": "of the tests",
+                },
             )  # fmt: skip
         self.started: set[psutil.Process] = set()  # everything below the process, ever seen
 
