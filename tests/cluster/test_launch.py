@@ -41,7 +41,8 @@ class Serving:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
                 env=os.environ | {
-                    "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files), "OUTRIDER_CACHE_SECRET": "of the tests",
+                    "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files),
+                    "OUTRIDER_CACHE_SECRET": "of the tests",
                 },
             )  # fmt: skip
         self.started: set[psutil.Process] = set()  # everything below the process, ever seen
