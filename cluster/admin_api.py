@@ -94,14 +94,20 @@ class AdminService:
         self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """How much is kept of each tenant, and how each replica gets on with Redis."""
+        """How much is kept of each tenant, and how each replica gets on with Redis: that is told while Redis is away, too."""
         port = self._allowed(request)
         mirrors = [replica.cache for replica in await self._replicas()]
-        with _answered():
-            tenants = await port.stats()
+        tenants: Sequence[TenantStats] = ()
+        error = None
+        try:
+            with _answered():
+                tenants = await port.stats()
+        except ApiError as refusal:
+            error = str(refusal)
         return {
             "tenants": [dataclasses.asdict(entry) for entry in tenants],
             "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
+            "error": error,
         }
 
     async def export(self, request: Request) -> Response:

@@ -43,6 +43,8 @@ def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help=
     else:
         _print_rows(found["tenants"])
         _print_rows([replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]])
+    if found["error"] is not None:
+        fail(f"{url}: {found['error']}")
 
 
 @cache.command()
@@ -89,14 +91,14 @@ def import_(
 def preload(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="FILE.txt is one document, FILE.jsonl has one a line: `text`, or else `output`."),
+        typer.Argument(metavar="FILE...", help="A .txt or .md is one document, a .jsonl one a line: `text`, or else `output`."),
     ],
     url: Url = _URL,
 ) -> None:
     """Add documents to the public corpus, from which all tenants draft. Adding one again changes nothing."""
     for file in files:
         if file.suffix not in KINDS or not file.is_file():
-            fail_input(f"{file} is not a file whose name ends in {' or '.join(KINDS)}")
+            fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     done = {"documents": 0, "tokens": 0, "texts": 0}
     try:
         with _client(url) as client, _progress(files) as advance:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-KINDS = (".txt", ".jsonl")
+KINDS = (".txt", ".md", ".jsonl")
 PART_CHARACTERS = 1 << 18  # longer documents travel in parts; JSON writes a character in 6 bytes at most
 
 
@@ -18,7 +18,7 @@ def documents(files: Sequence[Path], advance: Callable[[int], object]) -> Iterat
     """The documents of text files (one each) and of JSON lines (``text`` or else ``output`` of each record), without blank ones.
 
     Args:
-        files: names end in ``.txt`` or ``.jsonl``.
+        files: names end in ``.txt``, ``.md`` or ``.jsonl``.
         advance: called with the number of bytes that were read.
 
     Raises:

@@ -129,8 +129,8 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_that_cannot_be_loaded(outrider: Outrider, tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_text("x")
-    assert ".txt or .jsonl" in error_line(outrider("preload", str(tmp_path / "a.pdf")), 2)
-    assert ".txt or .jsonl" in error_line(outrider("preload", str(tmp_path / "absent.txt")), 2)
+    assert ".txt, .md or .jsonl" in error_line(outrider("preload", str(tmp_path / "a.pdf")), 2)
+    assert ".txt, .md or .jsonl" in error_line(outrider("preload", str(tmp_path / "absent.txt")), 2)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"texts": "y"}\n')
     assert f"{tmp_path / 'a.jsonl'}:2: a record must be" in error_line(outrider("preload", str(tmp_path / "a.jsonl")), 2)
 
