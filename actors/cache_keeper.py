@@ -27,7 +27,7 @@ class CacheKeeper:
         """
         Args:
             access: where the memory is, and whose.
-            quotas: bytes of tokens to keep of each tenant.
+            quotas: bytes of tokens to keep of tenants for whom it is not what the options say.
             identity: of the model, None while it is not known; asked from a thread until it is.
         """
         self._access, self._quotas, self._identity = access, quotas, identity

@@ -163,10 +163,8 @@ class Replica:
         memory = self._engine.memory
         if cache is None or memory is None:
             return None
-        identity = Identity(self._info.model_revision, self._info.tokenizer_revision, self._info.vocab_size)
-        mirror = Mirror(
-            cache.options, cache.url, cache.secret, identity, cache.tenants, memory, lambda: self._inbox.put(_Arrived())
-        )
+        arguments = (cache.options, cache.url, cache.secret, identity_of(self._info), cache.tenants)
+        mirror = Mirror(*arguments, memory, lambda: self._inbox.put(_Arrived()))
         mirror.start(cache.options.start_timeout_s)
         return mirror
 
@@ -283,6 +281,11 @@ class Replica:
         for request_id, live in self._live.items():
             live.put(StepOutput(request_id, (), "", FinishReason.ERROR, fault))
         self._live.clear()
+
+
+def identity_of(info: ModelInfo) -> Identity:
+    """What the names of its tenants in Redis depend on."""
+    return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size)
 
 
 def _failure(request_id: str, error: Exception) -> StepOutput:

@@ -28,7 +28,7 @@ _KEEP_S = 3600.0  # between two notes to Redis that the namespaces are still in 
 _EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
 _ROOM = 0.9  # share of its quota that a full tenant is brought down to
 _EVICTED_KEYS = 4096  # of one batch
-_WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes (0.2-0.9 s a million tokens, measured), the longest work there is
+_WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes, the longest work there is
 
 logger = logging.getLogger(__name__)
 

@@ -196,8 +196,8 @@ class TenantTexts:
     def evict(self, max_tokens: int, half_life_s: float, now_s: float) -> list[int]:
         """Drops the texts that are worth least (``eviction.worths``) until ``max_tokens`` or fewer are left; returns their keys.
 
-        Texts that are still growing go last. Of equal worth the older goes, then the smaller key. Every text is looked at, a few
-        tenths of a second for a million tokens: evict somewhat more than the quota asks, so that it is not needed again at once.
+        Texts that are still growing go last. Of equal worth the older goes, then the smaller key. Every text is looked at: evict
+        somewhat more than the quota asks, so that it is not needed again at once.
 
         Raises:
             ValueError: a half-life that is not positive.

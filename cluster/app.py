@@ -23,7 +23,6 @@ from cluster.generation import Job
 from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE
 from configs.schema import Config, ConfigError, tenant_names
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
-from decoding.history import PUBLIC
 from decoding.request import Request, StepOutput
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
@@ -171,10 +170,9 @@ def application(config: Config, secret: bytes) -> serve.Application:
 
 
 def _quotas(config: Config) -> dict[str, int]:
-    """Bytes of tokens to keep of each tenant, and of the public corpus."""
+    """Bytes of tokens to keep of tenants that have a quota of their own."""
     own = {name: tenant.cache_mib for name, tenant in config.tenancy.tenants.items()}
-    quotas = {name: own.get(name) or config.cache.tenant_mib for name in tenant_names(config)}
-    return {name: int(mib * 2**20) for name, mib in {**quotas, PUBLIC: config.cache.public_mib}.items()}
+    return {name: int(mib * 2**20) for name, mib in own.items() if mib is not None}
 
 
 def _default_gpus(device: str) -> float:

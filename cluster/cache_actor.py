@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
-from actors.replica import CacheAccess, Description
+from actors.replica import CacheAccess, Description, identity_of
 from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cache_service.namespace import Identity
 from cluster.errors import ApiError
@@ -51,7 +51,7 @@ def _identity(engine: DeploymentHandle[Any]) -> Identity | None:
         description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
     except (RayError, RayServeException, TimeoutError):
         return None
-    return Identity(description.info.model_revision, description.info.tokenizer_revision, description.info.vocab_size)
+    return identity_of(description.info)
 
 
 class HandleCacheAdmin:

@@ -279,15 +279,3 @@ class Histories:
         if history is None:
             history = self._by_tenant[tenant] = History(self._capacity, self._end_tokens)
         return history
-
-    def drop(self, tenant: str) -> None:
-        """Forgets a tenant; the public history becomes empty."""
-        history = self._by_tenant.get(tenant)
-        if history is not None:
-            history.clear(dead=True)  # whoever still holds it drafts from nothing
-            if history is not self.public:
-                del self._by_tenant[tenant]
-
-    def tenants(self) -> list[str]:
-        """Whose histories there are, the public one's first."""
-        return list(self._by_tenant)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from cache_service.mirror import Mirror
-from cache_service.namespace import namespace
 from cache_service.redis_store import RedisStore
 from decoding.history import Histories
 from decoding.request import text_key
@@ -52,7 +51,7 @@ def measure_lag(setting: Setting, requests: int, tokens: int, step_tokens: int, 
     for process in processes:
         process.join()
     lags = _lags(sent, seen)
-    name = namespace(setting.secret, setting.tenants[0], setting.identity.model_revision, setting.identity.tokenizer_revision)
+    name = setting.namespace(setting.tenants[0])
     store = RedisStore(setting.url, setting.cache.prefix, setting.cache.timeout_s)
     usage = store.usage(name)
     store.close()

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 
 from cache_service.mirror import Mirror
-from cache_service.namespace import namespace
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
 from cache_service.redis_store import RedisStore
 from cache_service.snapshot import decode_snapshot, encode_snapshot
@@ -43,7 +42,7 @@ def measure_snapshot(setting: Setting, texts: Sequence[Int32Array]) -> dict[str,
     snapshot = kept.snapshot("1-0", vocab, setting.identity.tokenizer_revision, time.time())
     data = encode_snapshot(snapshot)
     encoded = time.perf_counter()
-    name = namespace(setting.secret, setting.tenants[0], setting.identity.model_revision, setting.identity.tokenizer_revision)
+    name = setting.namespace(setting.tenants[0])
     store = RedisStore(setting.url, setting.cache.prefix, 30.0)
     store.save_snapshot(name, "1-0", data)
     saved = time.perf_counter()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from cache_service.mirror import Mirror, MirrorCounts
-from cache_service.namespace import Identity
+from cache_service.namespace import Identity, namespace
 from configs.slices import CacheOptions
 from decoding.drafters import Drafter, build_drafter
 from decoding.history import Histories, History
@@ -33,6 +33,10 @@ class Setting:
     secret: bytes
     cache: CacheOptions
     tenants: tuple[str, ...]
+
+    def namespace(self, tenant: str) -> str:
+        """Of a tenant's keys in Redis."""
+        return namespace(self.secret, tenant, self.identity.model_revision, self.identity.tokenizer_revision)
 
 
 @dataclass(frozen=True, slots=True)

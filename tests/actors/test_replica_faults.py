@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from cache_service.mirror import MirrorCounts
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats
 from experiments.redis_process import RedisProcess
+from tests import waiting
 from tests.models import llama_config, save_model
 
 PROMPTS, TOKENS = 25, 48  # each prompt goes to both replicas: 50 requests
@@ -26,6 +27,9 @@ FAULTS: dict[str, tuple[Callable[[RedisProcess], None], Callable[[RedisProcess],
     "paused": (RedisProcess.pause, RedisProcess.resume, "timeout"),
     "full": (RedisProcess.fill, RedisProcess.make_room, "full"),
 }
+
+
+eventually = functools.partial(waiting.eventually, timeout_s=30.0)
 
 
 def request(name: str, first: int, tenant: str) -> Request:
@@ -50,13 +54,6 @@ def counts(replica: Replica) -> MirrorCounts:
     found = replica.describe().cache
     assert found is not None
     return found
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

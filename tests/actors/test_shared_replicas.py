@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +19,10 @@ from cache_service.redis_store import RedisStore
 from cache_service.snapshot import decode_snapshot
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats
+from tests import waiting
 from tests.models import llama_config, save_model
 
+eventually = functools.partial(waiting.eventually, timeout_s=30.0)
 TENANTS = ("acme", "umbra", "one", "two", "three", "four", "five", "six")
 TOKENS = 64  # of an output
 ENGINE = EngineOptions(max_running=2)
@@ -52,13 +55,6 @@ def ask(replica: Replica, name: str, first: int, tenant: str | None, public: boo
         return Answer([token for output in outputs for token in output.token_ids], outputs[-1].stats)
 
     return asyncio.run(collect())
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def applied(replica: Replica) -> int:

@@ -209,11 +209,16 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_nothing_is_sent_before_the_first_command() -> None:
-    for url in (
-        "redis://10.255.255.1", "rediss://u:p@[::1]:1/0?ssl_ca_certs=/none", "unix:///none", "redis+sentinel://none/m", "redis+cluster://none",
-        "rediss+cluster://none:1", "rediss+sentinel://[::1]:1,none/m/1?ssl_cert_reqs=none",
-    ):  # fmt: skip
-        RedisStore(url, "outrider", 1.0).close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = f"127.0.0.1:{listener.getsockname()[1]}"
+        for url in (
+            f"redis://{here}", f"rediss://u:p@{here}/0?ssl_ca_certs=/none", "unix:///none", f"redis+sentinel://{here}/m",
+            f"redis+cluster://{here}", f"rediss+cluster://{here}", f"rediss+sentinel://[::1]:1,{here}/m/1?ssl_cert_reqs=none",
+        ):  # fmt: skip
+            RedisStore(url, "outrider", 1.0).close()
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has come
+            listener.accept()
 
 
 @pytest.mark.parametrize(

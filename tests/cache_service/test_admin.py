@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -19,19 +18,11 @@ from cache_service.snapshot import CorruptSnapshotError, decode_snapshot
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC
 from decoding.request import request_hash, text_key
+from tests.waiting import wait_for
 
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)
 Texts = dict[int, tuple[list[int], bool]]
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def tokens(seed: int, count: int) -> list[int]:

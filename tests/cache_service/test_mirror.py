@@ -19,32 +19,13 @@ from cache_service.snapshot import Snapshot, SnapshotText, encode_snapshot
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC, Histories, History
 from decoding.request import request_hash, text_key
+from tests.waiting import eventually
 
 VOCAB = 500
 IDENTITY = Identity("11" * 16, "22" * 16, VOCAB)
 SECRET = b"secret"
 OPTIONS = CacheOptions(flush_s=0.001, timeout_s=1.0, retry_s=0.1)
 T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start() as embedded:
-        yield embedded
-
-
-@pytest.fixture
-def raw(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def store(server: EmbeddedRedis, raw: redis.Redis) -> Iterator[RedisStore]:
-    opened = RedisStore(server.url, "outrider", 2.0)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -101,13 +82,6 @@ def replica(server: EmbeddedRedis, raw: redis.Redis) -> Iterator[Callable[..., R
     yield make
     for one in made:
         one.mirror.close()
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.003)
 
 
 def name_of(tenant: str) -> str:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import redis
 
 from cache_service.breaker import Guard, failure_kind
-from cache_service.embedded import EmbeddedRedis, find_redis_server
+from cache_service.embedded import EmbeddedRedis
 from cache_service.mirror import Mirror
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, encode_batch
@@ -26,6 +23,8 @@ from cache_service.redis_store import RedisStore
 from configs.slices import CacheOptions
 from decoding.history import Histories
 from decoding.request import text_key
+from experiments.redis_process import RedisProcess
+from tests.waiting import eventually
 
 IDENTITY = Identity("11" * 16, "22" * 16, 500)
 SECRET = b"secret"
@@ -35,56 +34,10 @@ T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
 LATE = [text_key(f"late {number}") for number in range(40)]
 
 
-class Server:
-    """A redis-server that can be killed and started again on its port."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.folder = folder
-        self.url = f"redis://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.client = redis.Redis(port=self.port)
-
-    def start(self) -> None:
-        binary = find_redis_server()
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.folder)]
-        self.process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL)
-        eventually(lambda: answers(self.client))
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
-
-
-def answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.RedisError:
-        return False
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.003)
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    made.start()
-    yield made
-    made.kill()
-    made.client.close()
+def server(own_redis: RedisProcess) -> RedisProcess:
+    """What fails."""
+    return own_redis
 
 
 class Replica:
@@ -161,7 +114,7 @@ def recovery(one: Replica, other: Replica, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["killed", "paused"])
-def test_redis_away_and_back(server: Server, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+def test_redis_away_and_back(server: RedisProcess, caplog: pytest.LogCaptureFixture, fault: str) -> None:
     with replicas(server.url) as (a, b):
         a.write(T1, 0, [1, 2], final=False)
         b.write(T2, 0, [5])
@@ -170,7 +123,7 @@ def test_redis_away_and_back(server: Server, caplog: pytest.LogCaptureFixture, f
         if fault == "killed":
             server.kill()
         else:
-            server.signal(signal.SIGSTOP)
+            server.pause()
         outage(a, "connection" if fault == "killed" else "timeout")
         a.write(T1, 2, [3])  # local drafts grow meanwhile
         assert [1, 2, 3] in a.texts()
@@ -178,7 +131,7 @@ def test_redis_away_and_back(server: Server, caplog: pytest.LogCaptureFixture, f
         if fault == "killed":
             server.start()  # empty
         else:
-            server.signal(signal.SIGCONT)
+            server.resume()
         recovery(a, b, [[5]])
         assert [1, 2, 3] in a.texts()
         if fault == "paused":  # its first part was written before
@@ -191,7 +144,7 @@ def test_redis_away_and_back(server: Server, caplog: pytest.LogCaptureFixture, f
             assert [33, 34] in third.texts() and [79] * 100 in third.texts()
 
 
-def test_redis_is_full(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_is_full(server: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     with replicas(server.url) as (a, b):
         b.write(T2, 0, [5])
         eventually(lambda: a.texts() == [[5]])
@@ -210,7 +163,7 @@ def test_redis_is_full(server: Server, caplog: pytest.LogCaptureFixture) -> None
         assert said(caplog, logging.INFO, "writing what was generated here: works again") == 1
 
 
-def test_redis_away_at_the_start(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_away_at_the_start(server: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     server.kill()
     with replicas(server.url) as (a, b):
         assert said(caplog, logging.WARNING, "Redis is away or slow") == 2
@@ -272,7 +225,7 @@ def babbler(nonsense: bytes) -> Iterator[int]:
     thread.join()
 
 
-def test_corrupt_records_are_dropped_and_counted(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_records_are_dropped_and_counted(server: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     key = f"{{outrider}}:{NAME}:log"
     good = encode_batch(Batch(1, 0, 0), IDENTITY.vocab_size)
     server.client.xadd(key, {"b": b"before the start"})
@@ -287,7 +240,7 @@ def test_corrupt_records_are_dropped_and_counted(server: Server, caplog: pytest.
         assert 2 <= said(caplog, logging.WARNING, "is dropped") <= 10  # some lines, not sixteen
 
 
-def test_a_corrupt_snapshot_is_dropped_and_the_stream_read(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupt_snapshot_is_dropped_and_the_stream_read(server: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     store = RedisStore(server.url, "outrider", 2.0)
     with replicas(server.url, 1) as (a,):
         a.write(T1, 0, [1, 2])
@@ -303,7 +256,7 @@ def test_a_corrupt_snapshot_is_dropped_and_the_stream_read(server: Server, caplo
     store.close()
 
 
-def test_a_key_of_the_wrong_type(server: Server) -> None:
+def test_a_key_of_the_wrong_type(server: RedisProcess) -> None:
     with replicas(server.url, 1) as (a,):
         server.client.set(f"{{outrider}}:{NAME}:log", "x")
         a.write(T1, 0, [1])
@@ -329,10 +282,10 @@ def test_an_emptied_redis_learns_the_epoch_again() -> None:
         store.close()
 
 
-def test_the_engines_thread_never_talks_to_redis(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_thread_never_talks_to_redis(server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Redis paused, and by the calls that this thread makes to sockets: none."""
     with replicas(server.url, 1) as (a,):
-        server.signal(signal.SIGSTOP)
+        server.pause()
         asked: list[str] = []
         mine = threading.get_ident()
         for name in ("append", "read", "heads", "_run", "_client"):
@@ -351,7 +304,7 @@ def test_the_engines_thread_never_talks_to_redis(server: Server, monkeypatch: py
             a.mirror.counts()
         assert time.monotonic() - began < 10  # 5,000 waits of 0.2 s would be a quarter of an hour
         assert asked == []
-        server.signal(signal.SIGCONT)
+        server.resume()
 
 
 def test_guard_counts_and_logs_once_and_survives_bugs(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import redis
@@ -15,27 +14,6 @@ from cache_service.redis_store import MAX_BLOCK_S, Head, RedisStore
 from cache_service.stream_ids import compare_ids
 
 A, B = "a" * 32, "b" * 32
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis.start() as embedded:
-        yield embedded
-
-
-@pytest.fixture
-def raw(server: EmbeddedRedis) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(server.url) as client:
-        client.flushall()
-        client.config_set("maxmemory", 0)
-        yield client
-
-
-@pytest.fixture
-def store(server: EmbeddedRedis, raw: redis.Redis) -> Iterator[RedisStore]:
-    opened = RedisStore(server.url, "outrider", 2.0)
-    yield opened
-    opened.close()
 
 
 def test_entries_come_back_in_order_and_by_namespace(store: RedisStore) -> None:

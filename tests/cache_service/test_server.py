@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
 
-from cache_service.embedded import EmbeddedRedis, find_redis_server
+from cache_service.embedded import EmbeddedRedis
 from cache_service.folding import Fold
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
@@ -26,6 +24,8 @@ from cache_service.texts import TenantTexts
 from configs.slices import CacheOptions
 from decoding.history import PUBLIC
 from decoding.request import request_hash, text_key
+from experiments.redis_process import RedisProcess
+from tests.waiting import wait_for
 
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)
@@ -46,15 +46,6 @@ while not server.status().tokens:
 print("leads", flush=True)
 time.sleep(600)
 """
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -349,46 +340,8 @@ def test_newer_snapshot_of_another_service_is_taken_over(make: Callable[..., Clu
     assert wait_for(lambda: server.status().tokens == 20)
 
 
-class OwnRedis:
-    """A Redis on a port that stays, to be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._folder = folder
-        self.start()
-
-    def start(self) -> None:
-        binary = find_redis_server()
-        assert binary is not None
-        command = [str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        with redis.Redis.from_url(self.url) as client:
-            assert wait_for(lambda: answers(client))
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def answers(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.RedisError:
-        return False
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
-    server = OwnRedis(tmp_path)
-    yield server
-    server.kill()
-
-
 @pytest.mark.parametrize("case", ["quiet", "a replica is faster than the service", "its clock was ahead"])
-def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster], own_redis: OwnRedis, case: str) -> None:
+def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster], own_redis: RedisProcess, case: str) -> None:
     cluster = make(own_redis.url, snapshot_s=60.0)
     assert cluster.store.delete(cluster.name()) == 1
     server = cluster.server()
@@ -418,7 +371,7 @@ def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster],
 
 
 def test_texts_of_no_snapshot_survive_a_restart_before_which_nobody_looked(
-    make: Callable[..., Cluster], own_redis: OwnRedis
+    make: Callable[..., Cluster], own_redis: RedisProcess
 ) -> None:
     cluster = make(own_redis.url, snapshot_s=60.0, retry_s=1.0)
     server = cluster.server()
@@ -431,7 +384,7 @@ def test_texts_of_no_snapshot_survive_a_restart_before_which_nobody_looked(
     assert wait_for(lambda: cluster.now() == expected({"old": [1, 2, 3], "new": [4, 5]}))
 
 
-def test_full_redis_is_survived(make: Callable[..., Cluster], own_redis: OwnRedis) -> None:
+def test_full_redis_is_survived(make: Callable[..., Cluster], own_redis: RedisProcess) -> None:
     cluster = make(own_redis.url)
     server = cluster.server()
     texts = {f"r{index}": [1, 2, index] for index in range(5)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,18 +17,10 @@ from cache_service.snapshot import decode_snapshot
 from configs.slices import CacheOptions
 from decoding.history import Histories
 from decoding.request import text_key
+from tests.waiting import wait_for
 
 SECRET = b"of the tests"
 IDENTITY = Identity("a1", "b2", 5000)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 class Cluster:

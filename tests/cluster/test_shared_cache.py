@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,10 @@ from configs.slices import (
     TenantOptions,
 )
 from experiments.redis_process import RedisProcess
+from tests import waiting
 from tests.models import SENTENCES, llama_config, save_model
 
+eventually = functools.partial(waiting.eventually, timeout_s=60.0)
 TENANTS = ("modes", "seen", "unseen", "removed", "gone", "quiet", "source", "target", "streams")  # tests share none of them
 OPERATOR = "key of the operator"
 TOKENS = 40  # of an answer
@@ -90,13 +93,6 @@ class Shared:
 def body(cache: str | None) -> dict[str, Any]:
     """What OpenAI's client has no argument for."""
     return {"ignore_eos": True} | ({} if cache is None else {"cache": cache})
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -247,12 +247,8 @@ def clear(drafter: Drafter, said: Request) -> None:
     history(drafter, "a").clear(dead=True)
 
 
-def drop(drafter: Drafter, said: Request) -> None:
-    memory(drafter).drop("a")
-
-
 Delete = Callable[[Drafter, Request], None]
-DELETIONS = pytest.mark.parametrize("delete", [remove_text, remove_request, clear, drop])
+DELETIONS = pytest.mark.parametrize("delete", [remove_text, remove_request, clear])
 
 
 @WITH_MEMORY
