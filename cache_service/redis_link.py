@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import redis
 from redis.exceptions import RedisClusterException
+from redis.sentinel import MasterNotFoundError
 
 from cache_service.addresses import Client, connect
 
@@ -26,6 +27,8 @@ def translated(method: Callable[Concatenate[_L, _P], _R]) -> Callable[Concatenat
             return method(link, *args, **kwargs)
         except RedisClusterException as error:  # not a RedisError: no node of a cluster answers
             raise redis.ConnectionError(f"cluster: {error}") from error
+        except MasterNotFoundError as error:  # its words are the settings of each connection, for pages
+            raise redis.ConnectionError("no sentinel answers, or none knows a master of that name") from error
         except redis.InvalidResponse:
             link._drop_connections()
             raise

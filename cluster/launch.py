@@ -155,7 +155,7 @@ def _check_redis(url: str) -> None:
     try:
         store.ping()
     except (redis.RedisError, OSError) as error:
-        shown = re.sub(r"//[^@/]*@", "//***@", url)
+        shown = re.sub(r"//[^@/]*@", "//***@", url.partition("?")[0])  # arguments may hold a password, too
         raise LaunchError(f"redis_url {shown}: {error}; start that server, or leave redis_url out to get one") from None
     finally:
         store.close()

@@ -89,11 +89,14 @@ def test_broken_model_path_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_redis_that_does_not_answer(circle_model: Path) -> None:
-    address = "redis_url=redis://:pass@127.0.0.1:1/0"
-    run = outrider("serve", "server.port=28663", "--model", str(circle_model), address, "cache.enabled=false")
-    error = one_line_error(run, 1)
-    assert "redis_url redis://***@127.0.0.1:1/0" in error
-    assert ":pass" not in run.stderr
+    for address, shown in (
+        ("redis://:pass@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0:"),
+        ("redis+sentinel://:pass@127.0.0.1:1/main?sentinel_password=pass", "redis+sentinel://***@127.0.0.1:1/main:"),
+    ):
+        options = (f"redis_url={address}", "cache.enabled=false")
+        run = outrider("serve", "server.port=28663", "--model", str(circle_model), *options)
+        assert f"redis_url {shown}" in one_line_error(run, 1)
+        assert "pass" not in run.stderr
 
 
 def test_a_redis_that_others_use_needs_a_secret(circle_model: Path) -> None:
