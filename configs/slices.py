@@ -50,6 +50,21 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelismOptions:
+    """How several copies of the model work on one request."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    mode: Literal["none", "lookahead"] = "none"  # lookahead: the ranks of a group share each step's draft tree
+    world_size: int | Literal["auto"] = "auto"  # ranks of one group; auto: the replicas of a node, as wide as load allows
+    rank_timeout_s: float = 2.0  # a rank that gives no sign for so long is lost
+    step_timeout_s: float = 60.0  # a rank that lives but does not answer a step for so long is lost
+    check_steps: int = 64  # the committed texts' hashes are compared every so many steps
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # a group's ranks on the nodes
+    pin_threads: bool = False  # CPU: each rank's compute thread stays on cores of its own
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where the service listens and what each engine replica is given."""
 
@@ -63,6 +78,7 @@ class ServerOptions:
     max_ongoing_requests: int = 512  # requests that Serve hands to a replica at once; the engine's own queue does the admission
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops
+    resume_timeout_s: float = 120.0  # a request that lost its replica gets so long until another one has taken it
     ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
 
 

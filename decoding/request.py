@@ -217,6 +217,7 @@ class Request:
         *,
         tenant: str | None = None,
         public: bool = True,
+        emitted: Sequence[int] | Int32Array = (),
     ) -> None:
         """
         Args:
@@ -228,12 +229,19 @@ class Request:
             tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
                 request's output, and none drafts from its.
             public: may draft from the public corpus.
+            emitted: output tokens that were emitted before, by an engine that is gone. They are committed at once and count as
+                output: with choices that depend on seed and position alone, what follows is what would have followed there.
 
         Raises:
-            ValueError: the prompt is empty.
+            ValueError: the prompt is empty, or ``emitted`` leaves no room for one more token.
+
+        Example: ``Request("a", [5, 6], SamplingParams(max_tokens=3), emitted=[7])`` holds the tokens ``5 6 7``, of which one is
+        output, and may emit two more.
         """
         if len(prompt_ids) == 0:
             raise ValueError("prompt must hold at least one token")
+        if len(emitted) >= params.max_tokens:
+            raise ValueError(f"emitted must leave room for a token: {len(emitted)} of max_tokens={params.max_tokens} are there")
         self.request_id, self.params, self.priority = request_id, params, priority
         self.tenant, self.public = tenant, public
         self.text = text_key(request_id)  # key of its output in histories
@@ -241,7 +249,8 @@ class Request:
         self.num_prompt = len(prompt_ids)
         self._buffer = np.empty(self.num_prompt + params.max_tokens, np.int32)
         self._buffer[: self.num_prompt] = prompt_ids
-        self._length = self.num_prompt
+        self._length = self.num_prompt + len(emitted)
+        self._buffer[self.num_prompt : self._length] = emitted
         self.state = RequestState.WAITING
         self.slot: int | None = None
         self.num_computed = 0  # tokens whose KV is in the slot

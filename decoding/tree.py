@@ -110,10 +110,55 @@ class DraftTree:
             if count < max_rows and valid[row] and kept[self.parents[row]]:
                 kept[row] = True
                 count += 1
-        renumbered = np.cumsum(kept, dtype=np.int32) - 1
-        parents = np.where(self.parents >= 0, renumbered[self.parents], -1).astype(np.int32)[kept]
-        candidates = int(kept[: self.num_candidates].sum())
-        return DraftTree(self.tokens[kept], parents, self.sources[kept], candidates)
+        return self.take(np.flatnonzero(kept).astype(np.int32))
+
+    def take(self, rows: Int32Array) -> DraftTree:
+        """Some rows as a tree of their own, in the same order and from the same sources.
+
+        Example: of root 7 with the branches 1 2 and 3, in rows 0 to 3, the rows 0 and 3 are root 7 with the branch 3.
+
+        Args:
+            rows: [m] ascending, each with all its ancestors; so the root comes first.
+        """
+        assert len(rows) and rows[0] == 0, rows
+        renumbered = np.full(len(self.tokens), -1, np.int32)
+        renumbered[rows] = np.arange(len(rows), dtype=np.int32)
+        parents = renumbered[self.parents[rows]]
+        parents[0] = -1
+        assert not (parents[1:] < 0).any(), (rows, self.parents)
+        candidates = int(np.searchsorted(rows, self.num_candidates))
+        return DraftTree(self.tokens[rows], parents, self.sources[rows], candidates)
+
+    def partition(self, ranks: int) -> list[Part]:
+        """One part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
+
+        Leaves are dealt as runs of their depth-first order (children in order of their rows), each with its ancestors, so that
+        the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
+        holds the root: what verification finds in a part is a valid step by itself, and the longest walk of all parts is the
+        longest in the tree. In the comb of a Jacobi window runs of leaves are runs of columns, with block 0 up to their last.
+
+        Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four
+        rows); with 3 4 the first would have five.
+
+        Args:
+            ranks: at least 1.
+
+        Returns:
+            ``ranks`` parts. Where there are fewer runs than ranks, the last ranks get the root alone.
+        """
+        if ranks == 1 or len(self.tokens) == 1:
+            return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
+        from decoding.dealing import deal  # loads the compiler, which those who only hold trees do not need
+
+        # Copies: an array that is read-only or a view of another would be a new type to the compiler, in the middle of a step.
+        own = self.tokens.copy(), self.parents.copy(), self.sources.copy()
+        bounds, counts, rows, tokens, parents, sources = deal(*own, int(self.num_candidates), ranks)
+        at, candidates = bounds.tolist(), counts.tolist()
+        parts = []
+        for rank in range(ranks):
+            share = slice(at[rank], at[rank + 1])
+            parts.append(Part(rows[share], DraftTree(tokens[share], parents[share], sources[share], candidates[rank])))
+        return parts
 
     def check(self) -> None:
         """Asserts the invariants of the arrays."""
@@ -122,3 +167,11 @@ class DraftTree:
         assert self.parents[0] == -1, self.parents[0]
         assert ((self.parents[1:] >= 0) & (self.parents[1:] < np.arange(1, n))).all(), self.parents
         assert 1 <= self.num_candidates <= n, (self.num_candidates, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of a tree."""
+
+    rows: Int32Array  # [m] ascending rows of the whole tree, the root first; with each row its ancestors
+    tree: DraftTree  # those rows as a tree of their own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -17,10 +18,23 @@ from engine.batch import Work
 from engine.detokenizer import Detokenizer
 from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
-from engine.loading import ModelInfo, load_model
+from engine.loading import LoadedModel, ModelInfo, load_model
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.target import LocalTarget
+
+
+def load_runner(
+    model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions, world_size: int
+) -> tuple[LoadedModel, ModelRunner]:
+    """A model, and KV slots for the requests of an engine whose steps so many ranks may share.
+
+    Raises:
+        ModelLoadError: the model cannot be used, or its slots do not fit.
+    """
+    loaded = load_model(model)
+    capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
+    return loaded, ModelRunner(loaded.model, options.max_running, capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +71,28 @@ class Engine:
         """
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
+        self._width = 1  # ranks that the drafter drafts for
         self._requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
         self._end_tokens: dict[str, frozenset[int]] = {}
 
     @classmethod
-    def load(cls, model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions) -> Engine:
+    def load(
+        cls,
+        model: ModelOptions,
+        options: EngineOptions,
+        speculation: SpeculationOptions,
+        world_size: int = 1,
+        executor: Callable[[ModelRunner], Executor] = LocalExecutor,
+    ) -> Engine:
         """An engine with its model in this process.
+
+        Args:
+            model: what to load.
+            options: of the step loop.
+            speculation: of the drafter.
+            world_size: the most ranks that will ever share a step: trees are as many times as large.
+            executor: makes the executor over this process's model.
 
         Raises:
             ModelLoadError: the model cannot be used.
@@ -73,11 +102,10 @@ class Engine:
             raise ValueError(f"speculation.max_draft_tokens must not be negative, got {speculation.max_draft_tokens}")
         drafter = build_drafter(speculation.strategy, speculation.options)
         scheduler = Scheduler(options, speculation.max_draft_tokens)
-        loaded = load_model(model)
-        runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + speculation.max_draft_tokens)
+        loaded, runner = load_runner(model, options, speculation, world_size)
         info = loaded.info(speculation.strategy, speculation.strategy in LOSSLESS)
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(LocalExecutor(runner), drafter, scheduler, info, loaded.tokenizer)
+        return cls(executor(runner), drafter, scheduler, info, loaded.tokenizer)
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +149,9 @@ class Engine:
         own = () if params.ignore_eos else self.info.eos_token_ids
         self._end_tokens[request.request_id] = frozenset((*own, *params.stop_token_ids))
         if self.tokenizer is not None:
-            self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, params.stop)
+            detokenizer = self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, params.stop)
+            for token in request.output_ids.tolist():  # emitted elsewhere, and shown
+                detokenizer.push(token)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without further output; its slot is free at once. False when it is not live."""
@@ -149,7 +179,7 @@ class Engine:
         if not works:
             return []
         started = time.perf_counter()
-        outcomes = self._executor.execute(works)
+        outcomes = self._executor.execute(works, self._drafter.top_k)
         forward_s = time.perf_counter() - started
         outputs = []
         for work, outcome in zip(works, outcomes, strict=True):
@@ -162,7 +192,11 @@ class Engine:
 
     def _propose(self) -> list[Work]:
         """The work of the next step: who runs, with which tree."""
-        shares = self._scheduler.schedule()
+        width = self._executor.width
+        if width != self._width:
+            self._drafter.scale(width)
+            self._width = width
+        shares = self._scheduler.schedule(width)
         now = time.perf_counter()
         for share in shares:
             if share.request.admitted_s is None:
@@ -190,8 +224,7 @@ class Engine:
 
     def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
-        request, tree, acceptance = work.request, work.tree, outcome.acceptance
-        assert tree is not None
+        request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
         kept, text, reason = self._read(request, tokens, work.end_tokens)
         request.commit(tokens[:kept])

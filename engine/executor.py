@@ -22,18 +22,30 @@ from engine.runner import ModelRunner
 class Outcome:
     """What became of one request's tree."""
 
-    acceptance: Acceptance
-    target: TargetRows  # what the model said below each row of the tree
+    tree: DraftTree  # as it was computed: the work's, or fewer of its rows where a rank was lost on the way
+    acceptance: Acceptance  # rows of ``tree``
+    target: TargetRows  # what the model said below each row of ``tree``
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each emitted token, where the request asks for them
 
 
 class Executor(Protocol):
     """Runs a batch of trees. One replica, a lookahead-parallel group and a tensor-parallel group are executors alike."""
 
-    def execute(self, works: Sequence[Work]) -> list[Outcome | None]:
+    @property
+    def width(self) -> int:
+        """Ranks that will share the trees of the next step: 1 where there is one replica."""
+        ...
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """Computes the rows, and for each request with a tree returns what was accepted; None for those without.
 
-        Afterwards the slot of a request with a tree holds the KV of ``work.end + accepted rows`` tokens, of another ``work.end``.
+        Afterwards ``work.end + accepted rows`` tokens of a request with a tree count as computed, of another ``work.end``: their
+        KV is in the slot, or the executor makes up for it.
+
+        Args:
+            works: at least one.
+            top_k: how many of the likeliest tokens below each row the outcomes must be able to tell (``TargetRows.top_k``). Where
+                the logits are at hand they can tell as many as asked for, and it has no effect.
         """
         ...
 
@@ -67,7 +79,7 @@ class Verifier:
             visited = torch.tensor((0, *acceptance.rows), device=logits.device)
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
             logprobs = token_logprobs(logits[visited], emitted, params.logprobs)
-        return Outcome(acceptance, TargetRows(greedy, logits), logprobs)
+        return Outcome(tree, acceptance, TargetRows(greedy, logits), logprobs)
 
     def _walk(self, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
         """Row by row, each with the prefix that leads to it."""
@@ -104,7 +116,9 @@ class LocalExecutor:
         self.runner = runner
         self._verifier = Verifier()
 
-    def execute(self, works: Sequence[Work]) -> list[Outcome | None]:
+    width = 1
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
         batch = pack(works)
         logits = self.runner.forward(batch)

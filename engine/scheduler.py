@@ -31,7 +31,7 @@ class Scheduler:
         """
         Args:
             options: of the engine.
-            max_draft_rows: most rows drafted for one request in a step.
+            max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
 
         Raises:
             ValueError: a value below 1, or too few rows for all requests to decode in one step.
@@ -93,17 +93,29 @@ class Scheduler:
         request.stats.preemptions += 1
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
-    def schedule(self) -> list[Share]:
-        """The shares of the next step; empty when there is nothing to do."""
+    def schedule(self, width: int = 1) -> list[Share]:
+        """The shares of the next step; empty when there is nothing to do.
+
+        ``max_step_tokens`` are the rows of one rank. Trees are dealt to the ranks, so ``width`` times as many rows are drafted;
+        the root of a tree and all of a prefill are rows of every rank. What a rank repeats of a tree so that its rows have their
+        ancestors, and tokens that were accepted elsewhere, come on top: at most the depth of the tree and the last step's.
+
+        Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for
+        each request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
+
+        Args:
+            width: ranks that share the step's trees, at least 1.
+        """
         self._admit()
         decoding = [request for request in self.running if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in self.running if request.num_computed < request.num_tokens - 1]
         budget = self._options.max_step_tokens
         for_decoding = budget - budget // 4 if prefilling else budget
-        draft_rows = min(self._max_draft_rows, for_decoding // len(decoding) - 1) if decoding else 0
+        draft_rows = min(self._max_draft_rows, for_decoding // len(decoding) - 1) if decoding else 0  # on each rank
         # The bonus token takes the last place: a request that may emit one token needs no draft.
-        shares = [Share(request, request.num_tokens, max(0, draft_rows) if request.remaining > 1 else 0) for request in decoding]
-        budget -= len(decoding) + sum(share.draft_rows for share in shares)
+        drafts = [max(0, draft_rows) if request.remaining > 1 else 0 for request in decoding]
+        shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
+        budget -= len(decoding) + sum(drafts)
         for request in prefilling:
             end = min(request.num_tokens, request.num_computed + budget)
             if end == request.num_computed:

@@ -44,29 +44,37 @@ def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> 
 class TargetRows:
     """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
 
-    __slots__ = ("_logits", "ids")
+    __slots__ = ("_logits", "_ranked", "ids")
 
-    def __init__(self, ids: Int32Array, logits: torch.Tensor | None) -> None:
+    def __init__(self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None) -> None:
         """
         Args:
             ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
                 replay of known outputs (see ``decoding.replay``) only the accepted path is known: -1 elsewhere.
-            logits: [n, vocab] of the same rows, as the model gave them; None in a replay.
+            logits: [n, vocab] of the same rows, as the model gave them; None in a replay, and where the logits are on other
+                ranks.
+            ranked: [n, k] the k most likely tokens after each of the same rows, the most likely first, where the ranks that
+                computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
         """
         assert logits is None or len(ids) == len(logits), (len(ids), len(logits))
-        self.ids, self._logits = ids, logits
+        assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
+        self.ids, self._logits, self._ranked = ids, logits, ranked
 
     @property
     def has_logits(self) -> bool:
-        """Whether ``top_k`` can be asked: not in a replay of known outputs."""
-        return self._logits is not None
+        """Whether ``top_k`` can be asked: not in a replay of known outputs, nor where other ranks were not asked to rank."""
+        return self._logits is not None or self._ranked is not None
 
     def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
         """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first.
 
-        It costs a pass over the vocabulary a row: ask for few rows, and only where ``has_logits``.
+        With logits it costs a pass over the vocabulary a row: ask for few rows, only where ``has_logits``, and for no more tokens
+        than ``Drafter.top_k`` announced.
         """
-        assert self._logits is not None, "a replay knows no logits: ask where has_logits, or declare needs_logits"
+        if self._logits is None:
+            assert self._ranked is not None, "nothing was ranked: ask where has_logits, or declare needs_logits"
+            assert k <= self._ranked.shape[1], f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
+            return self._ranked[list(rows), :k]
         if not len(rows):
             return np.zeros((0, k), np.int32)
         top: Int32Array = self._logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
@@ -99,8 +107,27 @@ class Drafter(ABC):
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
     memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
 
+    @property
+    def top_k(self) -> int:
+        """How many of the target's most likely tokens after each row ``observe`` may ask for of the next step; 0: none.
+
+        Read once before each step. Where ranks share a step, what is not announced here does not travel: ``observe`` of that step
+        has then no logits.
+        """
+        return 0
+
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""
+
+    def scale(self, ranks: int) -> None:  # noqa: B027  what is one chain cannot be dealt to ranks
+        """Drafts for so many ranks from now on: a step's tree is dealt to them, so it pays to draft that much wider.
+
+        Options that bound rows or branches are those of one rank. With one rank, which is how a drafter begins, it drafts as
+        published, and again so when the number comes back to one. Requests under way go on.
+
+        Args:
+            ranks: that share the next steps, at least 1. Called before ``propose`` whenever the number has changed.
+        """
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
@@ -108,7 +135,8 @@ class Drafter(ABC):
 
         Args:
             requests: requests whose next tokens are wanted; the root of each tree is the request's last committed token.
-            budgets: the most rows to draft for each, the root not counted, window rows counted; 0 asks for the root alone.
+            budgets: the most rows to draft for each, the root not counted, window rows counted, on all ranks together; 0 asks
+                for the root alone.
         """
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027

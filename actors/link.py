@@ -1,0 +1,122 @@
+"""One end of a connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret.
+
+TCP and nothing faster: a round trip between processes of one machine costs as much as over a Unix socket within the noise, the
+same code serves ranks on other hosts, a peer that dies is noticed at once, and nobody spins while waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+
+from actors.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
+
+Address = tuple[str, int]
+
+# What a connection may raise when the other side is gone, stopped, or speaks something else.
+LINK_ERRORS = (OSError, EOFError, AuthenticationError, WireError)
+
+
+class Link:
+    """Sends and receives messages. Several threads may send; one receives at a time."""
+
+    def __init__(self, connection: Connection) -> None:
+        """
+        Args:
+            connection: authenticated, with timeouts set.
+        """
+        self._connection = connection
+        self._sending = threading.Lock()
+        self.heard_s = time.monotonic()  # when the peer last gave a sign
+
+    def send(self, message: Message) -> None:
+        """Raises one of ``LINK_ERRORS`` when the peer is gone or does not take it in time."""
+        data = encode(message)
+        with self._sending:
+            self._connection.send_bytes(data)
+
+    def receive(self, timeout_s: float | None) -> Message | None:
+        """The next message; None when none begins within ``timeout_s`` seconds (None: however long it takes).
+
+        Raises one of ``LINK_ERRORS`` when the peer is gone or sends something that is no message.
+        """
+        if not self._connection.poll(timeout_s):
+            return None
+        message = decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        self.heard_s = time.monotonic()
+        return message
+
+    def fileno(self) -> int:
+        """For ``readable``."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Ends the connection, also for a thread that waits in ``receive``. Harmless when repeated."""
+        if not self._connection.closed:
+            with _socket_of(self._connection) as raw:
+                shutdown(raw)
+            self._connection.close()
+
+
+def readable(links: list[Link], timeout_s: float) -> list[Link]:
+    """The links on which a message begins, as soon as there is one; none after ``timeout_s`` seconds."""
+    return wait(links, timeout_s)  # type: ignore[arg-type,return-value]  # anything with a fileno
+
+
+def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
+    """A link to a rank's server.
+
+    Raises:
+        OSError, EOFError: nobody answers there within ``timeout_s``, or it does not take the connection.
+        multiprocessing.AuthenticationError: another secret.
+    """
+    raw = socket.create_connection(address, timeout_s)
+    raw.settimeout(None)  # the connection's own timeouts take over
+    connection = Connection(raw.detach())
+    try:
+        set_timeouts(connection, timeout_s)
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return Link(connection)
+
+
+def accepted(raw: socket.socket, secret: bytes, timeout_s: float) -> Link:
+    """The other side of ``connect``, over a socket that was accepted. Raises as it does; the socket is closed then."""
+    connection = Connection(raw.detach())
+    try:
+        set_timeouts(connection, timeout_s)
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
+    return Link(connection)
+
+
+def set_timeouts(connection: Connection, timeout_s: float) -> None:
+    """Small messages leave at once; reads and writes that make no progress for ``timeout_s`` seconds raise BlockingIOError."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    with _socket_of(connection) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def shutdown(raw: socket.socket) -> None:
+    """Ends both directions of a socket, which wakes who waits for it; a socket that is not connected is left as it is."""
+    with contextlib.suppress(OSError):
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """The connection's socket under a descriptor of its own: closing it leaves the connection open."""
+    return socket.socket(fileno=os.dup(connection.fileno()))

@@ -1,0 +1,222 @@
+"""Lookahead parallelism: the trees of a step are dealt to ranks that each hold the model (arXiv 2402.02057, section 3.4)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.link import LINK_ERRORS, Link
+from actors.roster import LostRank, Roster, one_line
+from actors.seat import Dealt, Held, Holdings, Seat
+from actors.shares import Share, merge
+from actors.wire import Reply
+from configs.slices import ParallelismOptions
+from decoding.tree import DraftTree, Int32Array, Part
+from engine.batch import Work
+from engine.executor import LocalExecutor, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step of a group. Rank 0, the leader, comes first."""
+
+    rank_s: tuple[float, ...]  # seconds that each rank computed
+    exchange_s: float  # seconds of the step beyond the slowest rank's: dealing, messages, waiting, merging
+    rows: tuple[int, ...]  # that each rank computed
+    recomputed: tuple[int, ...]  # of these, tokens that others had computed before
+    emitted: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How a group is made up."""
+
+    world_size: int
+    ready: tuple[int, ...]  # ranks that share the steps, the leader among them
+    refilling: tuple[int, ...]  # ranks that are sent the live requests
+    losses: int
+    last_loss: str | None
+    divergences: int  # walks that were left out because their first token was not the leader's: rounding in half precision
+    disagreements: int  # ranks whose committed text was not the leader's
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a rank is missing."""
+        return len(self.ready) < self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What the leader computed itself: an entry for each work."""
+
+    held: list[Held]
+    outcomes: list[Outcome | None]
+    ranked: list[Int32Array | None]
+    seconds: float
+    rows: int
+    recomputed: int
+
+
+class LookaheadParallelExecutor:
+    """An ``Executor`` whose ranks verify disjoint branches of the same trees.
+
+    Each step ``DraftTree.partition`` deals the branches, every rank computes its part and walks it, and the longest walk is what
+    the step emits. Token ids and row numbers travel, no activations and no KV: what was accepted elsewhere a rank computes as a
+    longer spine of its next step. Every part holds the root, so that what any rank says is a whole step: when a rank is lost in
+    the middle, the step is what the others say, and nothing is done again.
+
+    Where it departs from the published code: the leader alone drafts, and one message a step goes each way instead of four
+    collectives; ranks come and go; several requests share a step; sampled requests work, for the choice at a position is a
+    function of seed and position. A walk whose first token is not the leader's is left out: in half precision two ranks may see
+    a near-tie differently.
+
+    Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
+    7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which
+    it lacks the KV, and the other's with 5.
+
+    ``execute`` is called by one thread; ranks may be added and removed by others.
+    """
+
+    def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
+        """
+        Args:
+            local: of the leader's own model.
+            options: of the group.
+            chunk: most tokens of a message that refills a rank.
+        """
+        self._local, self._check_steps = local, options.check_steps
+        self._held = Holdings()  # of the leader
+        self._roster = Roster(options, chunk)
+        self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
+        self._steps = self._divergences = 0
+        self.times: deque[StepTimes] = deque(maxlen=4096)  # of the latest steps that emitted tokens
+
+    @property
+    def width(self) -> int:
+        """See ``Executor``."""
+        if self._roster.changes:
+            with self._lock:
+                self._roster.change()
+        return 1 + sum(not seat.refilling for seat in self._roster.seats.values())
+
+    def add_rank(self, rank: int, link: Link) -> None:
+        """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
+        self._roster.changes.append((rank, link))
+
+    def remove_rank(self, rank: int) -> None:
+        """Does without a rank from the next step on, from any thread. Its link stays open. Harmless when it is not there."""
+        self._roster.changes.append((rank, None))
+
+    def take_lost(self) -> list[LostRank]:
+        """The ranks that were lost since the last call, from any thread."""
+        lost = []
+        while self._roster.lost:
+            lost.append(self._roster.lost.popleft())
+        return lost
+
+    def state(self, world_size: int) -> GroupState:
+        """How the group is made up, of so many ranks that it should have; from any thread."""
+        roster = self._roster
+        seats = sorted(roster.seats.copy().items())
+        return GroupState(
+            world_size=world_size,
+            ready=(0, *(rank for rank, seat in seats if not seat.refilling)),
+            refilling=tuple(rank for rank, seat in seats if seat.refilling),
+            losses=roster.losses,
+            last_loss=roster.last_loss,
+            divergences=self._divergences,
+            disagreements=roster.disagreements,
+        )
+
+    def tend(self) -> None:
+        """Notices ranks that were lost while no step runs, from any thread; to be called a few times a second."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._roster.change()
+                self._roster.tend()
+            finally:
+                self._lock.release()
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        """See ``Executor``."""
+        with self._lock:
+            began = time.perf_counter()
+            self._roster.change()
+            self._held.release()
+            seats = self._roster.ready(works)
+            parts = [[] if work.tree is None else work.tree.partition(1 + len(seats)) for work in works]
+            self._steps += 1
+            dealt = self._deal(works, parts, seats, top_k)
+            own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if seats else 0)
+            replies = self._roster.gather([seat for seat, deal in dealt.items() if any(deal.awaited)])
+            outcomes = self._merge(works, parts, own, dealt, replies)
+            emitted = sum(outcome.acceptance.count for outcome in outcomes if outcome is not None)
+            if emitted:
+                self._time(began, emitted, own, [(reply.compute_s, dealt[seat]) for seat, reply in replies.items()])
+            return outcomes
+
+    # ---- below: with the lock held --------------------------------------------------------------------------------------------
+
+    def _deal(self, works: Sequence[Work], parts: Sequence[list[Part]], seats: Sequence[Seat], top_k: int) -> dict[Seat, Dealt]:
+        """Sends the parts from the second on to the seats, one each."""
+        compare = self._steps % self._check_steps == 0
+        dealt = {}
+        for at, seat in enumerate(seats, start=1):
+            try:
+                dealt[seat] = seat.deal(works, [part[at] if part else None for part in parts], top_k, compare)
+            except LINK_ERRORS as error:
+                self._roster.lose(seat, f"it takes no message: {one_line(error)}")
+        return dealt
+
+    def _compute(self, works: Sequence[Work], trees: Sequence[DraftTree | None], top_k: int) -> _Own:
+        """The leader's parts."""
+        began = time.perf_counter()
+        held = [self._held.align(work) for work in works]
+        mine = [
+            Work(work.request, has.computed, work.end, tree, work.end_tokens)
+            for work, has, tree in zip(works, held, trees, strict=True)
+        ]
+        rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree) - 1) for work in mine)
+        recomputed = sum(work.start - own.start for work, own in zip(works, mine, strict=True))
+        outcomes = self._local.execute(mine)
+        ranked = [
+            None if outcome is None or not top_k else outcome.target.top_k(range(len(outcome.tree)), top_k)
+            for outcome in outcomes
+        ]
+        for has, work, outcome in zip(held, mine, outcomes, strict=True):
+            has.computed = work.end + (0 if outcome is None else len(outcome.acceptance.rows))
+        return _Own(held, outcomes, ranked, time.perf_counter() - began, rows, recomputed)
+
+    def _merge(
+        self,
+        works: Sequence[Work],
+        parts: Sequence[list[Part]],
+        own: _Own,
+        dealt: dict[Seat, Dealt],
+        replies: dict[Seat, Reply],
+    ) -> list[Outcome | None]:
+        told = {seat: iter(reply.outcomes) for seat, reply in replies.items()}
+        outcomes: list[Outcome | None] = []
+        for at, (work, part, mine) in enumerate(zip(works, parts, own.outcomes, strict=True)):
+            if mine is None or all(len(one.tree) == 1 for one in part[1:]):
+                outcomes.append(mine)
+                continue
+            shares = [Share.of_leader(part[0], own.held[at], mine, own.ranked[at])]
+            for seat, said in told.items():
+                share = dealt[seat].awaited[at]
+                if share is not None:
+                    shares.append(Share.of_rank(share, seat.holdings.align(work), next(said)))
+            assert work.tree is not None
+            merged, left_out = merge(work.tree, work.end, shares)
+            self._divergences += left_out
+            outcomes.append(merged)
+        return outcomes
+
+    def _time(self, began: float, emitted: int, own: _Own, others: Sequence[tuple[float, Dealt]]) -> None:
+        rank_s = (own.seconds, *(seconds for seconds, _ in others))
+        rows = (own.rows, *(deal.rows for _, deal in others))
+        recomputed = (own.recomputed, *(deal.recomputed for _, deal in others))
+        self.times.append(StepTimes(rank_s, time.perf_counter() - began - max(rank_s), rows, recomputed, emitted))

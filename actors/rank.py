@@ -1,0 +1,217 @@
+"""A rank that follows: a model and KV slots, no drafter, no scheduler. It computes the parts of trees that a leader deals it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from actors.link import LINK_ERRORS, Address, Link, accepted
+from actors.wire import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
+from configs.slices import ParallelismOptions
+from decoding.request import Request, RequestState
+from decoding.tree import DraftTree, Int32Array
+from engine.batch import Work
+from engine.executor import LocalExecutor, Outcome
+
+logger = logging.getLogger(__name__)
+
+BEATS = 4  # in the time after which a silent rank is lost
+
+
+class DisagreementError(RuntimeError):
+    """The leader's committed text is not this rank's."""
+
+
+def text_digest(tokens: Int32Array) -> bytes:
+    """8 bytes of the BLAKE2b hash of a committed sequence, the same on every host."""
+    return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=8).digest()
+
+
+class Rank:
+    """The requests of one leader, and the model. Not thread-safe."""
+
+    def __init__(self, executor: LocalExecutor) -> None:
+        self._executor = executor
+        self._requests: dict[int, tuple[Request, frozenset[int]]] = {}
+
+    def handle(self, message: StepMessage) -> Reply:
+        """Computes a step.
+
+        Raises:
+            DisagreementError: a digest of the leader's is not that of the tokens committed here.
+            Exception: whatever the forward raises. The rank must not be used any more: its KV may lack what the leader counts on.
+        """
+        for number in message.closed:
+            self._close(number)
+        for one in message.opened:
+            request = Request(one.request_id, one.prompt, one.params)
+            request.state = RequestState.RUNNING
+            self._requests[one.number] = request, frozenset(one.end_tokens)
+        works = [self._work(work) for work in message.works]
+        began = time.perf_counter()
+        outcomes = self._executor.execute(works) if works else []
+        told = tuple(_told(outcome, message.top_k) for outcome in outcomes if outcome is not None)
+        return Reply(message.sequence, time.perf_counter() - began, told)
+
+    def forget(self) -> None:
+        """Drops all requests: the slots are free for others."""
+        for number in list(self._requests):
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        request, _ = self._requests.pop(number)
+        request.state = RequestState.FINISHED
+
+    def _work(self, work: WorkMessage) -> Work:
+        request, end_tokens = self._requests[work.number]
+        request.commit(work.committed.tolist())
+        request.slot = work.slot
+        assert work.end <= request.num_tokens, (request.request_id, work.end, request.num_tokens)
+        if work.digest and work.digest != text_digest(request.tokens):
+            raise DisagreementError(
+                f"the committed text of request {request.request_id}, {request.num_tokens} tokens, has the hash "
+                f"{work.digest.hex()} at the leader and {text_digest(request.tokens).hex()} at this rank"
+            )
+        tree = None
+        if len(work.tokens):
+            sources = np.zeros(len(work.tokens), np.int8)
+            tree = DraftTree(work.tokens, work.parents, sources, work.num_candidates)
+            assert work.end == request.num_tokens, (request.request_id, work.end, request.num_tokens)
+        return Work(request, work.start, work.end, tree, end_tokens)
+
+
+def _told(outcome: Outcome, top_k: int) -> OutcomeMessage:
+    acceptance, target = outcome.acceptance, outcome.target
+    ranked = target.top_k(range(len(outcome.tree)), top_k) if top_k else None
+    return OutcomeMessage(acceptance.rows, acceptance.next_token, target.ids, ranked, outcome.logprobs)
+
+
+class RankServer:
+    """Listens for leaders, follows the one that took this rank in last, and gives all of them signs of life.
+
+    While it is busy (see ``occupy``) leaders are turned away.
+    """
+
+    def __init__(
+        self,
+        executor: LocalExecutor,
+        secret: bytes,
+        options: ParallelismOptions,
+        host: str = "127.0.0.1",
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            executor: over the model of this process.
+            secret: shared by the leader and its ranks.
+            options: of the group.
+            host: address to listen at.
+            prepare: called once in each thread that computes, before it does.
+
+        Raises:
+            OSError: the address cannot be listened at.
+        """
+        self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
+        self._device = threading.Lock()  # one step at a time, and none while busy
+        self._guard = threading.Lock()  # of the fields below
+        self._links: list[Link] = []
+        self._leader: Link | None = None
+        self._busy = self._closed = False
+        self._wake = threading.Event()
+        self._listener = socket.create_server((host, 0))
+        self.address: Address = self._listener.getsockname()[:2]
+        for work in (self._accept, self._beat):
+            threading.Thread(target=work, name=f"rank-{work.__name__.strip('_')}", daemon=True).start()
+
+    def occupy(self, busy: bool) -> None:
+        """Turns leaders away from now on, or takes them again. Returns when no step of theirs is being computed."""
+        with self._device:
+            self._busy = busy
+            if busy:
+                self._leader = None
+                self._rank.forget()
+        self._wake.set()  # leaders are told at once
+
+    def close(self) -> None:
+        """Ends all connections. Harmless when repeated."""
+        with self._guard:
+            self._closed = True
+            links = list(self._links)
+        self._listener.close()
+        self._wake.set()
+        for link in links:
+            link.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                raw, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(raw,), name="rank-leader", daemon=True).start()
+
+    def _serve(self, raw: socket.socket) -> None:
+        """Serves one leader until it goes away."""
+        try:
+            link = accepted(raw, self._secret, self._options.rank_timeout_s)
+        except LINK_ERRORS as error:
+            logger.warning("a connection was refused: %s: %s", type(error).__name__, error)
+            return
+        with self._guard:
+            self._links.append(link)
+        if self._closed:
+            link.close()
+        if self._prepare is not None:
+            self._prepare()
+        try:
+            while True:
+                message = link.receive(None)
+                if isinstance(message, StepMessage):
+                    link.send(self._answer(link, message))
+        except LINK_ERRORS as error:
+            if not self._closed:
+                logger.info("a leader is gone: %s: %s", type(error).__name__, error)
+        finally:
+            self._leave(link)
+
+    def _answer(self, link: Link, message: StepMessage) -> Reply | Failure | Away:
+        with self._device:
+            if message.joins and not self._busy:
+                self._rank.forget()
+                self._leader = link
+            if self._leader is not link:
+                return Away()
+            try:
+                return self._rank.handle(message)
+            except Exception as error:  # whatever a model or its device raises: the leader is told, and goes on without this rank
+                logger.exception("a step failed")
+                self._leader = None
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                return Failure(message.sequence, reason, isinstance(error, DisagreementError))
+
+    def _leave(self, link: Link) -> None:
+        link.close()
+        with self._guard:
+            self._links.remove(link)
+        with self._device:
+            if self._leader is link:
+                self._leader = None
+                self._rank.forget()
+
+    def _beat(self) -> None:
+        while not self._closed:
+            with self._guard:
+                links = list(self._links)
+            for link in links:
+                try:
+                    link.send(Beat(self._busy))
+                except LINK_ERRORS:  # its own thread notices as well, and takes it out
+                    link.close()
+            self._wake.wait(self._options.rank_timeout_s / BEATS)
+            self._wake.clear()

@@ -1,0 +1,40 @@
+"""What a replica needs of the ranks that share its steps. Without ray: a replica is tested without a cluster."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.lookahead_parallel import GroupState
+from engine.executor import Executor
+from engine.runner import ModelRunner
+
+
+class GroupError(RuntimeError):
+    """The ranks of a group cannot be had. The message says which, why, and what to do."""
+
+
+class Ranks(Protocol):
+    """The ranks that share the steps of one engine, the engine's own (rank 0, the leader) among them."""
+
+    @property
+    def world_size(self) -> int:
+        """The most ranks there can be."""
+
+    def executor(self, runner: ModelRunner) -> Executor:
+        """What computes the engine's steps. Called once, by ``Engine.load`` when the model is there."""
+
+    def start(self) -> None:
+        """Returns when the ranks take part; called once, after the engine is loaded.
+
+        Raises:
+            GroupError: they cannot be had.
+        """
+
+    def occupied(self, busy: bool) -> None:
+        """Says whether the engine has requests; called by its thread. Groups whose ranks do nothing else ignore it."""
+
+    def state(self) -> GroupState | None:
+        """Who takes part; None where nobody can."""
+
+    def close(self) -> None:
+        """Ends the ranks and what watches them. Harmless when repeated."""

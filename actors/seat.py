@@ -1,0 +1,164 @@
+"""What the leader of a group knows of its ranks: how much of each request they hold, and what it waits for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.link import Link
+from actors.rank import text_digest
+from actors.wire import OpenMessage, StepMessage, WorkMessage
+from decoding.request import Request, RequestState
+from decoding.tree import DraftTree, Int32Array, Part
+from engine.batch import Work
+
+READY_LAG = 32  # a rank that lacks no more tokens of any request takes part in steps
+_LAZY_LAG = 16  # a rank without a share of a tree lets so many tokens come together before it computes them
+_NONE = np.zeros(0, np.int32)
+_NO_TREE = (_NONE, _NONE, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """What a rank was sent of a step."""
+
+    awaited: list[Part | None]  # for each work, the part whose outcome is to come
+    rows: int
+    recomputed: int  # of these, tokens that others had computed before
+
+
+@dataclass(slots=True)
+class Held:
+    """A request as one rank holds it."""
+
+    request: Request
+    number: int  # stands for it in messages
+    computed: int = 0  # tokens whose KV the rank has
+    told: int = -1  # tokens of the output that it was sent; -1: not even that there is such a request
+
+
+class Holdings:
+    """The requests that one rank holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Held] = {}  # by the identity of the request: ids may be used again
+        self._numbers = itertools.count()
+
+    def align(self, work: Work) -> Held:
+        """The request of a work, with nothing computed if it is new, or if it was preempted since."""
+        held = self._held.get(id(work.request))
+        if held is None:
+            held = self._held[id(work.request)] = Held(work.request, next(self._numbers))
+        held.computed = min(held.computed, work.start)
+        return held
+
+    def release(self) -> tuple[int, ...]:
+        """Lets go of the requests that have ended; the numbers of those that the rank knows."""
+        ended = [held for held in self._held.values() if held.request.state is RequestState.FINISHED]
+        return self._drop(ended)
+
+    def release_all(self) -> tuple[int, ...]:
+        """Lets go of everything; the numbers of the requests that the rank knows."""
+        return self._drop(list(self._held.values()))
+
+    def _drop(self, ended: Sequence[Held]) -> tuple[int, ...]:
+        for held in ended:
+            del self._held[id(held.request)]
+        return tuple(held.number for held in ended if held.told >= 0)
+
+
+class Seat:
+    """One rank of the group, as the leader deals with it.
+
+    It is *refilling* until it holds the live requests: it is sent their tokens in chunks, one message at a time, which nobody
+    waits for. What it was sent counts as computed: it does one message after another.
+    """
+
+    def __init__(self, rank: int, link: Link) -> None:
+        self.rank, self.link = rank, link
+        self.holdings = Holdings()
+        self.refilling = True
+        self.unanswered: deque[tuple[int, float]] = deque()  # sequence numbers, and when they were sent
+        self._joins = True
+        self._sequences = itertools.count()
+
+    def lag(self, works: Sequence[Work]) -> int:
+        """Most tokens of one request that the others hold and this rank does not."""
+        lag = 0
+        for work in works:
+            lag = max(lag, work.start - self.holdings.align(work).computed)
+        return lag
+
+    def refill(self, works: Sequence[Work], rows: int) -> None:
+        """Sends the next chunk, of at most so many rows."""
+        chunks = []
+        for work in works:
+            held = self.holdings.align(work)
+            target = work.end if work.tree is None else work.end - 1  # the root is the next step's
+            end = min(target, held.computed + rows)
+            if end > held.computed:
+                rows -= end - held.computed
+                chunks.append((work, held, end))
+        self._send([self._chunk(work, held, end) for work, held, end in chunks], chunks, 0)
+
+    def deal(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Dealt:
+        """Sends this rank's part of a step; raises as ``Link.send`` does.
+
+        Args:
+            works: of the step.
+            parts: the rank's part of each work's tree; None where the work has none.
+            top_k: see ``Executor.execute``.
+            compare: whether committed texts are compared.
+        """
+        messages: list[WorkMessage] = []
+        dealt: list[tuple[Work, Held, int]] = []
+        awaited: list[Part | None] = []
+        rows = recomputed = 0
+        for work, part in zip(works, parts, strict=True):
+            held = self.holdings.align(work)
+            share = part if part is not None and len(part.tree) > 1 else None
+            awaited.append(share)
+            end = work.end - 1 if part is not None and share is None else work.end  # nobody waits for a root alone
+            if share is None and end - held.computed < (1 if part is None else _LAZY_LAG):
+                continue
+            rows += end - held.computed + (0 if share is None else len(share.tree) - 1)
+            recomputed += work.start - held.computed
+            dealt.append((work, held, end))
+            messages.append(self._chunk(work, held, end, None if share is None else share.tree, compare))
+        if messages:
+            self._send(messages, dealt, top_k)
+        return Dealt(awaited, rows, recomputed)
+
+    def leave(self) -> None:
+        """Tells the rank that it is not needed; raises as ``Link.send`` does."""
+        numbers = self.holdings.release_all()
+        if not self._joins:
+            self.link.send(StepMessage(next(self._sequences), (), numbers, (), 0))
+
+    def _chunk(self, work: Work, held: Held, end: int, tree: DraftTree | None = None, compare: bool = False) -> WorkMessage:
+        request = work.request
+        assert request.slot is not None
+        committed: Int32Array = request.output_ids[max(0, held.told) :]
+        digest = text_digest(request.tokens) if compare else b""
+        tokens, parents, candidates = _NO_TREE if tree is None else (tree.tokens, tree.parents, tree.num_candidates)
+        return WorkMessage(held.number, request.slot, held.computed, end, committed, tokens, parents, candidates, digest)
+
+    def _send(self, messages: Sequence[WorkMessage], dealt: Sequence[tuple[Work, Held, int]], top_k: int) -> None:
+        opened = tuple(
+            OpenMessage(
+                held.number, work.request.request_id, work.request.prompt_ids, work.request.params, tuple(work.end_tokens)
+            )
+            for work, held, _ in dealt
+            if held.told < 0
+        )
+        for work, held, end in dealt:
+            held.computed, held.told = end, work.request.num_output
+        sequence = next(self._sequences)
+        self.unanswered.append((sequence, time.monotonic()))
+        self.link.send(StepMessage(sequence, opened, self.holdings.release(), tuple(messages), top_k, self._joins))
+        self._joins = False
