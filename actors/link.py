@@ -32,7 +32,7 @@ class Link:
             connection: authenticated, with timeouts set.
         """
         self._connection = connection
-        self._sending = threading.Lock()
+        self._sending, self._ending = threading.Lock(), threading.Lock()
         self.heard_s = time.monotonic()  # when the peer last gave a sign
 
     def send(self, message: Message) -> None:
@@ -56,11 +56,17 @@ class Link:
         """For ``readable``."""
         return self._connection.fileno()
 
+    def end(self) -> None:
+        """Ends the connection from any thread: whoever receives or sends sees it, and the receiver closes the link."""
+        with self._ending:
+            if not self._connection.closed:
+                with _socket_of(self._connection) as raw:
+                    shutdown(raw)
+
     def close(self) -> None:
-        """Ends the connection, also for a thread that waits in ``receive``. Harmless when repeated."""
-        if not self._connection.closed:
-            with _socket_of(self._connection) as raw:
-                shutdown(raw)
+        """Ends the connection and gives its descriptor back; for who receives, or when nobody does. Harmless when repeated."""
+        self.end()
+        with self._sending, self._ending:
             self._connection.close()
 
 

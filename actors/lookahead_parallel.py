@@ -14,6 +14,7 @@ from actors.seat import Dealt, Held, Holdings, Seat
 from actors.shares import Share, merge
 from actors.wire import Reply
 from configs.slices import ParallelismOptions
+from decoding.dealing import compile_dealing
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.batch import Work
 from engine.executor import LocalExecutor, Outcome
@@ -41,6 +42,7 @@ class GroupState:
     last_loss: str | None
     divergences: int  # walks that were left out because their first token was not the leader's: rounding in half precision
     disagreements: int  # ranks whose committed text was not the leader's
+    width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
 
     @property
     def degraded(self) -> bool:
@@ -93,6 +95,7 @@ class LookaheadParallelExecutor:
         self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
         self._steps = self._divergences = 0
         self.times: deque[StepTimes] = deque(maxlen=4096)  # of the latest steps that emitted tokens
+        compile_dealing()
 
     @property
     def width(self) -> int:
@@ -137,6 +140,8 @@ class LookaheadParallelExecutor:
             try:
                 self._roster.change()
                 self._roster.tend()
+                if not self._held.live:
+                    self._roster.settle()
             finally:
                 self._lock.release()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.link import LINK_ERRORS, Address, Link, accepted
+from actors.link import LINK_ERRORS, Address, Link, accepted, shutdown
 from actors.wire import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
@@ -131,22 +131,23 @@ class RankServer:
 
     def occupy(self, busy: bool) -> None:
         """Turns leaders away from now on, or takes them again. Returns when no step of theirs is being computed."""
-        with self._device:
-            self._busy = busy
-            if busy:
+        self._busy = busy  # already now: a leader whose step waits for the device is turned away
+        self._wake.set()  # leaders are told at once
+        if busy:
+            with self._device:
                 self._leader = None
                 self._rank.forget()
-        self._wake.set()  # leaders are told at once
 
     def close(self) -> None:
         """Ends all connections. Harmless when repeated."""
         with self._guard:
             self._closed = True
             links = list(self._links)
+        shutdown(self._listener)  # wakes the thread that accepts
         self._listener.close()
         self._wake.set()
         for link in links:
-            link.close()
+            link.end()
 
     def _accept(self) -> None:
         while True:
@@ -165,8 +166,9 @@ class RankServer:
             return
         with self._guard:
             self._links.append(link)
+        self._wake.set()  # it is told at once whether this rank is busy
         if self._closed:
-            link.close()
+            link.end()
         if self._prepare is not None:
             self._prepare()
         try:
@@ -185,7 +187,7 @@ class RankServer:
             if message.joins and not self._busy:
                 self._rank.forget()
                 self._leader = link
-            if self._leader is not link:
+            if self._busy or self._leader is not link:
                 return Away()
             try:
                 return self._rank.handle(message)
@@ -212,6 +214,6 @@ class RankServer:
                 try:
                     link.send(Beat(self._busy))
                 except LINK_ERRORS:  # its own thread notices as well, and takes it out
-                    link.close()
+                    link.end()
             self._wake.wait(self._options.rank_timeout_s / BEATS)
             self._wake.clear()

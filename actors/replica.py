@@ -7,19 +7,24 @@ an inbox, outputs travel back through ``loop.call_soon_threadsafe``. With nothin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import overload
 
+from actors.lookahead_parallel import GroupState
+from actors.ranks import Ranks
 from cache_service.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError
+from engine.executor import LocalExecutor
 from engine.loading import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -49,15 +54,23 @@ class Description:
     info: ModelInfo
     counts: EngineCounts
     cache: MirrorCounts | None  # None where nothing is shared
+    group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Live:
     """A request and the queue of the event loop that waits for its outputs."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[StepOutput | Exception]
+    items: asyncio.Queue[StepOutput | Exception | None]  # None: a beat
+    published: int = 0  # emitted tokens that the mirror was told of
+
+    async def beat(self, every_s: float) -> None:
+        """Puts a beat, again and again."""
+        while True:
+            await asyncio.sleep(every_s)
+            self.items.put_nowait(None)
 
     def put(self, item: StepOutput | Exception) -> bool:
         """Hands an item to the event loop from another thread; False when that loop is closed and nobody waits any more."""
@@ -82,60 +95,90 @@ class Replica:
     """An engine that serves many requests at once from any event loop of this process."""
 
     def __init__(
-        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, cache: CacheAccess | None = None
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        cache: CacheAccess | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Loads the model and what the cluster remembers, and starts the thread.
+        """Loads the model and what the cluster remembers, waits for the ranks, and starts the thread.
 
         Args:
             cache: where outputs are shared with other replicas; None to keep them to this one.
+            ranks: those that share its steps, closed with it; None to compute alone.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
+            actors.ranks.GroupError: the ranks cannot be had.
             ValueError: an option outside its range, or an address of Redis that is none.
         """
-        self._engine = Engine.load(model, engine, speculation)
-        self._info = self._engine.info
-        self._counts = self._engine.counts()
+        self._ranks = ranks
+        self._mirror: Mirror | None = None
         self._inbox: queue.SimpleQueue[_Live | _Abort | _Arrived | None] = queue.SimpleQueue()  # None: stop
-        self._mirror = self._open_mirror(cache)
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
         self._fault: str | None = None  # why nothing is taken any more
         self._failed_steps = 0
         self._unapplied = False  # of what came from other replicas
         self._step_began: float | None = None
+        self._busy = False  # as the ranks were told
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._close_parts)  # they do not outlive a replica that cannot start
+            world_size, executor = (1, LocalExecutor) if ranks is None else (ranks.world_size, ranks.executor)
+            self._engine = Engine.load(model, engine, speculation, world_size, executor)
+            self._info, self._counts = self._engine.info, self._engine.counts()
+            self._mirror = self._open_mirror(cache)
+            if ranks is not None:
+                ranks.start()
+            parts.pop_all()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+    @overload
+    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]: ...
+
+    @overload
+    def generate(self, request: Request, beat_s: float) -> AsyncGenerator[StepOutput | None, None]: ...
+
+    async def generate(self, request: Request, beat_s: float | None = None) -> AsyncGenerator[StepOutput | None, None]:
         """The outputs of one request as they are computed; the last has a finish reason.
 
         The first output is empty: it says that the engine took the request. A consumer that goes away (cancelled, or ``aclose``)
         frees the slot at the next step.
 
+        Args:
+            request: new. Of what it emitted elsewhere nothing comes again.
+            beat_s: None comes every so many seconds, by which a consumer elsewhere tells a long step from a process that is gone.
+
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
-            ReplicaError: the replica does not serve any more.
+            ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
+                another replica goes on with it (``Request.emitted``).
         """
         live = _Live(request, asyncio.get_running_loop(), asyncio.Queue())
         if not self._send(live):
             raise ReplicaError(self._fault)
+        beats = None if beat_s is None else asyncio.create_task(live.beat(beat_s))
         finished = False
         try:
             while not finished:
                 item = await live.items.get()
-                finished = isinstance(item, Exception) or item.finish_reason is not None
+                finished = isinstance(item, Exception) or (item is not None and item.finish_reason is not None)
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
+            if beats is not None:
+                beats.cancel()
             if not finished:
                 self._send(_Abort(request.request_id))
 
     def describe(self) -> Description:
         """The model and the counts after the last step. Raises as ``check_health`` does."""
         self.check_health()
-        return Description(self._info, self._counts, None if self._mirror is None else self._mirror.counts())
+        cache = None if self._mirror is None else self._mirror.counts()
+        return Description(self._info, self._counts, cache, None if self._ranks is None else self._ranks.state())
 
     def check_health(self) -> None:
         """Returns when the replica serves.
@@ -153,10 +196,15 @@ class Replica:
         """Ends the thread after the step it is in; requests that are still live get an error. Harmless when repeated."""
         self._send(None)
         self._thread.join(timeout_s)
-        if self._mirror is not None:
-            self._mirror.close()
+        self._close_parts()
         if self._thread.is_alive():
             raise ReplicaError(f"the engine's thread did not end within {timeout_s:.0f} s")
+
+    def _close_parts(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
         """The copy of what the cluster remembers, filled before the first request; None where nothing is to be shared."""
@@ -182,14 +230,22 @@ class Replica:
             while self._take_commands():
                 self._counts = self._engine.counts()
                 self._unapplied = self._mirror is not None and self._mirror.apply()
+                self._tell_ranks()
                 if self._engine.has_work:
                     self._step()
                     self._counts = self._engine.counts()
+                    self._tell_ranks()
         except Exception as error:
             logger.exception("the engine's thread ends")
             fault = f"the engine failed: {_one_line(error)}"
         finally:
             self._close(fault)
+
+    def _tell_ranks(self) -> None:
+        """Says whether there are requests, whenever that has changed."""
+        if self._ranks is not None and self._busy != self._engine.has_work:
+            self._busy = self._engine.has_work
+            self._ranks.occupied(self._busy)
 
     def _take_commands(self) -> bool:
         """Does what the inbox holds, waiting for something when there is nothing to compute; False to stop."""
@@ -227,12 +283,18 @@ class Replica:
         live = self._live.pop(request_id, None)
         if live is not None:
             self._engine.abort(request_id)
-            self._publish(live.request, (), final=True)
+            self._publish(live, final=True)
 
-    def _publish(self, request: Request, tokens: Sequence[int], final: bool) -> None:
-        """Tells the tenant's other replicas what was emitted last."""
+    def _publish(self, live: _Live, final: bool) -> None:
+        """Tells the tenant's other replicas what was emitted since the last time.
+
+        The first time that is all, also what another replica emitted: it may have ended before it said so, and who has it already
+        takes no harm.
+        """
+        request = live.request
         if self._mirror is not None and request.tenant is not None and request.num_output:
-            self._mirror.publish(request.tenant, request.text, request.num_output - len(tokens), tokens, final)
+            self._mirror.publish(request.tenant, request.text, live.published, request.output_ids[live.published :], final)
+            live.published = request.num_output
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
@@ -252,7 +314,7 @@ class Replica:
         live = self._live.get(output.request_id)
         if live is None:
             return  # aborted
-        self._publish(live.request, output.token_ids, output.finish_reason is not None)
+        self._publish(live, output.finish_reason is not None)
         if output.finish_reason is not None:
             del self._live[output.request_id]
             live.put(output)
@@ -265,7 +327,7 @@ class Replica:
         for request_id in in_step:
             live = self._live.pop(request_id)
             self._engine.abort(request_id)
-            self._publish(live.request, (), final=True)
+            self._publish(live, final=True)
             live.put(_failure(request_id, error))
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
@@ -278,8 +340,8 @@ class Replica:
             command = self._inbox.get()
             if isinstance(command, _Live):
                 command.put(ReplicaError(fault))
-        for request_id, live in self._live.items():
-            live.put(StepOutput(request_id, (), "", FinishReason.ERROR, fault))
+        for live in self._live.values():
+            live.put(ReplicaError(fault))
         self._live.clear()
 
 

@@ -159,6 +159,12 @@ class Roster:
             if link is not None:
                 self.seats[rank] = Seat(rank, link)
 
+    def settle(self) -> None:
+        """Where no request lives there is nothing to refill a rank with: those that have answered are ready."""
+        for seat in self.seats.values():
+            if not seat.unanswered:
+                seat.refilling = False
+
     def lose(self, seat: Seat, reason: str) -> None:
         logger.error("rank %d is lost: %s", seat.rank, reason)
         del self.seats[seat.rank]

@@ -57,6 +57,11 @@ class Holdings:
         held.computed = min(held.computed, work.start)
         return held
 
+    @property
+    def live(self) -> bool:
+        """Whether any of the requests has not ended."""
+        return any(held.request.state is not RequestState.FINISHED for held in self._held.values())
+
     def release(self) -> tuple[int, ...]:
         """Lets go of the requests that have ended; the numbers of those that the rank knows."""
         ended = [held for held in self._held.values() if held.request.state is RequestState.FINISHED]

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Header
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import PreTrainedTokenizerFast
 
+from actors.lookahead_parallel import GroupState
 from actors.replica import Description
 from cluster import errors
 from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
@@ -42,6 +43,7 @@ class Service:
         tokenizer: PreTrainedTokenizerFast,
         tenancy: TenancyOptions | None = None,
         cache: CacheAdminPort | None = None,
+        replicas: int = 1,
     ) -> None:
         """
         Args:
@@ -49,8 +51,9 @@ class Service:
             tokenizer: of the model.
             tenancy: whose requests share drafts; nobody's when absent.
             cache: the shared memory, for the admin routes; None where there is none.
+            replicas: how many there should be.
         """
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._configured = engine, tokenizer, replicas
         self._tenancy = Tenancy(tenancy or TenancyOptions())
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
         self._token_bytes = TokenBytes(tokenizer)
@@ -58,17 +61,20 @@ class Service:
         self._started = int(time.time())
 
     async def health(self) -> Response:
-        """200 with the load of all replicas, or 503 while none answers."""
+        """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers."""
         replicas = await self._replicas()
+        groups = [replica.group for replica in replicas if replica.group is not None]
+        whole = len(replicas) >= self._configured and not any(group.degraded for group in groups)
         return JSONResponse(
             {
-                "status": "ok",
+                "status": "ok" if whole else "degraded",
                 "model": replicas[0].info.served_name,
                 "replicas": len(replicas),
                 "running": sum(replica.counts.running for replica in replicas),
                 "waiting": sum(replica.counts.waiting for replica in replicas),
                 "free_slots": sum(replica.counts.free_slots for replica in replicas),
                 "shared_cache": _cache_state(replicas),
+                **({"ranks": _ranks_state(groups, self._configured)} if groups else {}),
             }
         )
 
@@ -159,6 +165,25 @@ def _cache_state(replicas: Sequence[Description]) -> str:
     if not mirrors:
         return "off"
     return "connected" if all(mirror.connected for mirror in mirrors) else "degraded"
+
+
+def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any]:
+    """The ranks of all groups together. ``of`` counts those of groups that do not answer, too.
+
+    Elastic groups are made up of the replicas themselves: each replica is one rank. ``width`` is that of the widest group.
+    """
+    ready = [len(group.ready) if group.width is None else 1 for group in groups]
+    of = [group.world_size if group.width is None else 1 for group in groups]
+    return {
+        "ready": sum(ready),
+        "of": sum(of) + max(0, configured - len(groups)) * max(of),
+        "width": max(group.width or len(group.ready) for group in groups),
+        "refilling": sum(len(group.refilling) for group in groups),
+        "losses": sum(group.losses for group in groups),
+        "last_loss": next((group.last_loss for group in groups if group.last_loss is not None), None),
+        "divergences": sum(group.divergences for group in groups),
+        "disagreements": sum(group.disagreements for group in groups),
+    }
 
 
 async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, stream: bool, include_usage: bool) -> Response:

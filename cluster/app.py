@@ -2,27 +2,29 @@
 
 # No postponed annotations here: Serve reads the one of build_app to check the arguments in a configuration file.
 
-import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, cast
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
+from actors.elastic import Elastic
+from actors.group import Group
+from actors.ranks import Ranks
 from actors.replica import CacheAccess, Description, Replica
 from cluster.api import Service, create_api
 from cluster.cache_actor import CacheActor, HandleCacheAdmin
-from cluster.errors import ApiError
 from cluster.generation import Job
-from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE
-from configs.schema import Config, ConfigError, tenant_names
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
+from cluster.handle_engine import BEAT_S, HandleEngine
+from cluster.lobby import Attendance, Company, LobbyActor
+from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
+from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions, TenancyOptions
 from decoding.request import Request, StepOutput
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
@@ -31,22 +33,35 @@ logger = logging.getLogger(__name__)
 
 INGRESS_ONGOING = 100_000  # the ingress holds what engines queue, and answers /health whatever they do
 HEALTH_PERIOD_S = 3.0
-DESCRIBE_TIMEOUT_S = 5.0
-ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
+HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three in a row
 
 
 class EngineReplica:
     """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor."""
 
     def __init__(
-        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, cache: CacheAccess | None
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        parallelism: ParallelismOptions,
+        cache: CacheAccess | None,
+        start_timeout_s: float,
+        company: Company | None = None,
     ) -> None:
-        self._replica = Replica(model, engine, speculation, cache)
+        elastic = None if company is None else Elastic(parallelism, company.secret, company.world_size)
+        ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
+        self._replica = Replica(model, engine, speculation, cache, ranks)
+        if company is not None and elastic is not None:
+            self._attendance = Attendance(company.lobby, elastic.address, elastic.meet)
 
-    async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError]:
-        """The outputs of a job, or the one reason why it is not taken."""
-        request = Request(job.request_id, job.prompt_ids, job.params, job.references, tenant=job.tenant, public=job.public)
-        outputs = self._replica.generate(request)
+    async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
+        """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""
+        request = Request(
+            job.request_id, job.prompt_ids, job.params, job.references,
+            tenant=job.tenant, public=job.public, emitted=job.emitted,
+        )  # fmt: skip
+        outputs = self._replica.generate(request, BEAT_S)
         try:
             async for output in outputs:
                 yield output
@@ -64,45 +79,10 @@ class EngineReplica:
         self._replica.check_health()
 
     def __del__(self) -> None:
+        if hasattr(self, "_attendance"):
+            self._attendance.close()
         if hasattr(self, "_replica"):  # else the model did not load
             self._replica.stop()
-
-
-class HandleEngine:
-    """The ``EnginePort`` over a deployment of ``EngineReplica``."""
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle, self._stream = handle, handle.options(stream=True)
-
-    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
-        """See ``EnginePort.generate``."""
-        response = cast("DeploymentResponseGenerator[Any]", self._stream.generate.remote(job))
-        finished = False
-        try:
-            item = await asyncio.wait_for(response.__anext__(), ACCEPT_TIMEOUT_S)
-            while not finished:
-                finished = isinstance(item, Exception) or item.finish_reason is not None
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                if not finished:
-                    item = await response.__anext__()
-        except (RayError, RayServeException, StopAsyncIteration, TimeoutError) as error:
-            logger.exception("an engine replica failed")
-            message = f"the engine replica failed or is not answering ({type(error).__name__}); try again"
-            raise ApiError(503, message, code="engine_unavailable") from error
-        finally:
-            if not finished:
-                response.cancel()
-
-    async def describe(self) -> list[Description]:
-        """See ``EnginePort.describe``."""
-        try:
-            answers = await self._handle.broadcast("describe").results_async(timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError):
-            logger.exception("no engine replica answers")
-            return []
-        return [answer for answer in answers if isinstance(answer, Description)]
 
 
 @serve.ingress()
@@ -110,10 +90,16 @@ class Ingress:
     """Takes HTTP requests. It has a tokenizer and no model."""
 
     def __init__(
-        self, engine: DeploymentHandle[Any], model: ModelOptions, tenancy: TenancyOptions, cache: DeploymentHandle[Any] | None
+        self,
+        engine: DeploymentHandle[Any],
+        model: ModelOptions,
+        tenancy: TenancyOptions,
+        cache: DeploymentHandle[Any] | None,
+        server: ServerOptions,
     ) -> None:
         admin = None if cache is None else HandleCacheAdmin(cache)
-        self._service = Service(HandleEngine(engine), load_tokenizer(model.path), tenancy, admin)
+        port = HandleEngine(engine, server.resume_timeout_s)
+        self._service = Service(port, load_tokenizer(model.path), tenancy, admin, server.replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, made where it runs: it is not sent to the actor."""
@@ -138,7 +124,7 @@ def build_app(config: Config) -> serve.Application:
 def application(config: Config, secret: bytes) -> serve.Application:
     """The application with a secret for the names of tenants in Redis; see ``build_app``."""
     server, cache = config.server, config.cache
-    gpus = _default_gpus(config.model.device) if server.gpus_per_replica is None else server.gpus_per_replica
+    gpus = gpus_of_a_rank(config)
     # More than the engines take, so that it is the engine that queues and refuses.
     ongoing = max(server.max_ongoing_requests, config.engine.max_running + config.engine.max_waiting + 64)
     access = None
@@ -150,8 +136,12 @@ def application(config: Config, secret: bytes) -> serve.Application:
         ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
         max_ongoing_requests=ongoing,
         health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
-    )(EngineReplica).bind(config.model, config.engine, config.speculation, access)
+        **_placement(config.parallelism, server.cpus_per_replica, gpus),
+    )(EngineReplica).bind(
+        config.model, config.engine, config.speculation, config.parallelism, access, server.start_timeout_s, _company(config)
+    )
     keeper = None
     if access is not None:
         keeper = serve.deployment(
@@ -166,7 +156,38 @@ def application(config: Config, secret: bytes) -> serve.Application:
         max_ongoing_requests=INGRESS_ONGOING,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine, config.model, config.tenancy, keeper)
+    return ingress.bind(engine, config.model, config.tenancy, keeper, server)
+
+
+def _ranks(
+    model: ModelOptions,
+    engine: EngineOptions,
+    speculation: SpeculationOptions,
+    parallelism: ParallelismOptions,
+    start_timeout_s: float,
+) -> Ranks | None:
+    """Who shares the steps of the replica in this actor; None where it computes alone."""
+    if group_size(parallelism) > 1:
+        return Group(model, engine, speculation, parallelism, start_timeout_s=start_timeout_s)
+    return None
+
+
+def _company(config: Config) -> Company | None:
+    """How the replicas of a node find each other; None where they have nothing to do with each other."""
+    options, server = config.parallelism, config.server
+    if options.mode != "lookahead" or options.world_size != "auto" or server.replicas == 1:
+        return None
+    deployment = serve.deployment(name="lobby", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=0.0)
+    return Company(deployment(LobbyActor).bind(), secrets.token_bytes(32), min(server.replicas, MAX_WORLD_SIZE))
+
+
+def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dict[str, Any]:
+    """Deployment options that reserve a bundle for each rank of a replica's group; its own is the first."""
+    world_size = group_size(parallelism)
+    if world_size == 1:
+        return {}
+    bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+    return {"placement_group_bundles": [bundle] * world_size, "placement_group_strategy": parallelism.placement}
 
 
 def _quotas(config: Config) -> dict[str, int]:
@@ -175,8 +196,12 @@ def _quotas(config: Config) -> dict[str, int]:
     return {name: int(mib * 2**20) for name, mib in own.items() if mib is not None}
 
 
-def _default_gpus(device: str) -> float:
-    """GPUs of a replica. Ray hides them all from an actor that reserves none, so ``auto`` has to be settled here."""
+def gpus_of_a_rank(config: Config) -> float:
+    """GPUs that Ray reserves for each copy of the model. It hides them all from an actor that reserves none, so that ``auto`` has
+    to be settled here."""
+    device = config.model.device
+    if config.server.gpus_per_replica is not None:
+        return config.server.gpus_per_replica
     if device == "auto":
         return 1.0 if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
     return 1.0 if device.startswith("cuda") else 0.0

@@ -35,6 +35,7 @@ class Job:
     references: tuple[Int32Array, ...] = ()
     tenant: str | None = None  # whose texts it drafts from and adds to; None: nobody's
     public: bool = True  # may draft from the public corpus
+    emitted: tuple[int, ...] = ()  # output tokens that another replica emitted before; their outputs do not come again
 
 
 class EnginePort(Protocol):

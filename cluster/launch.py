@@ -25,7 +25,7 @@ from rich.console import Console
 
 from cache_service.embedded import WATCHER_NAME, EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
-from cluster.preflight import SECRET_VARIABLE, LaunchError
+from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation
 from configs.schema import Config
 
 APPLICATION = "outrider"
@@ -38,7 +38,7 @@ EXAMPLE = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
 )
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
-_WORDED_FOR_USERS = {"ModelLoadError", "RequestError", "ConfigError", "ValueError"}
+_WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
 
 class _StopRequested(Exception):
@@ -113,6 +113,7 @@ def serve_until_stopped(config: Config) -> None:
             started.enter_context(_ray(config.server.ray_address, say))
             signals.install()
             signals.check()
+            _check_ray(config, say)
             config = config.model_copy(update={"redis_url": url})
             started.enter_context(_application(config, secret, say, signals))
             _wait_until_loaded(config, say, signals)
@@ -184,6 +185,20 @@ def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         ray.shutdown()
         say("Ray left" if address else "Ray stopped")
+
+
+def _check_ray(config: Config, say: Callable[[str], None]) -> None:
+    """Raises LaunchError when this Ray has too little for all ranks; one that was joined may grow, and gets a line."""
+    from cluster.app import gpus_of_a_rank
+
+    resources = ray.cluster_resources()
+    try:
+        check_reservation(config, "CPU", config.server.cpus_per_replica, resources.get("CPU", 0.0))
+        check_reservation(config, "GPU", gpus_of_a_rank(config), resources.get("GPU", 0.0))
+    except LaunchError as error:
+        if config.server.ray_address is None:
+            raise
+        say(f"waiting for the cluster to grow: {error}")
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ import shutil
 import socket
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from configs.schema import Config
-from configs.slices import SpeculationOptions
+from configs.slices import ParallelismOptions, SpeculationOptions
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -32,6 +33,7 @@ def check(config: Config) -> None:
     check_model(config.model.path)
     check_speculation(config.speculation)
     check_secret(config)
+    check_processors(config)
 
 
 def ray_folder() -> Path:
@@ -88,3 +90,30 @@ def check_secret(config: Config) -> None:
     """Raises LaunchError when outputs go to a Redis that outlives the server, and there is no secret to derive names from."""
     if config.redis_url and config.cache.enabled and not os.environ.get(SECRET_VARIABLE):
         raise LaunchError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
+
+
+def group_size(options: ParallelismOptions) -> int:
+    """Ranks that are reserved for each replica, its own included; 1 where it computes alone, or with whoever is free."""
+    return options.world_size if options.mode == "lookahead" and options.world_size != "auto" else 1
+
+
+def check_processors(config: Config) -> None:
+    """Raises LaunchError when groups need more CPUs than the Ray that this process will start here can have."""
+    if group_size(config.parallelism) > 1 and config.server.cpus_per_replica <= 0:
+        raise LaunchError("server.cpus_per_replica must be above 0: with parallelism, each rank's place is reserved by its CPUs")
+    if config.server.ray_address is None:
+        check_reservation(config, "CPU", config.server.cpus_per_replica, os.cpu_count() or 1)
+
+
+def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, available: float) -> None:
+    """Raises LaunchError when there are not enough processors of a kind for all ranks of all replicas.
+
+    Example: two groups of 4 ranks, one CPU each, need 8 CPUs.
+    """
+    ranks, replicas = group_size(config.parallelism), config.server.replicas
+    needed = ranks * replicas * each
+    if ranks > 1 and needed > available:
+        raise LaunchError(
+            f"{replicas} x {ranks} ranks need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "
+            f"lower server.replicas, parallelism.world_size or server.{kind.lower()}s_per_replica"
+        )

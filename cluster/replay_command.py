@@ -31,7 +31,8 @@ def replay(
         list[str] | None,
         typer.Option(help="NAME or NAME:option=value,option=value; several times. All that can be replayed when absent."),
     ] = None,
-    budget: Annotated[int, typer.Option(min=0, help="Most drafted tokens of a step.")] = 64,
+    budget: Annotated[int, typer.Option(min=0, help="Most drafted tokens of a step, for each rank.")] = 64,
+    world_size: Annotated[int, typer.Option(min=1, help="Draft as for so many ranks that share each step.")] = 1,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut outputs to so many tokens.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records of each file.")] = None,
     keep_history: Annotated[
@@ -56,17 +57,17 @@ def replay(
     rows: list[dict[str, Any]] = []
     with _progress() as progress:
         for choice in replayable:  # once before, uncounted: code that compiles itself does so here
-            _replay(choice, workloads[0], texts[workloads[0]][:1], budget, cutter.vocab_size, keep_history, progress)
+            _replay(choice, workloads[0], texts[workloads[0]][:1], budget, world_size, cutter.vocab_size, keep_history, progress)
         for path in workloads:
             for choice in replayable:
-                counts = _replay(choice, path, texts[path], budget, cutter.vocab_size, keep_history, progress)
+                counts = _replay(choice, path, texts[path], budget, world_size, cutter.vocab_size, keep_history, progress)
                 rows.append({"strategy": choice.label, "workload": path.stem} | figures(counts))
     means = {
         choice.label: statistics.fmean(row["tokens_per_step"] for row in rows if row["strategy"] == choice.label)
         for choice in replayable
     }
     if as_json:
-        settings = {"budget": budget, "max_tokens": max_tokens, "keep_history": keep_history}
+        settings = {"budget": budget, "world_size": world_size, "max_tokens": max_tokens, "keep_history": keep_history}
         mean = {label: round(value, 4) for label, value in means.items()}
         result = settings | {"skipped": [choice.label for choice in skipped], "results": rows, "mean_tokens_per_step": mean}
         print(json.dumps(result, indent=1))
@@ -118,6 +119,7 @@ def _replay(
     path: Path,
     texts: list[KnownText],
     budget: int,
+    world_size: int,
     vocab_size: int,
     keep_history: bool,
     progress: Progress,
@@ -126,7 +128,7 @@ def _replay(
 
     task = progress.add_task(f"{path.stem} {choice.label}", total=len(texts))
     counts = replay_workload(
-        texts, choice.build, budget, vocab_size, time.perf_counter, keep_history, lambda: progress.advance(task)
+        texts, choice.build, budget, vocab_size, time.perf_counter, keep_history, lambda: progress.advance(task), ranks=world_size
     )
     progress.remove_task(task)
     return counts

@@ -17,6 +17,7 @@ from configs.slices import (
     CacheOptions,
     EngineOptions,
     ModelOptions,
+    ParallelismOptions,
     ServerOptions,
     SpeculationOptions,
     TenancyOptions,
@@ -30,11 +31,14 @@ _SLICES: dict[str, type] = {
     "model": ModelOptions,
     "engine": EngineOptions,
     "speculation": SpeculationOptions,
+    "parallelism": ParallelismOptions,
     "server": ServerOptions,
     "cache": CacheOptions,
     "tenancy": TenancyOptions,
 }
 
+MAX_WORLD_SIZE = 64
+_WORLD_SIZES = f"1 to {MAX_WORLD_SIZE}, or auto"
 _CENTURY_S = 100 * 366 * 86400
 _MIB = (0.001, 2**20)
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # braces would end the hash tag that keeps all keys in one slot of a Cluster
@@ -46,6 +50,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "engine.max_step_tokens": (1, 2**20),
     "engine.max_waiting": (0, 2**20),
     "speculation.max_draft_tokens": (0, 4096),
+    "parallelism.rank_timeout_s": (0.2, 600),
+    "parallelism.step_timeout_s": (0.2, 86400),
+    "parallelism.check_steps": (1, 2**31),
     "server.port": (1, 65535),
     "server.replicas": (1, 1024),
     "server.cpus_per_replica": (0, 4096),
@@ -53,6 +60,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "server.max_ongoing_requests": (1, 2**20),
     "server.start_timeout_s": (1, 86400),
     "server.stop_timeout_s": (0, 3600),
+    "server.resume_timeout_s": (0, 86400),
     "cache.tenant_mib": _MIB,
     "cache.public_mib": _MIB,
     "cache.ttl_s": (1, _CENTURY_S),
@@ -80,6 +88,7 @@ class Config(BaseModel):
     model: ModelOptions = Field(default_factory=ModelOptions)
     engine: EngineOptions = Field(default_factory=EngineOptions)
     speculation: SpeculationOptions = Field(default_factory=SpeculationOptions)
+    parallelism: ParallelismOptions = Field(default_factory=ParallelismOptions)
     server: ServerOptions = Field(default_factory=ServerOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
     tenancy: TenancyOptions = Field(default_factory=TenancyOptions)
@@ -110,7 +119,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(details) for details in error.errors())) from None
+        # Each type of a union has an error of its own; together they are described once.
+        raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     _check_values(config)
     model = dataclasses.replace(config.model, path=find_model(config.model.path))
     return config.model_copy(update={"model": model})
@@ -142,7 +152,7 @@ def tenant_names(config: Config) -> tuple[str, ...]:
 
 
 def _check_values(config: Config) -> None:
-    """Raises ConfigError for a number out of bounds, or a prefix that Redis keys cannot have."""
+    """Raises ConfigError for a number out of bounds, numbers that contradict each other, or a prefix Redis keys cannot have."""
     for key, (low, high) in _BOUNDS.items():
         section, name = key.split(".")
         _check_bounds(key, getattr(getattr(config, section), name), low, high)
@@ -150,6 +160,23 @@ def _check_values(config: Config) -> None:
         _check_bounds(f"tenancy.tenants.{tenant}.cache_mib", options.cache_mib, *_MIB)
     if not _PREFIX.fullmatch(config.cache.prefix):
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
+    _check_parallelism(config)
+
+
+def _check_parallelism(config: Config) -> None:
+    options = config.parallelism
+    if options.world_size != "auto" and not 1 <= options.world_size <= MAX_WORLD_SIZE:
+        raise ConfigError(f"parallelism.world_size is {options.world_size}; allowed: {_WORLD_SIZES}")
+    if options.step_timeout_s < options.rank_timeout_s:
+        raise ConfigError(
+            f"parallelism.step_timeout_s is {options.step_timeout_s}; allowed: at least parallelism.rank_timeout_s, "
+            f"which is {options.rank_timeout_s}"
+        )
+    if options.pin_threads and options.mode != "none" and options.world_size != "auto" and config.server.replicas > 1:
+        raise ConfigError(
+            f"parallelism.pin_threads is true and server.replicas is {config.server.replicas}: groups on one node would be put "
+            "on the same cores; set one of them to its default"
+        )
 
 
 def _check_bounds(key: str, value: float | None, low: float, high: float) -> None:
@@ -210,6 +237,8 @@ def _describe(details: ErrorDetails) -> str:
     if details["type"] == "tenancy":
         return details["msg"]
     where = details["loc"]
+    if where[:2] == ("parallelism", "world_size"):
+        return f"parallelism.world_size is {_given(details['input'])}; allowed: {_WORLD_SIZES}"
     if where[:2] == ("tenancy", "admin_keys") or (where[:2] == ("tenancy", "tenants") and where[3:4] == ("keys",)):
         expected = "a hash of a key" if isinstance(where[-1], int) else "a list of hashes of keys"
         return f"{key} is not {expected}; allowed: {KEY_ADVICE}"  # what was given may be a key: it is not shown

@@ -81,17 +81,19 @@ class Rows(NamedTuple):
     parents: Int32Array  # [budget]
     kinds: Int32Array  # [budget]
     features: Int32Array  # [budget]
+    depths: Int32Array  # [budget]
     chances: Float64Array  # [budget] non-increasing
 
     @classmethod
     def empty(cls, budget: int) -> Rows:
         """Memory for trees of up to ``budget`` rows."""
-        tokens, parents, kinds, features = np.empty((4, budget), np.int32)
-        return cls(tokens, parents, kinds, features, np.empty(budget))
+        tokens, parents, kinds, features, depths = np.empty((5, budget), np.int32)
+        return cls(tokens, parents, kinds, features, depths, np.empty(budget))
 
     def first(self, count: int) -> Rows:
         """The first rows."""
-        return Rows(self.tokens[:count], self.parents[:count], self.kinds[:count], self.features[:count], self.chances[:count])
+        ints = (self.tokens[:count], self.parents[:count], self.kinds[:count], self.features[:count], self.depths[:count])
+        return Rows(*ints, self.chances[:count])
 
 
 @compiled
@@ -281,7 +283,7 @@ def grow(
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
         rows.tokens[grown], rows.parents[grown], rows.kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
-        rows.features[grown], rows.chances[grown] = pool.features[best], pool.chances[best]
+        rows.features[grown], rows.depths[grown], rows.chances[grown] = pool.features[best], pool.depths[best], pool.chances[best]
         grown += 1
         parent = context[-1] if pool.parents[best] == 0 else rows.tokens[pool.parents[best] - 1]
         row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]

@@ -187,7 +187,7 @@ class NgramPool:
             guesses: G of the paper, at least 1.
         """
         assert ngram >= 2 and guesses >= 1, (ngram, guesses)
-        self._ngram, self._guesses = ngram, guesses
+        self._ngram, self.guesses = ngram, guesses
         self._values: dict[int, dict[Ngram, None]] = {}  # an ordered set by key
 
     def insert(self, key: int, value: Ngram) -> None:
@@ -195,7 +195,7 @@ class NgramPool:
         values = self._values.setdefault(key, {})
         values.pop(value, None)
         values[value] = None
-        if len(values) > self._guesses:
+        while len(values) > self.guesses:
             del values[next(iter(values))]
 
     def insert_sequence(self, tokens: Sequence[int]) -> None:
@@ -204,8 +204,8 @@ class NgramPool:
             self.insert(tokens[start], tuple(tokens[start + 1 : start + self._ngram]))
 
     def lookup(self, key: int) -> list[Ngram]:
-        """What may follow a token, the least recently inserted first."""
-        return list(self._values.get(key, ()))
+        """What may follow a token, the least recently inserted first; not more than ``guesses``, which may have changed."""
+        return list(self._values.get(key, ()))[-self.guesses :]
 
 
 class JacobiBlock:

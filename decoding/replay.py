@@ -60,6 +60,7 @@ def replay_workload(
     on_record: Callable[[], None] = lambda: None,
     id_prefix: str = "",
     tenant: str = "local",
+    ranks: int = 1,
 ) -> ReplayCounts:
     """Counts the steps that a drafter would have saved a target whose outputs are known.
 
@@ -76,25 +77,30 @@ def replay_workload(
     Args:
         texts: a workload, in its order.
         make_drafter: makes a drafter that was never used. Its ``prepare`` is not called: there is no target.
-        budget: most drafted rows of a step.
+        budget: most drafted rows of a step, for each rank.
         vocab_size: drafted tokens are below it, others are clipped.
         clock: seconds; each call of the drafter is timed with it.
         keep_history: one drafter sees the whole workload, else each record gets a new one.
         on_record: called after each record.
         id_prefix: of the requests' ids, which count up behind it: calls that share a drafter each need another.
         tenant: of all requests.
+        ranks: that would share each step: the drafter drafts as for so many. All rows of a tree count, whoever computes them.
 
     Raises:
-        ValueError: the drafter needs the target's logits.
+        ValueError: the drafter needs the target's logits, or there is no rank.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
     counts = ReplayCounts()
     drafter = make_drafter()
+    drafter.scale(ranks)
     if drafter.needs_logits:
         raise ValueError(f"{type(drafter).__name__} drafts from the target's logits, which known outputs do not have")
     for number, text in enumerate(texts):
         if number and not keep_history:
             drafter = make_drafter()
-        _Replay(drafter, text, f"{id_prefix}{number}", tenant, budget, vocab_size, clock, counts).run()
+            drafter.scale(ranks)
+        _Replay(drafter, text, f"{id_prefix}{number}", tenant, budget * ranks, vocab_size, clock, counts).run()
         on_record()
     return counts
 

@@ -11,6 +11,7 @@ from decoding.tree import Int32Array
 WIDTH = 8  # tokens kept after each
 _PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # hits by rank that a new table starts from, out of _PRIOR_TRIALS
 _PRIOR_TRIALS = 10.0
+PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # how often each rank is right, before anything was counted
 MAX_TENANTS = 64  # tables of tenants that are kept
 _MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
 
@@ -82,6 +83,7 @@ class SuccessorTables:
             vocab_size: see ``SuccessorTable``, also ``first``.
             by_request: every request has a table of its own, whoever its tenant is.
         """
+        self.width = min(WIDTH, vocab_size)  # of an entry
         self._vocab_size, self._first, self._by_request = vocab_size, first, by_request
         self._tenants: dict[str, tuple[object, SuccessorTable]] = {}  # with their edition; the one that taught last stands last
         self._requests: dict[str, SuccessorTable] = {}

@@ -186,20 +186,21 @@ def choose_best(
 @compiled
 def hierarchical(
     own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, public: PlainArrays, public_oldest: int,
-    context: Int32Array, max_query_length: int, branch_length: int, min_input: int, min_output: int, mode: int, cap: int,
-    memory: PlainNodes, tokens: Int32Array, parents: Int32Array,
+    context: Int32Array, max_query_length: int, branch_length: int, enough: int, min_input: int, min_output: int, mode: int,
+    cap: int, memory: PlainNodes, tokens: Int32Array, parents: Int32Array,
 ) -> int:  # fmt: skip
     """The draft tree for the end of ``context``: the published multi-stage retrieval and selection, its defects mended.
 
-    Suffixes are looked up from the longest on until there are ``branch_length`` rows; a shorter one adds to what longer ones
-    gave. Of each, the ``min_input`` best by the prompt's frequency are taken, then the ``min_output`` best by that of outputs,
-    then the best by both.
+    Suffixes are looked up from the longest on until there are ``enough`` rows; a shorter one adds to what longer ones gave. Of
+    each, the ``min_input`` best by the prompt's frequency are taken, then the ``min_output`` best by that of outputs, then the
+    best by both.
 
     Args:
         own: log of the request's prompt and references; it never lets go of a block.
         references: positions of ``own`` from here on are references, which count as outputs.
         shared: log of outputs, of the request's tenant or of the request alone; its positions before ``shared_oldest`` are gone.
         public: log of what every tenant drafts from, which counts as outputs; not looked into with a ``public_oldest`` of -1.
+        enough: rows, ``branch_length`` as published.
         mode: INPUT, OUTPUT or MIXED, which frequencies count.
         tokens: [decoding length] out; row 0 is the root.
         parents: [decoding length] out.
@@ -228,7 +229,7 @@ def hierarchical(
                 own[0], shared[0], public[0], by, quota, top, branch_length, count, nodes, frequencies, heap, queue, slots, found,
                 tokens, parents, since, drafted,
             )  # fmt: skip
-        if drafted == len(tokens) or 1 < drafted >= branch_length:
+        if drafted == len(tokens) or 1 < drafted >= enough:
             break
     return drafted
 

@@ -26,7 +26,7 @@ With --guided the forwards are real and the committed tokens are a workload's kn
 3.2), so that speed on real text is measured with any weights, random ones included. Assisted generation then has no place:
 the assistant would be guided too, or draft for another text.
 """
-_SIZES = ("110m", "tiny")  # of experiments.guided
+_SIZES = ("110m", "280m", "tiny")  # of experiments.guided
 _RESULTS = Path(__file__).resolve().parent / "results"
 
 

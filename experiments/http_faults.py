@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import secrets
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 
 from cache_service.namespace import hash_key
-from cluster.preflight import SECRET_VARIABLE
 from configs.slices import ModelOptions
 from experiments.fault_figures import Answer, Pass, compared
-from experiments.record import ROOT
 from experiments.redis_process import RedisProcess
+from experiments.served import served
 
-_START_S, _STOP_S, _MENDED_S = 300.0, 60.0, 60.0
+_MENDED_S = 60.0
 _SETTLE_S = 2.0  # after the last token was sent, until the keeper has read it; after a repair, until the replicas have looked
 _REPLICAS = ("server.replicas=2", "server.cpus_per_replica=0.5")
 _IMPATIENT = ("cache.timeout_s=0.5", "cache.retry_s=0.5")
@@ -110,14 +101,16 @@ def stream_over_http(
         f"model.threads={model.threads}",
         f"engine.max_running={chats.concurrency}",
     ]
-    with _served(model, [*common, "speculation.strategy=autoregressive", "cache.enabled=false"]) as url:
+    with served(model.path, [*common, "speculation.strategy=autoregressive", "cache.enabled=false"]) as server:
+        url = server.url
         chats.stream(url, "warm-up")
         keep("plain", chats.stream(url, "none"))
         keep("plain again", chats.stream(url, "none"))
     with RedisProcess() as redis:
         tenants = [f'tenancy.tenants.{name}.keys=["{hash_key(name)}"]' for name in ("warm-up", *phases)]
         own = [f'tenancy.admin_keys=["{hash_key(_ADMIN_KEY)}"]', f"redis_url={redis.url}", *_IMPATIENT]
-        with _served(model, [*common, *tenants, *own]) as url:
+        with served(model.path, [*common, *tenants, *own]) as server:
+            url = server.url
             chats.stream(url, "warm-up")
             keep("healthy", chats.stream(url, "healthy"))
             for fault, (breaks, mends) in faults.items():
@@ -131,39 +124,6 @@ def stream_over_http(
         "phases": {name: compared([done], [passes["plain"]]) for name, done in passes.items()},
         "texts_kept": {phase: kept[phase] for phase in phases},
     }
-
-
-@contextlib.contextmanager
-def _served(model: ModelOptions, settings: Sequence[str]) -> Iterator[str]:
-    """The address of ``outrider serve``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", model.path, f"server.port={port}", *settings]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
-        try:
-            _wait_until_healthy(process, Path(log.name))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # the second one ends everything at once
-                process.wait(_STOP_S)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when the server has printed what can be asked of it."""
-    deadline = time.monotonic() + _START_S
-    while "curl " not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"outrider serve did not start: {log.read_text()[-500:]}")
-        time.sleep(0.2)
 
 
 def _wait_until_shared(url: str) -> None:

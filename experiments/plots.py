@@ -61,7 +61,7 @@ def loss_curve(metrics: Path, out: Path) -> Path:
     below.set_xlabel("training tokens seen (millions)")
     below.set_ylim(0, 100)
     below.legend(frameon=False, loc="upper left")
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
@@ -95,7 +95,7 @@ def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
     figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=6)
     for axes in (above, below):
         axes.set_axisbelow(True)
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def trie_capacity(results: Mapping[str, Any], out: Path) -> Path:
@@ -129,7 +129,7 @@ def trie_capacity(results: Mapping[str, Any], out: Path) -> Path:
         axes.set_xlabel("capacity, in decoding lengths")
     steps.set_ylabel("relative to the full method")
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=3)
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
@@ -160,7 +160,7 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
     figure.supylabel("tokens per step", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", frameon=False, fontsize=9, ncols=3)
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def _smooth(series: Sequence[float]) -> list[float]:
@@ -168,7 +168,8 @@ def _smooth(series: Sequence[float]) -> list[float]:
     return [statistics.fmean(series[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]) for at in range(len(series))]
 
 
-def _save(figure: Figure, out: Path) -> Path:
+def save_figure(figure: Figure, out: Path) -> Path:
+    """Writes a figure as the house draws them; an .svg has the same bytes each time."""
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

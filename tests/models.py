@@ -36,7 +36,7 @@ from decoding.drafters import Drafter
 from decoding.tree import Int32Array
 from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
-from engine.executor import LocalExecutor
+from engine.executor import Executor, LocalExecutor
 from engine.loading import ModelInfo
 from engine.model_tables import bigram_table, unigram_ranking
 from engine.runner import ModelRunner
@@ -170,7 +170,12 @@ def prepared(drafter: Drafter, model: TinyModel) -> Drafter:
 
 
 def engine_over(
-    runner: ModelRunner, drafter: Drafter, batch: int = SLOTS, step_tokens: int = 256, strategy: str = "test"
+    runner: ModelRunner,
+    drafter: Drafter,
+    batch: int = SLOTS,
+    step_tokens: int = 256,
+    strategy: str = "test",
+    executor: Executor | None = None,
 ) -> Engine:
     """An engine over a model that others use as well, one after another; token ids in, token ids out.
 
@@ -180,6 +185,7 @@ def engine_over(
         batch: requests in one step, at most ``SLOTS``.
         step_tokens: rows of one forward.
         strategy: the name to show.
+        executor: of the runner, where it is not the plain one.
     """
     info = ModelInfo(
         served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
@@ -187,7 +193,7 @@ def engine_over(
         model_revision="tiny", tokenizer_revision="none",
     )  # fmt: skip
     scheduler = Scheduler(EngineOptions(max_running=batch, max_step_tokens=step_tokens), MAX_DRAFT)
-    return Engine(LocalExecutor(runner), drafter, scheduler, info)
+    return Engine(executor or LocalExecutor(runner), drafter, scheduler, info)
 
 
 def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from decoding.acceptance import AcceptanceTable
-from decoding.budget import RowCosts, Throughput
+from decoding.budget import Pricing, RowCosts
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
@@ -26,11 +26,12 @@ _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in
 _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of agreement, up to 12)
 _HISTORY_WEIGHT = 0.7  # of an occurrence in other outputs and public texts beside one in the request's own texts
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
+_MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
 _RECYCLED_SOURCE = SOURCES.index("recycling")
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 _TIMED_ROWS = 64  # steps of up to so many rows are timed at the start
-_LEAST_CHANCE = 1e-4  # rows below it are not looked at
+_LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
 _NOTHING = np.zeros((0, 0), np.int32)
 _ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
 _ANY = SamplingParams(max_tokens=8)
@@ -50,6 +51,7 @@ class _RequestState:
         self.logged = 0  # tokens of the committed sequence that are in the log
         self.told = 0  # tokens of the output that the tenant's history was told
         self.features = np.zeros(1, np.int32)  # [n] of the tree that was proposed last
+        self.accepted = 0  # drafted tokens that the last step kept
 
 
 class AutoDrafter(Drafter):
@@ -69,6 +71,9 @@ class AutoDrafter(Drafter):
     A child's chance given its parent is a measured acceptance rate for its kind of evidence, the length of agreement (which grows
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
     expected to pay on this device.
+
+    Where ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.Sharing``), so that more
+    rows pay, and with them there are more frequent tokens, more occurrences below a node, and rows of a lower chance.
 
     Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
     it alone and, where it may, the public ones, and leaves nothing behind. The measured rates and costs are everyone's: they hold
@@ -91,7 +96,7 @@ class AutoDrafter(Drafter):
         Args:
             max_depth: of the tree, at least 1.
             history_tokens: outputs to keep for each tenant, and public texts, in tokens; 0 keeps none.
-            frequent_tokens: frequent tokens to offer, 0 for none.
+            frequent_tokens: frequent tokens to offer, for each rank that shares the step when a request begins; 0 for none.
             recycling: offer what the target ranked after a token before, for the same tenant.
             bigrams: ranks to offer of the target's bigram table, 0 for none. Building it takes a forward over the vocabulary.
             all_rows: draft as many rows as asked for, whatever a row costs.
@@ -112,9 +117,10 @@ class AutoDrafter(Drafter):
         self._bigrams = _NOTHING
         self._table, self._pool = AcceptanceTable(), Pool.empty()
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
-        self._costs: RowCosts | None = None
-        self._throughput, self._step_cost = Throughput(), 1.0
+        self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
+        self._pricing: Pricing | None = None
         self._recycled_use, self._steps = 1.0, 0  # recycled rows accepted per step, of late
+        self._proposed = 1  # requests of the last proposal
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
@@ -124,7 +130,8 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
-            self._costs = RowCosts.measured(target, min(_TIMED_ROWS, target.max_model_len))
+            self._pricing = Pricing(RowCosts.measured(target, min(_TIMED_ROWS, target.max_model_len)))
+            self._pricing.scale(self._ranks)
         self._compile()
 
     def _compile(self) -> None:
@@ -135,12 +142,26 @@ class AutoDrafter(Drafter):
         self.finish(request)
         compile_log()
 
+    @property
+    def top_k(self) -> int:
+        """What an entry of the table holds, before steps that are learned from; see ``_learns``."""
+        due = self._steps % _SELDOM + max(1, self._proposed) >= _SELDOM
+        return 0 if self._recycled is None or not (due or self._recycled_use >= _LEAST_USE) else self._recycled.width
+
+    def scale(self, ranks: int) -> None:
+        """More rows pay where ranks share a step, there are more to choose from, and time has another price."""
+        self._ranks = ranks
+        self._caps, self._least_chance = _CAPS + (ranks - 1) * _MORE, _LEAST_CHANCE / ranks
+        if self._pricing is not None:
+            self._pricing.scale(ranks)
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""
         grown = [self._grow(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        if self._costs is not None and grown:
-            counts = self._costs.rows_to_draft([rows.chances for rows in grown], self._throughput.rate)
-            self._step_cost = self._costs.of(np.array([float(sum(counts) + len(grown))]))[0] / len(grown)
+        self._proposed = len(requests)
+        if self._pricing is not None and grown:
+            accepted = sum(self._states[request.request_id].accepted for request in requests)
+            counts = self._pricing.rows_to_draft([rows.chances for rows in grown], [rows.depths for rows in grown], accepted)
             grown = [rows.first(count) for rows, count in zip(grown, counts, strict=True)]
         return [self._tree(request, rows) for request, rows in zip(requests, grown, strict=True)]
 
@@ -159,11 +180,13 @@ class AutoDrafter(Drafter):
             public = self.memory.public.log
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None else self._recycled.known(request, edition)
-        ranked = Ranked(state.frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams)
+        frequent = state.frequent[: self._num_frequent * self._ranks]
+        ranked = Ranked(frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams)
         count = grow(
             state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
             public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, self._table.chances, self._weights,
-            _HISTORY_WEIGHT, _CAPS, budget, min(self._max_depth, request.remaining - 1), _LEAST_CHANCE, self._pool, rows,
+            _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), self._least_chance, self._pool,
+            rows,
         )  # fmt: skip
         return rows.first(count)
 
@@ -204,34 +227,33 @@ class AutoDrafter(Drafter):
         for frequencies in counted:
             counts[: len(frequencies)] += frequencies
         seen = np.flatnonzero(counts)
-        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent]].astype(np.int32)
+        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent * self._ranks]].astype(np.int32)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
         state = self._states.get(request.request_id)
-        if state is not None and len(tree) == len(state.features):
-            self._throughput.add(acceptance.count, self._step_cost)  # also of steps without a draft: else it would never fall
-            self._table.observe(tree.parents, state.features, acceptance.rows)
-        if self._recycled is not None and target.has_logits:
-            self._recycle(self._recycled, request, tree, target, acceptance.rows)
+        if state is not None:
+            state.accepted = len(acceptance.rows)
+            if len(tree) == len(state.features):
+                if self._pricing is not None:
+                    self._pricing.emitted(acceptance.count)
+                self._table.observe(tree.parents, state.features, acceptance.rows)
+        if self._recycled is not None and self._learns(tree, acceptance.rows) and target.has_logits:
+            history = self._history(request)
+            table = self._recycled.of(request, None if history is None else history.edition)
+            rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
+            table.learn(tree.tokens[rows], target.top_k(rows, table.width))
 
-    def _recycle(
-        self, tables: SuccessorTables, request: Request, tree: DraftTree, target: TargetRows, accepted: tuple[int, ...]
-    ) -> None:
-        """Keeps what the target ranked after each row, right or wrong.
+    def _learns(self, tree: DraftTree, accepted: tuple[int, ...]) -> bool:
+        """Whether what the target ranked after each row, right or wrong, is kept of a step, which is counted.
 
         Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left
-        out.
+        out. ``top_k`` foretells it, but for a source that is just then found to be of use: that step is left out.
         """
         hits = int((tree.sources[list(accepted)] == _RECYCLED_SOURCE).sum())
         self._recycled_use += (hits - self._recycled_use) * _USE_GAIN
         self._steps += 1
-        if self._recycled_use < _LEAST_USE and self._steps % _SELDOM:
-            return
-        history = self._history(request)
-        table = tables.of(request, None if history is None else history.edition)
-        rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
-        table.learn(tree.tokens[rows], target.top_k(rows, table.width))
+        return self._recycled_use >= _LEAST_USE or self._steps % _SELDOM == 0
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests of the tenant, and forgets the rest."""

@@ -73,7 +73,9 @@ class TargetRows:
         """
         if self._logits is None:
             assert self._ranked is not None, "nothing was ranked: ask where has_logits, or declare needs_logits"
-            assert k <= self._ranked.shape[1], f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
+            assert k <= self._ranked.shape[1], (
+                f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
+            )
             return self._ranked[list(rows), :k]
         if not len(rows):
             return np.zeros((0, k), np.int32)

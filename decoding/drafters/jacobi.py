@@ -26,10 +26,10 @@ class _Settings:
 class _Lookahead:
     """A request's window and pool."""
 
-    def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int]) -> None:
+    def __init__(self, request: Request, settings: _Settings, end_tokens: Set[int], ranks: int) -> None:
         self._settings, self._end_tokens = settings, end_tokens
         self._source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
-        self._pool = NgramPool(settings.ngram, settings.guesses)
+        self._pool = NgramPool(settings.ngram, settings.guesses * ranks)
         self._learned = 0  # tokens of the sequence whose n-grams are in the pool
         if settings.prompt_as_reference:
             for reference in request.references:
@@ -38,11 +38,12 @@ class _Lookahead:
         self._window: JacobiWindow | None = None
         self._rows: WindowRows | None = None  # of the last proposal
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """Candidates, then as much of the window as fits."""
+    def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
+        """Candidates, then as much of the window as fits; with the guesses, and in a new window the columns, of so many ranks."""
+        self._pool.guesses = self._settings.guesses * ranks
         tokens, parents = self._candidates(request, budget)
         candidates = len(tokens)
-        rows = self._rows = self._window_rows(request, budget, budget + 1 - candidates)
+        rows = self._rows = self._window_rows(request, budget, budget + 1 - candidates, self._settings.window * ranks)
         if rows is not None:
             tokens.extend(rows.tokens.tolist())
             parents.extend(np.where(rows.parents < 0, 0, rows.parents + candidates).tolist())
@@ -90,10 +91,10 @@ class _Lookahead:
                 row = child
         return tokens, parents
 
-    def _window_rows(self, request: Request, budget: int, left: int) -> WindowRows | None:
+    def _window_rows(self, request: Request, budget: int, left: int, widest: int) -> WindowRows | None:
         """The columns to compute with ``left`` rows: whole ones of a full window, all or none while it fills."""
         if self._window is None or (not self._window.full and self._window.peak_rows > budget):
-            self._window = self._new_window(budget)
+            self._window = self._new_window(budget, widest)
         window = self._window
         if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late for an n-gram to be verified
             return None
@@ -102,10 +103,10 @@ class _Lookahead:
             return None
         return WindowRows.of(window, columns)
 
-    def _new_window(self, budget: int) -> JacobiWindow | None:
+    def _new_window(self, budget: int, widest: int) -> JacobiWindow | None:
         """The widest window, up to the width asked for, that a budget can fill; None when not even one column."""
         ngram = self._settings.ngram
-        for width in range(self._settings.window, 0, -1):
+        for width in range(min(widest, (budget + 1) // (ngram - 1)), 0, -1):
             window = JacobiWindow(width, ngram, np.zeros(width + ngram - 3, np.int32))
             if window.peak_rows <= budget:
                 return JacobiWindow(width, ngram, self._source.draw(width + ngram - 3))
@@ -119,8 +120,8 @@ class _PlainJacobi:
         source = PromptTokens(request.prompt_ids, request.params.seed, end_tokens)
         self._block = JacobiBlock(settings.window, source)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """The block, as one chain."""
+    def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
+        """The block, as one chain, however many ranks there are."""
         return DraftTree.chain(request.root, self._block.guesses[: min(budget, request.remaining - 1)], _SOURCE)
 
     def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
@@ -158,6 +159,11 @@ class JacobiDrafter(Drafter):
     which takes ``ngram - 2`` steps, it is computed wholly or not at all, at the width that the budget allows. None is computed
     once the request ends too soon for its n-grams to be verified.
 
+    Where ranks share a step (lookahead parallelism, section 3.4), window and guesses are those of one rank: with two there are 16
+    columns and 16 guesses by default, as runs of columns and of n-grams on each. The guesses follow as ranks come and go;
+    a window keeps the columns that it began with: those beyond the budget wait, and the next request begins with another number.
+    The block of plain Jacobi decoding is one chain, which cannot be dealt, and stays as it is.
+
     Departures from the paper's code: the token after a wholly accepted n-gram is kept; the window begins after the prefill, with
     which no draft is made, and candidates are verified while it fills; n-grams that begin alike share rows; the first guesses
     are drawn by a hash of prompt and seed; end tokens, all of them and for greedy requests too, are cut from candidates and
@@ -170,9 +176,9 @@ class JacobiDrafter(Drafter):
     def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8, prompt_as_reference: bool = True) -> None:
         """
         Args:
-            window: W of the paper, columns of the window, at least 1; with ``ngram`` 2 the guesses in the block.
+            window: W of the paper, columns of the window for each rank, at least 1; with ``ngram`` 2 the guesses in the block.
             ngram: N of the paper, tokens of an n-gram with its key, at least 3; 2 is plain Jacobi decoding.
-            guesses: G of the paper, n-grams that are kept for a token and drafted after it, at least 1.
+            guesses: G of the paper, n-grams that are kept for a token and drafted after it, for each rank, at least 1.
             prompt_as_reference: n-grams of references, prompt and output enter the pool, too (POOL_FROM_PROMPT).
 
         Raises:
@@ -186,15 +192,21 @@ class JacobiDrafter(Drafter):
             raise ValueError(f"guesses must be at least 1, got {guesses}")
         self._settings = _Settings(window, ngram, guesses, prompt_as_reference)
         self._end_tokens: frozenset[int] = frozenset()
+        self._ranks = 1
         self._states: dict[str, _Lookahead | _PlainJacobi] = {}
 
     def prepare(self, target: Target) -> None:
         """Takes note of the model's end tokens."""
         self._end_tokens = frozenset(target.end_token_ids)
 
+    def scale(self, ranks: int) -> None:
+        """More guesses for each token, and more columns for windows that begin from now on."""
+        self._ranks = ranks
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request: candidates and window, or one chain in plain Jacobi decoding."""
-        return [self._state(request).propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        pairs = zip(requests, budgets, strict=True)
+        return [self._state(request).propose(request, budget, self._ranks) for request, budget in pairs]
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Moves the guesses on by what the target said about them."""
@@ -208,8 +220,12 @@ class JacobiDrafter(Drafter):
         state = self._states.get(request.request_id)
         if state is None:
             own = frozenset() if request.params.ignore_eos else self._end_tokens
-            build = _PlainJacobi if self._settings.ngram == 2 else _Lookahead
-            state = self._states[request.request_id] = build(request, self._settings, own | set(request.params.stop_token_ids))
+            ends = own | set(request.params.stop_token_ids)
+            if self._settings.ngram == 2:
+                state = _PlainJacobi(request, self._settings, ends)
+            else:
+                state = _Lookahead(request, self._settings, ends, self._ranks)
+            self._states[request.request_id] = state
         return state
 
 

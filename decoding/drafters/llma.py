@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 
@@ -20,10 +22,10 @@ _END = -1  # stands after each reference; no token has this id
 _STREAM = 1  # of the request's seed, beside the one that draws its tokens
 
 
-def longest_agreement(text: Int32Array, ends: Positions, query: Int32Array, max_length: int) -> tuple[int, Positions]:
-    """Which of some positions in a text agree the longest with the end of a query, read backwards.
+def agreements(text: Int32Array, ends: Positions, query: Int32Array, max_length: int) -> list[Positions]:
+    """Which of some positions in a text agree with the end of a query, read backwards, in one token, in two, and so on.
 
-    Example: text ``4 5 6 5``, query ``9 4 5``: of the ends 1 and 3, where 5 stands, 1 agrees in two tokens.
+    Example: text ``4 5 6 5``, query ``9 4 5``: the ends 1 and 3, where 5 stands, agree in one token, and 1 in two.
 
     Args:
         text: [n] token ids.
@@ -32,15 +34,26 @@ def longest_agreement(text: Int32Array, ends: Positions, query: Int32Array, max_
         max_length: agreement is not measured beyond this many tokens.
 
     Returns:
-        The number of agreeing tokens, and the positions that reach it; 0 and none without ``ends``.
+        For each length from 1 to the longest that is reached, the positions that agree in as many tokens or more; nothing without
+        ``ends``.
     """
-    length = min(1, len(ends))
-    while length and length < min(max_length, len(query)):
+    levels = [ends] if len(ends) else []
+    while levels and len(levels) < min(max_length, len(query)):
+        length = len(levels)
         longer = ends[(ends >= length) & (text[ends - length] == query[-1 - length])]
         if not len(longer):
             break
-        ends, length = longer, length + 1
-    return length, ends
+        ends = longer
+        levels.append(ends)
+    return levels
+
+
+def _of_length(levels: list[Positions], length: int) -> Positions:
+    """The positions that agree in so many tokens and no more."""
+    if length > len(levels):
+        return np.zeros(0, np.int64)
+    ends = levels[length - 1]
+    return ends if length == len(levels) else np.setdiff1d(ends, levels[length], assume_unique=True)
 
 
 class ReferenceIndex:
@@ -76,6 +89,9 @@ class LlmaDrafter(Drafter):
 
     Example: reference ``4 5 6 7``, output ``9 5``: ``5`` matches and ``6 7`` is drafted.
 
+    Where ranks share a step, each gets a copy: the tree has as many branches, from the occurrences that agree the longest, then
+    from those that agree in a token less; copies that begin alike share rows, and one that says nothing new is passed over.
+
     Departures from the paper: ties go to the first occurrence, as in the published code, unless ``ties`` asks for the paper's
     random choice. From the published code: an occurrence at the end of a reference is passed over for the next best, agreement is
     measured up to ``max_context`` tokens instead of 5, ``copy_length`` does not count the root, and a copy is not cut at an end
@@ -94,7 +110,7 @@ class LlmaDrafter(Drafter):
         """
         Args:
             match_length: n of the paper, at least 1.
-            copy_length: k of the paper, tokens to copy, at least 1.
+            copy_length: k of the paper, tokens of a copy, at least 1; each rank gets one copy.
             max_context: tokens over which agreement is measured, at least ``match_length``.
             include_prompt: the prompt is a reference.
             include_output: the output so far is a reference.
@@ -114,32 +130,40 @@ class LlmaDrafter(Drafter):
             raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
+        self._ranks = 1
         self._indices: dict[str, ReferenceIndex] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One chain per request."""
-        return [
-            DraftTree.chain(request.root, self._copy(request, min(self._copy_length, budget)), _SOURCE)
-            for request, budget in zip(requests, budgets, strict=True)
-        ]
+    def scale(self, ranks: int) -> None:
+        """A copy for each rank."""
+        self._ranks = ranks
 
-    def _copy(self, request: Request, count: int) -> Int32Array:
-        """[<= count] the tokens that follow the occurrence that agrees the longest; none without one."""
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One chain per request; where ranks share the step, as many branches as there are ranks."""
+        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def _propose(self, request: Request, budget: int) -> DraftTree:
+        copies = self._copies(request, min(self._copy_length, budget))
+        if self._ranks == 1:
+            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
+        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
+        return tree_of(request.root, rows, budget, self._ranks)
+
+    def _copies(self, request: Request, count: int) -> Iterator[Int32Array]:
+        """[<= count] the tokens that follow each occurrence, those that agree the longest first."""
         output = request.output_ids
         if count < 1 or len(output) < self._match_length:
-            return output[:0]
+            return
         index = self._index(request)
-        length, ends = longest_agreement(index.text, index.ends(request.root), output, self._max_context)
-        own_length, own_ends = self._own(output)
-        if max(length, own_length) < self._match_length:
-            return output[:0]
-        ends = ends if length >= own_length else ends[:0]
-        own_ends = own_ends if own_length >= length else own_ends[:0]
-        choice = self._choose(request, len(ends) + len(own_ends))
-        if choice < len(ends):
-            return index.copy(int(ends[choice]) + 1, count)
-        start = int(own_ends[choice - len(ends)]) + 1
-        return output[start : start + count]
+        levels = agreements(index.text, index.ends(request.root), output, self._max_context)
+        own_levels = self._own(output)
+        for length in range(max(len(levels), len(own_levels)), self._match_length - 1, -1):
+            ends, own_ends = _of_length(levels, length), _of_length(own_levels, length)
+            for choice in self._order(request, len(ends) + len(own_ends)):
+                if choice < len(ends):
+                    yield index.copy(int(ends[choice]) + 1, count)
+                else:
+                    start = int(own_ends[choice - len(ends)]) + 1
+                    yield output[start : start + count]
 
     def _index(self, request: Request) -> ReferenceIndex:
         index = self._indices.get(request.request_id)
@@ -148,19 +172,20 @@ class LlmaDrafter(Drafter):
             index = self._indices[request.request_id] = ReferenceIndex(request.references + prompt)
         return index
 
-    def _own(self, output: Int32Array) -> tuple[int, Positions]:
-        """The longest agreement of the output's end with what stands before it in the output."""
+    def _own(self, output: Int32Array) -> list[Positions]:
+        """The agreements of the output's end with what stands before it in the output."""
         ends = np.flatnonzero(output[:-1] == output[-1]) if self._include_output else np.zeros(0, np.int64)
-        return longest_agreement(output, ends, output, self._max_context)
+        return agreements(output, ends, output, self._max_context)
 
-    def _choose(self, request: Request, count: int) -> int:
-        """Which of ``count`` occurrences in order of age to copy."""
-        if self._ties == "first":
-            return 0
+    def _order(self, request: Request, count: int) -> Sequence[int]:
+        """In which order to copy ``count`` occurrences that agree equally long; they are numbered in order of age."""
+        if self._ties == "first" or count == 0:
+            return range(count)
         if self._ties == "recent":
-            return count - 1
+            return range(count - 1, -1, -1)
         stream = np.random.Philox(key=request.params.seed, counter=[0, request.num_tokens, _STREAM, 0])
-        return int(stream.random_raw() % count)
+        first = int(stream.random_raw() % count)
+        return [*range(first, count), *range(first)]
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.drafters.branches import tree_of
 from decoding.ngrams import ContextNgrams
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
@@ -14,6 +15,7 @@ from decoding.tree import DraftTree, Int32Array
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
 _ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
 _LAYOUTS = ("tree", "batched")
+_SPARE_WIDTH = 32  # tokens after each that are kept of the bigram table, for the time when ranks share a step
 
 
 class NgrammysDrafter(Drafter):
@@ -32,6 +34,9 @@ class NgrammysDrafter(Drafter):
     by side, as in the published code, which takes the row that agrees the longest.
 
     A budget below k * w is filled with rows by rank; the last one is cut short.
+
+    Where ranks share a step, each gets k rows: there are ``ranks * k``, all of w tokens. Up to ``ranks * table_width`` of the
+    model's tokens begin one, but at most 32 where ``table_width`` is not larger.
 
     Departures from the paper: the block is not a batch of k sequences over k copies of the KV, but k branches of one sequence
     under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say how the tables of
@@ -53,13 +58,13 @@ class NgrammysDrafter(Drafter):
     ) -> None:
         """
         Args:
-            k: of the paper, rows, at least 1.
+            k: of the paper, rows of each rank, at least 1.
             w: of the paper, tokens of a row, at least 1.
             q: of the paper, tokens to match in the context, at least 1.
             allocation: ``mixed``, or rows of one kind alone: ``context``, ``bigram``, ``unigram``. Only ``context`` works
                 without the model, as in a replay.
             layout: ``tree`` or ``batched``.
-            table_width: tokens the bigram table holds after each, at least 1.
+            table_width: tokens of the bigram table after each that begin a row, for each rank, at least 1.
             short_rows: context rows may have fewer than w tokens where an occurrence lies near the end; the paper passes over
                 those, and so misses the most recent ones.
             max_occurrences: occurrences of the last q tokens that are counted, at least 1.
@@ -79,20 +84,25 @@ class NgrammysDrafter(Drafter):
         self._allocation, self._table_width, self._short_rows = allocation, table_width, short_rows
         self._merged = layout == "tree"
         self.needs_logits = allocation != "context"
-        self._bigrams: Int32Array | None = None  # [vocab, table_width]
-        self._unigrams: Int32Array | None = None  # [k]
+        self._ranks = 1
+        self._bigrams: Int32Array | None = None  # [vocab, >= table_width]
+        self._unigrams: Int32Array | None = None  # [vocab]
         self._contexts: dict[str, ContextNgrams] = {}
 
     def prepare(self, target: Target) -> None:
         """Takes the tables that the allocation needs."""
         if self._allocation == "context":
             return
-        self._bigrams = target.bigram_table(min(self._table_width, target.vocab_size))
-        if self._allocation == "unigram" or (self._allocation == "mixed" and self._k > self._bigrams.shape[1]):
-            self._unigrams = target.unigram_ranking(min(self._k, target.vocab_size))
+        self._bigrams = target.bigram_table(min(max(self._table_width, _SPARE_WIDTH), target.vocab_size))
+        if self._allocation == "unigram" or (self._allocation == "mixed" and self._k > min(self._table_width, target.vocab_size)):
+            self._unigrams = target.unigram_ranking(target.vocab_size)
+
+    def scale(self, ranks: int) -> None:
+        """k rows for each rank."""
+        self._ranks = ranks
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """A tree of at most k rows per request."""
+        """A tree of at most k rows for each rank per request."""
         return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def finish(self, request: Request) -> None:
@@ -103,21 +113,22 @@ class NgrammysDrafter(Drafter):
         if budget == 0:
             return DraftTree.chain(request.root, ())
         rows = self._context_rows(request) if self._allocation in ("mixed", "context") else []
-        rows += self._model_rows(request.root, self._k - len(rows))
-        return _lay_out(request.root, rows, budget, self._merged)
+        rows += self._model_rows(request.root, self._k * self._ranks - len(rows))
+        return tree_of(request.root, rows, budget, merged=self._merged)
 
     def _context_rows(self, request: Request) -> list[tuple[list[int], int]]:
         context = self._contexts.get(request.request_id)
         if context is None:
             context = self._contexts[request.request_id] = ContextNgrams(self._q, self._w, self._max_occurrences)
         context.update(request.tokens)
-        return [(row, _CONTEXT) for row in context.continuations(request.tokens, self._k, self._short_rows)]
+        return [(row, _CONTEXT) for row in context.continuations(request.tokens, self._k * self._ranks, self._short_rows)]
 
     def _model_rows(self, root: int, count: int) -> list[tuple[list[int], int]]:
         """Up to ``count`` extended rows, bigrams before unigrams."""
         if self._bigrams is None or count == 0:
             return []
-        bigrams = self._bigrams[root, :count] if self._allocation != "unigram" else self._bigrams[root, :0]
+        table_width = 0 if self._allocation == "unigram" else self._table_width * self._ranks
+        bigrams = self._bigrams[root, : min(count, table_width)]
         unigrams = self._unigrams[: count - len(bigrams)] if self._unigrams is not None else bigrams[:0]
         rows = np.empty((len(bigrams) + len(unigrams), self._w), np.int32)
         rows[:, 0] = np.concatenate([bigrams, unigrams])
@@ -125,22 +136,3 @@ class NgrammysDrafter(Drafter):
             rows[:, at] = self._bigrams[rows[:, at - 1], 0]
         sources = [_BIGRAM] * len(bigrams) + [_UNIGRAM] * len(unigrams)
         return list(zip(rows.tolist(), sources, strict=True))
-
-
-def _lay_out(root: int, rows: Sequence[tuple[list[int], int]], budget: int, merged: bool) -> DraftTree:
-    """The rows below the root, as many tokens as the budget holds; ``merged`` shares what begins alike."""
-    tokens, parents, sources = [root], [-1], [0]
-    children: dict[tuple[int, int], int] = {}
-    for row, source in rows:
-        parent = 0
-        for token in row:
-            child = children.get((parent, token)) if merged else None
-            if child is None:
-                if len(tokens) > budget:
-                    break
-                child = children[parent, token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                sources.append(source)
-            parent = child
-    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(sources, np.int8), len(tokens))

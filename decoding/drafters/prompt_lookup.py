@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 
@@ -12,32 +14,32 @@ _SOURCE = SOURCES.index("prompt_lookup")
 
 
 class _NgramIndex:
-    """Position after the first occurrence of each n-gram of a growing sequence, for n = 1 .. max_ngram.
+    """Positions after the occurrences of each n-gram of a growing sequence, for n = 1 .. max_ngram.
 
     An n-gram counts only once a token follows it, so that a match never is the query itself.
     """
 
     def __init__(self, max_ngram: int) -> None:
-        self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
         self._indexed = 1  # n-grams that end before this position are in the index
 
     def update(self, tokens: Int32Array) -> None:
         """Catches up with a sequence of which earlier calls saw a prefix."""
-        offset = max(0, self._indexed - len(self._first))
+        offset = max(0, self._indexed - len(self._ends))
         recent = tokens[offset:].tolist()
         for end in range(self._indexed - offset, len(recent)):
-            for n, first in enumerate(self._first[:end], start=1):
-                first.setdefault(tuple(recent[end - n : end]), end + offset)
+            for n, ends in enumerate(self._ends[:end], start=1):
+                ends.setdefault(tuple(recent[end - n : end]), []).append(end + offset)
         self._indexed = max(self._indexed, len(tokens))
 
-    def find(self, tokens: Int32Array) -> int | None:
-        """The position after the first occurrence of the longest indexed n-gram that ends ``tokens``."""
-        suffix = tuple(tokens[-len(self._first) :].tolist())
+    def find(self, tokens: Int32Array) -> Iterator[int]:
+        """The positions after occurrences of n-grams that end ``tokens``: of the longest n-gram first, and of each n-gram the
+        first one, then the others from the latest on."""
+        suffix = tuple(tokens[-len(self._ends) :].tolist())
         for n in range(len(suffix), 0, -1):
-            position = self._first[n - 1].get(suffix[-n:])
-            if position is not None:
-                return position
-        return None
+            ends = self._ends[n - 1].get(suffix[-n:], [])
+            yield from ends[:1]
+            yield from (ends[at] for at in range(len(ends) - 1, 0, -1))
 
 
 class PromptLookupDrafter(Drafter):
@@ -45,6 +47,9 @@ class PromptLookupDrafter(Drafter):
     the ``num_tokens`` tokens after it.
 
     Example: after ``1 2 3 9 1 2`` with max_ngram 2, the n-gram ``1 2`` stands at the start and ``3 9 1 2`` is drafted.
+
+    Where ranks share a step, each gets a copy: the tree has as many branches, from further occurrences of the longest n-gram, the
+    latest first, and of shorter ones.
 
     Source: the published generator as of transformers 5.23 (``prompt_lookup_num_tokens``). It departs from it in two points that
     change no output: end tokens are not cut from the draft, since verification stops at them, and the length cap counts the
@@ -55,7 +60,7 @@ class PromptLookupDrafter(Drafter):
         """
         Args:
             max_ngram: longest n-gram to look up, at least 1.
-            num_tokens: most tokens to copy, at least 1.
+            num_tokens: most tokens of a copy, at least 1; each rank gets one copy.
 
         Raises:
             ValueError: a value below 1.
@@ -65,10 +70,15 @@ class PromptLookupDrafter(Drafter):
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         self._max_ngram, self._num_tokens = max_ngram, num_tokens
+        self._ranks = 1
         self._indices: dict[str, _NgramIndex] = {}
 
+    def scale(self, ranks: int) -> None:
+        """A copy for each rank."""
+        self._ranks = ranks
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One chain per request."""
+        """One chain per request; where ranks share the step, as many branches as there are ranks."""
         return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def _propose(self, request: Request, budget: int) -> DraftTree:
@@ -76,10 +86,12 @@ class PromptLookupDrafter(Drafter):
         if index is None:
             index = self._indices[request.request_id] = _NgramIndex(self._max_ngram)
         index.update(request.tokens)
-        position = index.find(request.tokens)
-        if position is None:
-            return DraftTree.chain(request.root, ())
-        return DraftTree.chain(request.root, request.tokens[position : position + min(self._num_tokens, budget)], _SOURCE)
+        count = min(self._num_tokens, budget)
+        copies = (request.tokens[position : position + count] for position in index.find(request.tokens))
+        if self._ranks == 1:
+            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
+        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
+        return tree_of(request.root, rows, budget, self._ranks)
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

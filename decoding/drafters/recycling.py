@@ -9,7 +9,7 @@ import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.request import Acceptance, Request
-from decoding.successors import WIDTH, SuccessorTable, SuccessorTables
+from decoding.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
 from decoding.tree import DraftTree
 
 _SOURCE = SOURCES.index("recycling")
@@ -32,7 +32,9 @@ class RecyclingDrafter(Drafter):
     was accepted. A draft starts at the root's entry and goes on with the entries of the drafted tokens.
 
     Shapes: ``published`` is the fixed tree of 80 rows, cut level by level where the budget is smaller; ``ranked`` takes the rows
-    of the best expected gain: a row's estimate is the product, along its path, of how often its ranks were right so far.
+    of the best expected gain: a row's estimate is the product, along its path, of how often its ranks were right so far. Where
+    ranks share a step, ``ranked`` fills the larger budget, and the fixed tree has 80 rows for each rank: the published ones, and
+    then those of the best estimate by the rates that a new table starts from (see ``_template``).
 
     Example: entries ``1 2`` after 7 and ``3 4`` after 1, ranks right at 0.5 and 0.2, budget 3: the row 1 (0.5), then 3 below it
     (0.25), then 2 (0.2); 4 below 1 would be 0.1.
@@ -54,8 +56,8 @@ class RecyclingDrafter(Drafter):
         """
         Args:
             shape: ``ranked`` or ``published``.
-            learn_rows: rows of a step that are learned from, at least 1: accepted ones first, then the others by depth. Each
-                costs a pass over the vocabulary.
+            learn_rows: rows of a step that are learned from, for each rank, at least 1: accepted ones first, then the others by
+                depth. Each costs a pass over the vocabulary.
             start: what stands for a token before anything was learned of it: ``empty``, or ``bigram``, the model's bigram table.
             scope: ``tenant`` or ``request``.
 
@@ -71,14 +73,27 @@ class RecyclingDrafter(Drafter):
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
         if learn_rows < 1:
             raise ValueError(f"learn_rows must be at least 1, got {learn_rows}")
-        self._grow = _grow_ranked if shape == "ranked" else _grow_published
+        self._ranked = shape == "ranked"
+        self._template: tuple[int, ...] = _PUBLISHED
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
+        self._ranks = 1
         self._tables: SuccessorTables | None = None
+
+    @property
+    def top_k(self) -> int:
+        """As many as an entry holds: every step is learned from."""
+        return 0 if self._tables is None else self._tables.width
 
     def prepare(self, target: Target) -> None:
         """Learns the size of the vocabulary. Before, nothing is drafted."""
         first = target.bigram_table(min(WIDTH, target.vocab_size)) if self._start == "bigram" else None
         self._tables = SuccessorTables(target.vocab_size, first, self._by_request)
+
+    def scale(self, ranks: int) -> None:
+        """A fixed tree of 80 rows for each rank, and as many more rows to learn from."""
+        self._ranks = ranks
+        if not self._ranked:
+            self._template = _template(ranks)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request."""
@@ -86,8 +101,10 @@ class RecyclingDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             if budget == 0 or self._tables is None:
                 trees.append(DraftTree.chain(request.root, ()))
+            elif self._ranked:
+                trees.append(_grow_ranked(self._tables.of(request), request.root, budget))
             else:
-                trees.append(self._grow(self._tables.of(request), request.root, budget))
+                trees.append(_grow_fixed(self._tables.of(request), request.root, budget, self._template))
         return trees
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
@@ -100,7 +117,7 @@ class RecyclingDrafter(Drafter):
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
         for row, follower in zip(path, emitted, strict=True):
             table.count(int(tree.tokens[row]), follower)
-        rows = _rows_to_learn(tree, path, self._learn_rows)
+        rows = _rows_to_learn(tree, path, self._learn_rows * self._ranks)
         table.learn(tree.tokens[rows], target.top_k(rows, table.width))
 
     def finish(self, request: Request) -> None:
@@ -117,11 +134,49 @@ def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int
     return [*others[: count - len(accepted)][::-1], *accepted]
 
 
-def _grow_published(table: SuccessorTable, root: int, budget: int) -> DraftTree:
-    """The fixed tree, level by level, without rows whose entry is empty."""
+def _template(ranks: int) -> tuple[int, ...]:
+    """The fixed tree for so many ranks, as ``_PUBLISHED``: its rows, and ``ranks - 1`` times as many of the best estimate.
+
+    A row's estimate is the product, along its path, of the rates that a new table starts from: 0.4 for the first rank, then 0.12,
+    0.07 and so on. Rows are added below published and added ones alike, the best first.
+    """
+    counts, parents, estimates = list(_PUBLISHED), [-1], [1.0]
+    for row, count in enumerate(_PUBLISHED):
+        for rank in range(count):
+            parents.append(row)
+            estimates.append(estimates[row] * PRIOR_RATES[rank])
+    counts += [0] * (len(parents) - len(counts))
+    # The next child of each row, as (estimate, row): a row's ranks come one after the other, so that its children are the first.
+    following = [(-estimates[row] * PRIOR_RATES[count], row) for row, count in enumerate(counts) if count < WIDTH]
+    heapq.heapify(following)
+    for _ in range((ranks - 1) * (len(parents) - 1)):
+        estimate, row = heapq.heappop(following)
+        counts[row] += 1
+        if counts[row] < WIDTH:
+            heapq.heappush(following, (-estimates[row] * PRIOR_RATES[counts[row]], row))
+        heapq.heappush(following, (estimate * PRIOR_RATES[0], len(parents)))
+        parents.append(row)
+        estimates.append(-estimate)
+        counts.append(0)
+    return _by_level(parents, counts)
+
+
+def _by_level(parents: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """How many children each row has, level by level, of rows in any order in which children of a row come by rank."""
+    children: list[list[int]] = [[] for _ in parents]
+    for row, parent in enumerate(parents[1:], start=1):
+        children[parent].append(row)
+    order = [0]
+    for row in order:  # grows on the way
+        order.extend(children[row])
+    return tuple(counts[row] for row in order)
+
+
+def _grow_fixed(table: SuccessorTable, root: int, budget: int, template: Sequence[int]) -> DraftTree:
+    """A fixed tree, level by level, without rows whose entry is empty."""
     tokens, parents = [root], [-1]
-    rows: list[int | None] = [0]  # row in our tree of each row of the published one; None where nothing is known
-    for at, children in enumerate(_PUBLISHED):
+    rows: list[int | None] = [0]  # row in our tree of each row of the fixed one; None where nothing is known
+    for at, children in enumerate(template):
         parent = rows[at]
         entry = table.after(tokens[parent]) if parent is not None and children else []
         for rank in range(children):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 
 from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
 from decoding.suffix import SuffixAutomaton
 from decoding.tree import DraftTree
@@ -33,17 +34,19 @@ class _Texts:
         known = len(self._automaton.text) - self._prompt
         self._automaton.extend(request.tokens[known:].tolist())
 
-    def match(self, min_length: int, occurrence: str) -> tuple[int, int] | None:
-        """(tokens before the copy, tokens that match) of the longest match after which something stands; None without one."""
+    def matches(self, min_length: int, occurrence: str) -> Iterator[tuple[int, int]]:
+        """(tokens before the copy, tokens that match) where something stands after a match, the longest first.
+
+        Two occurrences of each end of the text are known: the one that ``occurrence`` prefers comes first.
+        """
         automaton, state = self._automaton, self._automaton.match
         while state and automaton.length[state] >= min_length:
             last, first = automaton.last_end[state], automaton.first_end[state]
             latest = occurrence == "latest" or (occurrence == "mixed" and last > self._output)
             for end in (last, first) if latest else (first, last):
                 if automaton.text[end] >= 0:
-                    return end, automaton.length[state]
+                    yield end, automaton.length[state]
             state = automaton.link[state]
-        return None
 
     def copy(self, start: int, count: int) -> list[int]:
         """Up to ``count`` tokens from ``start``: cut at the end of a reference, starting again at the end of the text."""
@@ -66,6 +69,9 @@ class SuffixDrafter(Drafter):
     Example: reference ``7 1 2 3``, prompt ``1 2 4``, output ``5 1 2``: the match ``1 2`` stands in both, the reference comes
     first, and ``3`` is drafted. After the output ``5 1 2 6 1 2`` it is ``6 1 2 6 1 ...``.
 
+    Where ranks share a step, each gets a copy: the tree has as many branches, from the other known occurrence of the longest
+    match, then from shorter matches; copies that begin alike share rows.
+
     Departures: one automaton per request and none of other requests' texts. From SAM-Decoding: the latest occurrence in the
     output, and nothing is drafted without a match. From SuffixDecoding: one path, copied, and no frequencies, so that there is no
     ``min_token_prob``; the defaults of the draft length are near SAM-Decoding's instead of 1 and 0, under which a match of one
@@ -82,7 +88,7 @@ class SuffixDrafter(Drafter):
     ) -> None:
         """
         Args:
-            max_spec_tokens: most tokens to copy, at least 1.
+            max_spec_tokens: most tokens of a copy, at least 1; each rank gets one copy.
             max_spec_factor: tokens to copy for each token that matches, at least 0.
             max_spec_offset: tokens to copy on top; may be negative, so that short matches draft nothing.
             min_match_length: least number of tokens that match, at least 1.
@@ -104,29 +110,35 @@ class SuffixDrafter(Drafter):
             raise ValueError(f"occurrence must be one of {', '.join(OCCURRENCES)}, got {occurrence!r}")
         self._max_spec_tokens, self._min_match_length, self._occurrence = max_spec_tokens, min_match_length, occurrence
         self._factor, self._offset = max_spec_factor, max_spec_offset
+        self._ranks = 1
         self._texts: dict[str, _Texts] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One chain per request."""
-        return [
-            DraftTree.chain(request.root, self._copy(request, budget), _SOURCE)
-            for request, budget in zip(requests, budgets, strict=True)
-        ]
+    def scale(self, ranks: int) -> None:
+        """A copy for each rank."""
+        self._ranks = ranks
 
-    def _copy(self, request: Request, budget: int) -> list[int]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """One chain per request; where ranks share the step, as many branches as there are ranks."""
+        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def _propose(self, request: Request, budget: int) -> DraftTree:
         if budget < 1:
-            return []
+            return DraftTree.chain(request.root, (), _SOURCE)
+        copies = self._copies(request, min(self._max_spec_tokens, budget))
+        if self._ranks == 1:
+            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
+        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
+        return tree_of(request.root, rows, budget, self._ranks)
+
+    def _copies(self, request: Request, most: int) -> Iterator[list[int]]:
+        """[<= most] what followed each match, the longest match first."""
         texts = self._texts.get(request.request_id)
         if texts is None:
             texts = self._texts[request.request_id] = _Texts(request)
         texts.update(request)
-        match = texts.match(self._min_match_length, self._occurrence)
-        if match is None:
-            return []
-        start, length = match
-        wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
-        count = min(wanted, self._max_spec_tokens, budget)
-        return texts.copy(start, count) if count > 0 else []
+        for start, length in texts.matches(self._min_match_length, self._occurrence):
+            wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
+            yield texts.copy(start, min(wanted, most)) if wanted > 0 else []
 
     def finish(self, request: Request) -> None:
         """Drops the automaton of the request."""

@@ -15,7 +15,7 @@ from decoding.tree import DraftTree, Int32Array
 from decoding.trie_memory import INPUT, MIXED, OUTPUT, Nodes
 from decoding.trie_selection import hierarchical, single
 
-_MAX_ROWS = 4096
+_MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")
 _SOURCES = np.full(_MAX_ROWS, _SOURCE, np.int8)  # of every tree: a part of it is one
 _ROOT_PARENTS, _ROOT_SOURCES = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of the tree that is a root alone
@@ -59,6 +59,10 @@ class TrieDrafter(Drafter):
     Example: with the past outputs ``1 2 3 4`` and ``1 2 3 5`` and a text that ends in ``1 2``, the tree is 3 with the children 4
     and 5.
 
+    Where ranks share a step, the tree has ``decoding_length`` rows for each of them, shorter ends are looked up until there are
+    ``branch_length`` rows for each, and more occurrences count. A branch is no longer, and the layout ``single`` has only one,
+    which cannot be dealt.
+
     The trie is implicit, see ``decoding.token_log``; ``decoding.trie.FrequencyTrie`` is the explicit one that the tests compare
     it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count
     ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output can be drafted from
@@ -82,15 +86,16 @@ class TrieDrafter(Drafter):
     ) -> None:
         """
         Args:
-            decoding_length: most rows of a tree, the root counted, at least 1.
+            decoding_length: most rows of a tree for each rank that shares the step, the root counted, at least 1.
             branch_length: most tokens of a branch, at least 1.
             max_query_length: tokens to look up, 1 to 32.
             layout: hierarchical (one tree), parallel (its branches side by side), single (the best branch).
             frequencies: mix, input (the prompt's) or output.
-            min_input: rows for the branches most frequent in the prompt, with ``mix``.
-            min_output: rows for the branches most frequent in outputs, with ``mix``; half of the tree's most rows when -1.
+            min_input: rows for the branches most frequent in the prompt, with ``mix``, for each rank.
+            min_output: rows for the branches most frequent in outputs, with ``mix``, for each rank; half of the tree's most rows
+                when -1.
             max_occurrences: counted for one retrieval in each of prompt, outputs and public texts: where four tokens agree, then
-                where fewer do, the latest first; 1 to 1024.
+                where fewer do, the latest first; 1 to 1024. As many for each rank, but at most 1024 in all.
             capacity: tokens of outputs to hold for each tenant, and of public texts; with 0 every request is private.
 
         Raises:
@@ -99,7 +104,8 @@ class TrieDrafter(Drafter):
         for name, value, low, high in (
             ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
             ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
-            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, 1024), ("capacity", capacity, 0, 2**31),
+            ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, _MOST_OCCURRENCES),
+            ("capacity", capacity, 0, 2**31),
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {value}")
@@ -111,6 +117,7 @@ class TrieDrafter(Drafter):
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output = min_input, min_output
         self.memory = Histories(capacity) if capacity else None
+        self._ranks = 1
         self._nothing, self._nodes = TokenLog(1), Nodes.empty()[:]
         self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
@@ -130,6 +137,10 @@ class TrieDrafter(Drafter):
         self.finish(request)
         compile_log()
 
+    def scale(self, ranks: int) -> None:
+        """``decoding_length`` rows for each rank, from as many more occurrences."""
+        self._ranks = ranks
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request."""
         return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
@@ -139,7 +150,7 @@ class TrieDrafter(Drafter):
         if own is None:
             own = self._begin(request)
         history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
-        size = min(self._decoding_length, budget + 1)
+        size = min(self._decoding_length * self._ranks, _MAX_ROWS, budget + 1)
         depth = min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
             return DraftTree(request.tokens[-1:].copy(), _ROOT_PARENTS, _ROOT_SOURCES, 1)
@@ -147,16 +158,15 @@ class TrieDrafter(Drafter):
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         outputs, public = history.log, self._nothing if self.memory is None or not request.public else self.memory.public.log
         public_oldest = public.oldest if public.end else -1
+        occurrences = min(self._max_occurrences * self._ranks, _MOST_OCCURRENCES)
         logs = (own.log.plain, own.references, outputs.plain, outputs.oldest, public.plain, public_oldest)
         if self._layout == "single":
-            rows = single(
-                *logs, context, self._max_query_length, depth, self._mode, self._max_occurrences, self._nodes, tokens, parents
-            )
+            rows = single(*logs, context, self._max_query_length, depth, self._mode, occurrences, self._nodes, tokens, parents)
         else:
-            min_output = max(size // 2, 1) if self._min_output < 0 else self._min_output
+            min_output = max(size // 2, 1) if self._min_output < 0 else self._min_output * self._ranks
             rows = hierarchical(
-                *logs, context, self._max_query_length, depth, self._min_input, min_output, self._mode,
-                self._max_occurrences, self._nodes, tokens, parents,
+                *logs, context, self._max_query_length, depth, depth * self._ranks, self._min_input * self._ranks, min_output,
+                self._mode, occurrences, self._nodes, tokens, parents,
             )  # fmt: skip
         tree = DraftTree(tokens[:rows], parents[:rows], _SOURCES[:rows], rows)
         return _side_by_side(tree) if self._layout == "parallel" else tree

@@ -145,6 +145,42 @@ def test_cancelling_the_task_frees_the_slot_and_the_place_in_the_queue(replica: 
     asyncio.run(run())
 
 
+def test_a_request_goes_on_where_another_replica_left_it(replica: Replica) -> None:
+    async def run() -> None:
+        whole = ids(await collect(replica, request("whole")))
+        rest = Request("rest", request("").prompt_ids, request("").params, emitted=whole[:9])
+        outputs = await collect(replica, rest)
+        assert outputs[0] == StepOutput("rest", (), "")
+        assert ids(outputs) == whole[9:] and rest.output_ids.tolist() == whole
+
+    asyncio.run(run())
+
+
+def test_beats_come_while_nothing_else_does(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    step = Engine.step
+
+    def slow(engine: Engine) -> list[StepOutput]:
+        go_on.wait(30)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
+
+    async def run() -> None:
+        outputs: list[StepOutput | None] = []
+        tasks = asyncio.all_tasks()
+        async for output in replica.generate(request("a"), 0.02):
+            outputs.append(output)
+            if outputs.count(None) == 3:
+                go_on.set()
+        assert outputs.count(None) >= 3 and outputs[0] == StepOutput("a", (), "")
+        assert len(ids([output for output in outputs if output is not None])) == 24
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == tasks, "the beats end with the request"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_loop_that_ended_frees_the_slot(replica: Replica) -> None:
     loop = asyncio.new_event_loop()
     stream = replica.generate(endless("a"))
@@ -251,9 +287,8 @@ def test_stop_ends_the_thread_and_leaves_nobody_waiting(model: ModelOptions) -> 
         tasks = [asyncio.create_task(collect(replica, endless(f"r{index}"))) for index in range(3)]
         await until(lambda: replica.describe().counts.running == 2)
         await asyncio.to_thread(replica.stop)
-        for outputs in await asyncio.gather(*tasks):
-            assert outputs[-1].finish_reason is FinishReason.ERROR
-            assert outputs[-1].error == "the replica was stopped"
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, ReplicaError) and str(error) == "the replica was stopped"
         with pytest.raises(ReplicaError, match="stopped"):
             await collect(replica, request("late"))
 

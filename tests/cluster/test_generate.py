@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.loading import load_tokenizer
 from tests.models import llama_config, save_model
+from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -113,6 +116,9 @@ def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> No
         (["--min-p", 2], 2, "min_p"),
         (["--max-tokens", 0], 2, "max_tokens"),
         (["--batch-size", 0], 2, "max_running"),
+        (["--world-size", 0], 2, "--world-size '0' must be a number from 1 to 64, or auto"),
+        (["--world-size", "two"], 2, "--world-size 'two'"),
+        (["--config", "/no/such/file.yaml"], 2, "/no/such/file.yaml"),
         (["--dtype", "int8"], 2, "--dtype"),
         (["--stop", ""], 2, "stop"),
         (["--prompts", "/no/such/file"], 2, "/no/such/file"),
@@ -134,3 +140,68 @@ def test_a_broken_record_names_file_and_line(model: Path, tmp_path: Path, line: 
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     run = generate("--model", model, "--prompts", path)
     assert run.returncode == 2 and "broken.jsonl:2" in run.stderr
+
+
+def test_flags_win_over_the_file(model: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{path: {model}, dtype: float32, threads: 1}}\nengine: {{max_running: 2}}\n"
+        "speculation: {strategy: llma, options: {copy_length: 3}}\n"
+    )
+    arguments = ["--prompts", prompts, "--max-tokens", 4, "--limit", 1, "--json", "--config", config]
+    _, summary = lines(generate(*arguments))
+    assert (summary["strategy"], summary["batch_size"], summary["dtype"]) == ("llma", 2, "float32")
+    assert (summary["threads"], summary["world_size"]) == (1, 1) and "group" not in summary
+    _, summary = lines(generate(*arguments, "--strategy", "prompt_lookup", "--batch-size", 3, "--dtype", "float64"))
+    assert (summary["strategy"], summary["batch_size"], summary["dtype"]) == ("prompt_lookup", 3, "float64")
+
+
+def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object) -> list[str]:
+    """Two ranks by the configuration; flags come on top."""
+    config = tmp_path / "group.yaml"
+    config.write_text(
+        f"model: {{path: {model}, dtype: float32, device: cpu, threads: 1}}\n"
+        "parallelism: {mode: lookahead, world_size: 2}\nspeculation: {strategy: jacobi}\n"
+    )
+    return ["--prompts", str(prompts), "--config", str(config), "--json", *(str(argument) for argument in arguments)]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks take two cores")
+def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
+    command = group_command(model, prompts, tmp_path, "--max-tokens", 100, "--temperature", 0.8, "--seed", 3)
+    records, summary = lines(generate(*command))
+    alone, summary_alone = lines(generate(*command, "--world-size", 1))
+    assert (summary["world_size"], summary_alone["world_size"]) == (2, 1)
+    assert [(record["id"], record.get("output_token_ids"), record.get("text"), record.get("error")) for record in records] == [
+        (record["id"], record.get("output_token_ids"), record.get("text"), record.get("error")) for record in alone
+    ]
+    assert set(summary) == set(summary_alone) | {"group"}
+    assert set(summary["group"]) == {"mean_width", "exchange_share", "losses", "divergences"}
+    assert 1.0 < summary["group"]["mean_width"] <= 2.0 and summary["group"]["losses"] == 0
+    assert 0.0 < summary["group"]["exchange_share"] < 1.0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks take two cores")
+def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "many.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"record {index} of many"}) for index in range(1_000)))
+    command = [sys.executable, "-m", "cluster.cli", "generate", *group_command(model, prompts, tmp_path, "--max-tokens", 200)]
+    output = tmp_path / "output"
+    with output.open("wb") as out, (tmp_path / "errors").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=errors, start_new_session=True, cwd=REPOSITORY, env=ENVIRONMENT
+        )  # as a terminal would start it
+    try:
+        eventually(lambda: process.poll() is not None or b"output_token_ids" in output.read_bytes(), 120)
+        assert process.poll() is None, (tmp_path / "errors").read_text()
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert sum("ray::" in " ".join(one.cmdline()) for one in started) >= 2
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) != 0
+        _, alive = psutil.wait_procs(started, 20)
+        assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+        assert "Traceback" not in (tmp_path / "errors").read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()

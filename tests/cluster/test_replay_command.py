@@ -63,6 +63,22 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
+def test_more_ranks_draft_more_branches(tokenizer: Path, tmp_path: Path) -> None:
+    output = "The lazy dog jumps over the quick fox. The quick brown fox and the lazy dog jumps over the fox."
+    others = ["The dog and the fox.", "The quick brown dog jumps over the lazy fox.", "The lazy dog jumps over the quick fox."]
+    workload = write(tmp_path / "ranks.jsonl", [{"prompt": TEXT, "references": others, "output": output}])
+    results = [
+        json.loads(run(workload, "--tokenizer", tokenizer, "--strategy", "llma", "--world-size", ranks, "--json").stdout)
+        for ranks in (1, 2, 4)
+    ]
+    assert [result["world_size"] for result in results] == [1, 2, 4]
+    rows = [result["results"][0] for result in results]
+    assert rows[0]["drafted_per_step"] < rows[1]["drafted_per_step"] < rows[2]["drafted_per_step"]
+    assert rows[0]["steps"] >= rows[1]["steps"] >= rows[2]["steps"] and rows[0]["steps"] > rows[2]["steps"]
+    refused = CliRunner().invoke(app, ["replay", str(workload), "--tokenizer", str(tokenizer), "--world-size", "0"])
+    assert refused.exit_code == 2 and "--world-size" in refused.stderr
+
+
 def test_json_has_a_row_for_each_strategy_and_workload(tokenizer: Path, workload: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other.jsonl", RECORDS[:1])
     strategies = ("autoregressive", "llma:copy_length=3,include_prompt=false", "llma")

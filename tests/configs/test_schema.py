@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config, tenant_names
-from configs.slices import CacheOptions, ModelOptions, ServerOptions, TenancyOptions, TenantOptions
+from configs.slices import CacheOptions, ModelOptions, ParallelismOptions, ServerOptions, TenancyOptions, TenantOptions
 from configs.tenancy_checks import is_loopback
 
 HASH = "sha256:" + "0a" * 32
@@ -82,6 +82,15 @@ def test_unknown_key_in_file(tmp_path: Path) -> None:
         ("model.path", ["'model.path' is not of the form key=value"]),
         ("=3", ["'=3' is not of the form key=value"]),
         ("model.path={", ["model.path", "not a yaml value"]),
+        ("parallelism.mode=lade", ["parallelism.mode is 'lade'", "'none'", "'lookahead'"]),
+        ("parallelism.world_size=0", ["parallelism.world_size is 0; allowed: 1 to 64, or auto"]),
+        ("parallelism.world_size=65", ["parallelism.world_size is 65; allowed: 1 to 64, or auto"]),
+        ("parallelism.world_size=two", ["parallelism.world_size is 'two'; allowed: 1 to 64, or auto"]),
+        ("parallelism.world_size=1.5", ["parallelism.world_size is 1.5; allowed: 1 to 64, or auto"]),
+        ("parallelism.rank_timeout_s=0.1", ["parallelism.rank_timeout_s is 0.1", "0.2 to 600"]),
+        ("parallelism.rank_timeout_s=61", ["parallelism.step_timeout_s is 60.0", "at least parallelism.rank_timeout_s", "61"]),
+        ("parallelism.check_steps=0", ["parallelism.check_steps is 0", "1 to"]),
+        ("parallelism.placement=pack", ["parallelism.placement is 'pack'", "'STRICT_PACK'"]),
     ],
 )
 def test_wrong_value_names_key_given_and_allowed(override: str, said: list[str]) -> None:
@@ -91,6 +100,22 @@ def test_wrong_value_names_key_given_and_allowed(override: str, said: list[str])
     assert "\n" not in message
     for part in said:
         assert part in message
+
+
+def test_parallelism(tmp_path: Path) -> None:
+    assert load_config().parallelism == ParallelismOptions() == load_config(write(tmp_path, "parallelism:\n")).parallelism
+    config = load_config(write(tmp_path, "parallelism: {mode: lookahead, world_size: 4, placement: SPREAD}\n"))
+    assert (config.parallelism.mode, config.parallelism.world_size, config.parallelism.placement) == ("lookahead", 4, "SPREAD")
+    assert load_config(None, ["parallelism.mode=lookahead"]).parallelism.world_size == "auto"
+    alone = load_config(None, ["parallelism.world_size=2"]).parallelism  # kept for when the mode is set
+    assert (alone.mode, alone.world_size) == ("none", 2)
+
+
+def test_groups_that_pin_threads_would_share_cores() -> None:
+    overrides = ["parallelism.mode=lookahead", "parallelism.world_size=2", "parallelism.pin_threads=true"]
+    assert load_config(None, overrides).parallelism.pin_threads
+    with pytest.raises(ConfigError, match=r"parallelism\.pin_threads is true and server\.replicas is 2"):
+        load_config(None, [*overrides, "server.replicas=2"])
 
 
 def test_every_mistake_is_named_at_once() -> None:

@@ -151,10 +151,10 @@ def test_allocations_of_one_kind() -> None:
     ("options", "asked"),
     [
         ({"allocation": "context"}, []),
-        ({}, [("bigram", 2), ("unigram", 3)]),
-        ({"k": 2}, [("bigram", 2)]),
+        ({}, [("bigram", 8), ("unigram", 8)]),
+        ({"k": 2}, [("bigram", 8)]),
         ({"allocation": "bigram", "table_width": 99}, [("bigram", 8)]),
-        ({"allocation": "unigram", "k": 99}, [("bigram", 2), ("unigram", 8)]),
+        ({"allocation": "unigram", "k": 99}, [("bigram", 8), ("unigram", 8)]),
     ],
 )
 def test_only_the_tables_in_use_are_asked_for(options: dict[str, object], asked: list[tuple[str, int]]) -> None:

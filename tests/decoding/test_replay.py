@@ -74,6 +74,40 @@ def test_the_right_branch_of_a_tree_is_followed_and_rows_beside_it_stay_unknown(
     assert drafter.calls[2] == ("observe", [4, 5, 6, 7], 5, [5, -1, 6, -1, 7], (2, 4))
 
 
+class Wide(Scripted):
+    """Drafts as many wrong branches as there are ranks, and the right one last."""
+
+    ranks = 1
+
+    def scale(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        (request,), (budget,) = requests, budgets
+        self.calls.append(("propose", request.num_output, budget))
+        tokens = np.array([request.root, *range(40, 39 + self.ranks), request.root + 1], np.int32)
+        count = len(tokens)
+        return [DraftTree(tokens, np.array([-1] + [0] * (count - 1), np.int32), np.full(count, LLMA, np.int8), count)]
+
+
+def test_a_replay_as_so_many_ranks() -> None:
+    made: list[Wide] = []
+
+    def make() -> Wide:
+        made.append(Wide({}))
+        return made[-1]
+
+    texts = [text([4, 5, 6, 7, 8, 0]), text([4, 5, 0])]
+    counts = replay_workload(texts, make, 3, VOCAB, lambda: 0.0, keep_history=False, ranks=4)
+    assert [drafter.ranks for drafter in made] == [4, 4]
+    assert [call for call in made[0].calls if call[0] == "propose"] == [("propose", 1, 12), ("propose", 3, 12)]
+    assert (counts.steps, counts.drafted, counts.accepted) == (6, 12, 3)
+    cut = replay_workload(texts, lambda: Wide({}), 1, VOCAB, lambda: 0.0, ranks=2)
+    assert cut.drafted == 6 and cut.accepted == 3
+    with pytest.raises(ValueError, match="ranks"):
+        replay_workload(texts, make, 3, VOCAB, lambda: 0.0, ranks=0)
+
+
 def test_drafts_beyond_output_budget_and_vocabulary_are_cut() -> None:
     output = [4, 5, 6, 7, 0]
     long = replayed(Scripted({1: [5, 6, 7, 0, 9, 9]}), text(output))

@@ -57,6 +57,25 @@ def test_clipped_keeps_exactly_what_may_be_computed(tree: DraftTree, max_rows: i
     assert clipped.num_candidates <= tree.num_candidates
 
 
+@given(trees(), st.data())
+def test_take_keeps_rows_with_their_paths(tree: DraftTree, data: st.DataObject) -> None:
+    wanted = data.draw(st.sets(st.integers(0, len(tree) - 1)))
+    rows = sorted({0}.union(*(naive_ancestors(tree, row) for row in wanted)))
+    taken = tree.take(np.array(rows, np.int32))
+    taken.check()
+    assert taken.tokens.tolist() == tree.tokens[rows].tolist() and taken.sources.tolist() == tree.sources[rows].tolist()
+    for at, row in enumerate(rows):
+        assert [rows[above] for above in taken.path(at)] == tree.path(row)
+    assert taken.num_candidates == sum(row < tree.num_candidates for row in rows)
+
+
+def test_take_wants_the_root_and_all_ancestors() -> None:
+    tree = DraftTree.chain(7, [1, 2])
+    for rows in ([], [1, 2], [0, 2]):
+        with pytest.raises(AssertionError):
+            tree.take(np.array(rows, np.int32))
+
+
 @given(trees(), st.integers(0, 11), st.integers(0, 4))
 def test_children_are_the_candidates_that_hold_the_token(tree: DraftTree, row: int, token: int) -> None:
     expected = [i for i in range(1, tree.num_candidates) if tree.parents[i] in (row, row + 1) and tree.tokens[i] == token]

@@ -78,6 +78,43 @@ def test_rows_of_a_step_never_exceed_the_budget() -> None:
     assert all(r.num_output > 0 for r in s.running)
 
 
+def test_ranks_that_share_a_step_draft_as_many_times_more() -> None:
+    s = scheduler(running=3, step_tokens=16, drafts=100)
+    s.add(request("a"))
+    s.add(request("b"))
+    compute(s)
+    s.add(request("c", prompt=100))
+    assert {share.request.request_id: (share.end, share.draft_rows) for share in s.schedule(2)} == {
+        "a": (5, 10), "b": (5, 10), "c": (4, 0),
+    }  # fmt: skip
+    assert plan(s) == {"a": (5, 5), "b": (5, 5), "c": (4, 0)}  # and one rank again what it did before
+    few = scheduler(drafts=3)
+    few.add(request("a"))
+    compute(few)
+    assert few.schedule(4)[0].draft_rows == 12
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("running", "drafts"), [(1, 64), (3, 2), (5, 64), (7, 64), (8, 0)])
+def test_rows_of_a_rank_never_exceed_the_budget(width: int, running: int, drafts: int) -> None:
+    step_tokens = 17
+    s = scheduler(running=running, step_tokens=step_tokens, drafts=drafts)
+    for number in range(running):
+        s.add(request(str(number), prompt=3 + number, max_tokens=2 + number))
+    for _ in range(30):
+        shares = s.schedule(width)
+        dealt = sum(-(-share.draft_rows // width) for share in shares)  # a rank gets no more of each tree
+        assert dealt + sum(share.end - share.request.num_computed for share in shares) <= step_tokens
+        assert all(share.draft_rows <= drafts * width for share in shares)
+        for share in shares:
+            share.request.num_computed = share.end
+            if share.end == share.request.num_tokens:
+                share.request.commit([1])
+                if not share.request.remaining:
+                    s.remove(share.request)
+    assert not s.running
+
+
 def test_no_draft_beyond_the_end_of_a_request() -> None:
     s = scheduler(drafts=3)
     s.add(request("a", max_tokens=2))

@@ -1,0 +1,56 @@
+"""Which ranks serve which leader when the replicas of a node share their work: buddy allocation of ranks.
+
+Every replica computes this from the same few facts, so that nobody has to hand ranks out: who is busy, and who is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def block(rank: int, busy: Collection[int], world: int) -> range:
+    """The largest aligned block of ranks that holds ``rank`` and no other busy rank.
+
+    A block is ``size`` ranks from a multiple of ``size`` on, where ``size`` is a power of two, clipped to the world: what a buddy
+    allocator of memory hands out (Knowlton, CACM 8(10), 1965).
+
+    Example: of 8 ranks of which 0, 4 and 6 are busy, 0 has ``range(0, 4)``, 4 has ``range(4, 6)`` and 6 has ``range(6, 8)``.
+
+    Args:
+        rank: below ``world``; busy or not.
+        busy: ranks with requests of their own.
+        world: number of ranks.
+    """
+    assert 0 <= rank < world, (rank, world)
+    others = [other for other in busy if other != rank]
+    size = 1
+    while size < world:
+        wider = rank // (2 * size)
+        if any(other // (2 * size) == wider for other in others):
+            break
+        size *= 2
+    first = rank // size * size
+    return range(first, min(first + size, world))
+
+
+def share_ranks(busy: Collection[int], present: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """The ranks of each busy rank's group, ascending; together they are all ranks that are present, each in one group.
+
+    Each busy rank has its ``block``. Idle ranks that lie in no block, because the busy ones are close neighbours, go one by one
+    to the group that is narrowest (of the lowest rank among equals).
+
+    Example: of 4 ranks 0 and 1 are busy, and neither block is wider than one rank: ``{0: (0, 2), 1: (1, 3)}``.
+
+    Args:
+        busy: ranks with requests of their own, all of them present; empty for an empty result.
+        present: ranks that can be had. Numbers may be missing: a rank that is gone widens nobody's group.
+    """
+    assert set(busy) <= set(present), (busy, present)
+    if not busy:
+        return {}
+    world = max(present) + 1
+    groups = {rank: [other for other in block(rank, busy, world) if other in present] for rank in sorted(busy)}
+    taken = {rank for group in groups.values() for rank in group}
+    for rank in sorted(set(present) - taken):
+        min(groups.values(), key=len).append(rank)
+    return {rank: tuple(sorted(group)) for rank, group in groups.items()}

@@ -1,0 +1,252 @@
+"""A static group: ranks as Ray actors beside the leader, each with the whole model, watched and replaced as long as it works."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.link import LINK_ERRORS, connect
+from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor, StepTimes
+from actors.pinning import allowed_cores, own_cores, pin_thread
+from actors.rank_actor import Place, RankActor
+from actors.ranks import GroupError
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from engine.executor import Executor, LocalExecutor
+from engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+TEND_S = 0.25  # how often the supervisor looks after the ranks
+STEADY_S = 10.0  # a rank that took part for so long and is lost is no rank that keeps failing
+MOST_BACKOFF_S = 30.0
+CLOSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Member:
+    """A rank and its current actor. Exactly one holds: it loads (``loading``), took part since ``joined_s``, or is due later."""
+
+    rank: int
+    actor: Any = None  # ray's actor handle
+    loading: ray.ObjectRef[Any] | None = None
+    spawned_s: float = 0.0
+    joined_s: float | None = None
+    process: psutil.Process | None = None  # where it runs on the leader's node
+    failures: int = 0  # in a row
+    due_s: float = 0.0  # when to try the next actor
+
+
+class Group:
+    """``Ranks`` that do nothing else than share the steps of one engine: rank i is an actor in bundle i of a placement group.
+
+    The leader runs in bundle 0 of the same placement group. A rank that is lost is killed, replaced by a new actor in its bundle
+    and taken in again, at once the first time and after 1, 2, 4 .. 30 s when it keeps failing.
+    """
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        parallelism: ParallelismOptions,
+        placement_group: PlacementGroup | None = None,
+        start_timeout_s: float = ServerOptions().start_timeout_s,
+    ) -> None:
+        """Starts the actors, which load the model while the leader loads its own.
+
+        Args:
+            model: what all ranks load.
+            engine: of the leader.
+            speculation: of the leader.
+            parallelism: with a number for ``world_size``.
+            placement_group: with a bundle for each rank; the one that this actor runs in when absent.
+            start_timeout_s: a rank that is not loaded by then is an error.
+
+        Raises:
+            GroupError: there is no such placement group.
+            ValueError: ``parallelism.world_size`` is auto.
+        """
+        if parallelism.world_size == "auto":
+            raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
+        self._world_size: int = parallelism.world_size
+        self._parallelism, self._chunk = parallelism, engine.max_step_tokens
+        self._model, self._engine, self._speculation = _for_a_rank(model), engine, speculation
+        self._bundles = _bundles(placement_group or get_current_placement_group(), self._world_size)
+        self._threads = model.threads or torch.get_num_threads()
+        self._allowed = allowed_cores() if parallelism.pin_threads else ()
+        self._cores = own_cores(0, self._threads, self._allowed) if parallelism.pin_threads else ()
+        self._pinned: int | None = None  # the thread that computes, by its identity
+        self._start_timeout_s, self._secret = start_timeout_s, secrets.token_bytes(32)
+        self._executor: LookaheadParallelExecutor | None = None
+        self._closing = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="group", daemon=True)
+        self._members = [_Member(rank) for rank in range(1, self._world_size)]
+        for member in self._members:
+            self._spawn(member)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group, the leader among them."""
+        return self._world_size
+
+    def executor(self, runner: ModelRunner) -> Executor:
+        """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""
+        if self._cores:
+            pin_thread(self._cores)
+        self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._parallelism, self._chunk)
+        return self._executor
+
+    def start(self) -> None:
+        """Returns when all ranks are there; then they are watched.
+
+        Raises:
+            GroupError: one of them cannot be loaded, for the reason that it gives, or is not within the time to start.
+        """
+        assert self._executor is not None, "the engine comes before its ranks"
+        if self._cores:
+            pin_thread(self._allowed)
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            waiting = {member.loading: member for member in self._members}
+            while waiting:
+                ready, _ = ray.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = ", ".join(str(member.rank) for member in waiting.values())
+                    raise GroupError(f"rank {late} did not load {self._model.path} within {self._start_timeout_s:.0f} s")
+                self._join(waiting.pop(ready[0]))
+            self._executor.tend()  # they take part from the first step on
+        except BaseException:
+            self.close()
+            raise
+        self._supervisor.start()
+
+    def occupied(self, busy: bool) -> None:
+        """Nothing to be done about it: these ranks wait for the leader. The engine's thread, which says it, is the one to pin."""
+        if self._cores and self._pinned != threading.get_ident():
+            pin_thread(self._cores)
+            self._pinned = threading.get_ident()
+
+    def state(self) -> GroupState | None:
+        """Who takes part; None before the engine is loaded."""
+        return None if self._executor is None else self._executor.state(self._world_size)
+
+    def times(self) -> list[StepTimes]:
+        """What the latest steps took."""
+        return [] if self._executor is None else list(self._executor.times)
+
+    def close(self) -> None:
+        """Ends the ranks. Harmless when repeated."""
+        self._closing.set()
+        if self._supervisor.ident is not None:
+            self._supervisor.join(CLOSE_S)
+        for member in self._members:
+            self._end(member)
+
+    def _spawn(self, member: _Member) -> None:
+        bundle = self._bundles.bundle_specs[member.rank]
+        placed = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=member.rank)
+        actor = ray.remote(RankActor).options(
+            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
+        )
+        member.actor = actor.remote(
+            self._model, self._engine, self._speculation, self._parallelism, self._world_size, self._secret
+        )
+        member.loading = member.actor.load.remote(self._pin_of(member.rank) if self._cores else None)
+        member.spawned_s, member.joined_s, member.process = time.monotonic(), None, None
+
+    def _pin_of(self, rank: int) -> tuple[int, int]:
+        nodes = placement_group_table(self._bundles)["bundles_to_node_id"]
+        return sum(nodes[lower] == nodes[rank] for lower in range(rank)), self._threads
+
+    def _join(self, member: _Member) -> None:
+        """Takes a rank in that has loaded. Raises GroupError when it has not, or does not let itself be connected to."""
+        assert self._executor is not None and member.loading is not None
+        try:
+            place: Place = ray.get(member.loading)
+            if place.node == ray.get_runtime_context().get_node_id():
+                member.process = psutil.Process(place.pid)
+            link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)
+        except (RayError, psutil.NoSuchProcess) as error:
+            raise GroupError(f"rank {member.rank} could not be loaded: {_reason(error)}") from error
+        except LINK_ERRORS as error:
+            raise GroupError(f"rank {member.rank} does not answer at {place.address}: {_reason(error)}") from error
+        self._executor.add_rank(member.rank, link)
+        member.loading, member.joined_s = None, time.monotonic()
+        logger.info("rank %d is ready %.1f s after its start", member.rank, member.joined_s - member.spawned_s)
+
+    def _supervise(self) -> None:
+        while not self._closing.wait(TEND_S):
+            try:
+                self._tend()
+            except Exception:  # whatever it is, the group is better off watched than not
+                logger.exception("looking after the ranks failed; it is tried again")
+
+    def _tend(self) -> None:
+        """Looks after all ranks once."""
+        assert self._executor is not None
+        self._executor.tend()
+        for lost in self._executor.take_lost():
+            self._fail(self._members[lost.rank - 1], f"lost: {lost.reason}")
+        for member in self._members:
+            now = time.monotonic()
+            if member.actor is None and now >= member.due_s:
+                self._spawn(member)
+            elif member.loading is not None and ray.wait([member.loading], timeout=0)[0]:
+                try:
+                    self._join(member)
+                except GroupError as error:
+                    self._fail(member, str(error))
+            elif member.loading is not None and now - member.spawned_s > self._start_timeout_s:
+                self._fail(member, f"not loaded within {self._start_timeout_s:.0f} s")
+
+    def _fail(self, member: _Member, reason: str) -> None:
+        """Ends a rank's actor, and says when the next one is due."""
+        now = time.monotonic()
+        if member.joined_s is not None and now - member.joined_s >= STEADY_S:
+            member.failures = 0
+        backoff_s = min(MOST_BACKOFF_S, 2.0 ** (member.failures - 1)) if member.failures else 0.0
+        member.failures, member.due_s = member.failures + 1, now + backoff_s
+        self._end(member)
+        again = f"in {backoff_s:.0f} s" if backoff_s else "now"
+        logger.warning("rank %d: %s; it is started again %s", member.rank, reason, again)
+
+    def _end(self, member: _Member) -> None:
+        """Kills a rank. Ray takes five seconds for a process that is stopped, so on this node it is not left to Ray alone."""
+        actor, process = member.actor, member.process
+        member.actor = member.loading = member.process = member.joined_s = None
+        if process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+
+
+def _for_a_rank(model: ModelOptions) -> ModelOptions:
+    """Ray shows each actor its own GPU only, as number 0, whatever the leader's was."""
+    return dataclasses.replace(model, device="cuda") if model.device.startswith("cuda:") else model
+
+
+def _bundles(placement_group: PlacementGroup | None, world_size: int) -> PlacementGroup:
+    found = 0 if placement_group is None else placement_group.bundle_count
+    if placement_group is None or found < world_size:
+        raise GroupError(f"{world_size} ranks need a placement group with a bundle for each, but there are {found} bundles")
+    return placement_group
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong at a rank, in one line."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return " ".join(str(cause).split("\n\n")[0].split())[:400] or type(cause).__name__

@@ -1,0 +1,139 @@
+"""An engine over a list of prompts that are all there from the beginning: what ``outrider generate`` runs. Without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import Request, SamplingParams, StepOutput
+from engine.chat import render_chat
+from engine.engine import Engine
+from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from actors.group import Group
+
+TENANT = "local"  # all records of a file may draft from each other
+
+
+@dataclass(frozen=True, slots=True)
+class OfflinePrompt:
+    """One record, as text."""
+
+    request_id: str
+    text: str
+    references: tuple[str, ...] = ()  # documents that the answer may repeat
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """How the ranks shared the steps."""
+
+    mean_width: float  # ranks that took part, over the latest steps
+    exchange_share: float  # of those steps' time, what no rank computed in: messages, waiting, merging
+    losses: int
+    divergences: int
+
+
+class OfflineEngine:
+    """An engine that is given all its prompts, then run until none is left. One thread calls it."""
+
+    def __init__(
+        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, ranks: Group | None = None
+    ) -> None:
+        """
+        Args:
+            model: to load.
+            engine: of the step loop; ``max_waiting`` has to be as many as there are prompts.
+            speculation: of the drafter.
+            ranks: those that share the steps; None to compute alone.
+
+        Raises:
+            engine.errors.ModelLoadError: the model cannot be loaded.
+            actors.ranks.GroupError: the ranks cannot be had.
+            ValueError: an option outside its range.
+        """
+        self._ranks = ranks
+        if ranks is None:
+            self._engine = Engine.load(model, engine, speculation)
+        else:
+            try:
+                self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor)
+                ranks.start()
+            except BaseException:
+                ranks.close()
+                raise
+        self.info = self._engine.info
+        self.world_size = 1 if ranks is None else ranks.world_size
+        self.threads = model.threads
+
+    def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
+        """Tokenizes and takes in prompts.
+
+        Args:
+            prompts: with ids of their own.
+            params: of all of them.
+            chat: send each as a user message in the model's chat template.
+
+        Returns:
+            Of each the tokens of its prompt, or why it cannot be served.
+        """
+        return [self._add(prompt, params, chat) for prompt in prompts]
+
+    def outputs(self, every_s: float = 0.0) -> Iterator[list[StepOutput]]:
+        """What the steps emit until no request is left, gathered over ``every_s`` seconds.
+
+        The last output of a request has a finish reason and counters.
+        """
+        if self._ranks is not None:
+            self._ranks.occupied(True)
+        gathered: list[StepOutput] = []
+        since = time.monotonic()
+        while self._engine.has_work:
+            gathered += self._engine.step()
+            now = time.monotonic()
+            if gathered and now - since >= every_s:
+                yield gathered
+                gathered, since = [], now
+        if self._ranks is not None:
+            self._ranks.occupied(False)
+        if gathered:
+            yield gathered
+
+    def group_counts(self) -> GroupCounts | None:
+        """How the ranks did; None where there are none."""
+        if self._ranks is None:
+            return None
+        state, times = self._ranks.state(), self._ranks.times()
+        assert state is not None
+        wall_s = sum(max(step.rank_s) + step.exchange_s for step in times)
+        return GroupCounts(
+            mean_width=round(sum(len(step.rank_s) for step in times) / len(times), 4) if times else float(len(state.ready)),
+            exchange_share=round(sum(step.exchange_s for step in times) / wall_s, 4) if wall_s else 0.0,
+            losses=state.losses,
+            divergences=state.divergences,
+        )
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _add(self, prompt: OfflinePrompt, params: SamplingParams, chat: bool) -> int | str:
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None
+        try:
+            if chat:
+                ids = render_chat(tokenizer, [{"role": "user", "content": prompt.text}])
+            else:
+                ids = tokenizer(prompt.text)["input_ids"]
+            if not ids:
+                raise RequestError("prompt", "it holds no token")
+            references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompt.references]
+            self._engine.add(Request(prompt.request_id, ids, params, references, tenant=TENANT))
+        except RequestError as error:
+            return str(error)
+        return len(ids)

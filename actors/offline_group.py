@@ -1,0 +1,213 @@
+"""``OfflineEngine`` over several ranks, on a Ray of its own that ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.group import Group
+from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
+from actors.ranks import GroupError
+from configs.schema import MAX_WORLD_SIZE
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from decoding.request import SamplingParams, StepOutput
+from engine.errors import ModelLoadError
+from engine.loading import ModelInfo
+
+OBJECT_STORE_BYTES = 128 * 2**20  # prompts and outputs travel inside calls
+STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many ranks there are, and what each of them gets."""
+
+    world_size: int
+    device: str  # cuda or cpu
+    threads: int | None  # of each rank on a CPU
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for a rank."""
+        return {"GPU": 1.0} if self.threads is None else {"CPU": float(self.threads)}
+
+
+def shape_of(world_size: int | str, model: ModelOptions, cpus: int, gpus: int) -> Shape:
+    """The ranks that a machine can house.
+
+    Example: on 16 cores without a GPU, ``auto`` with 4 threads is 4 ranks; 3 ranks without a number of threads get 5 each.
+
+    Args:
+        world_size: a number, or auto for as many as there are GPUs, or groups of ``model.threads`` cores.
+        model: its device and threads.
+        cpus: cores of the machine.
+        gpus: GPUs of the machine.
+
+    Raises:
+        GroupError: there are not so many.
+    """
+    if model.device.startswith("cuda:"):
+        raise GroupError(f"device {model.device} is one GPU: several ranks take one each, so give cuda")
+    if model.device == "cuda" or (model.device == "auto" and gpus):
+        ranks = max(1, min(gpus, MAX_WORLD_SIZE)) if world_size == "auto" else int(world_size)
+        if ranks > gpus:
+            raise GroupError(f"world size {ranks} needs {ranks} GPUs, one for each rank, but there are {gpus}")
+        return Shape(ranks, "cuda", None)
+    if world_size == "auto":
+        threads = model.threads or 1
+        ranks = max(1, min(cpus // threads, MAX_WORLD_SIZE))
+    else:
+        ranks = int(world_size)
+        threads = model.threads or max(1, cpus // ranks)
+    if ranks * threads > cpus:
+        raise GroupError(
+            f"world size {ranks} with {threads} threads a rank needs {ranks * threads} CPU cores, but there are {cpus}: lower "
+            "one of them"
+        )
+    return Shape(ranks, "cpu", threads)
+
+
+class OfflineLeader:
+    """The leader as an actor: the engine, and the group that shares its steps."""
+
+    def load(
+        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
+    ) -> ModelInfo:
+        """Loads the model in this process and in its followers. Raises as ``OfflineEngine`` does."""
+        self._engine = OfflineEngine(model, engine, speculation, Group(model, engine, speculation, parallelism))
+        return self._engine.info
+
+    def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
+        """See ``OfflineEngine``."""
+        return self._engine.submit(prompts, params, chat)
+
+    def outputs(self) -> Iterator[list[StepOutput]]:
+        """See ``OfflineEngine``."""
+        yield from self._engine.outputs(STREAM_S)
+
+    def group_counts(self) -> GroupCounts | None:
+        """See ``OfflineEngine``."""
+        return self._engine.group_counts()
+
+
+class OfflineGroup:
+    """As ``OfflineEngine``, with a leader and followers in a placement group of a Ray that belongs to this process."""
+
+    def __init__(
+        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
+    ) -> None:
+        """
+        Args:
+            model: ``threads`` are of each rank; when absent the ranks share the cores.
+            engine: of the leader.
+            speculation: of the leader.
+            parallelism: ``world_size`` may be auto: see ``shape_of``.
+
+        Raises:
+            engine.errors.ModelLoadError: the model cannot be loaded.
+            GroupError: the machine cannot house the ranks, Ray does not start, or a rank cannot be loaded.
+            ValueError: an option outside its range.
+        """
+        _start_ray()
+        try:
+            resources = ray.cluster_resources()
+            shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
+            ranks, bundle = shape.world_size, shape.bundle
+            self.world_size, self.threads = shape.world_size, shape.threads
+            # One machine: how the ranks are placed in a cluster has no meaning here.
+            parallelism = dataclasses.replace(parallelism, mode="lookahead", world_size=ranks, placement="STRICT_PACK")
+            model = dataclasses.replace(model, device=shape.device, threads=shape.threads or model.threads)
+            bundles = placement_group([bundle] * ranks, strategy="STRICT_PACK")
+            actor = ray.remote(OfflineLeader).options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0),
+            )
+            self._leader = cast(Any, actor.remote())
+            self.info: ModelInfo = _answer(self._leader.load.remote(model, engine, speculation, parallelism))
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:
+        """See ``OfflineEngine``."""
+        counts: list[int | str] = _answer(self._leader.submit.remote(list(prompts), params, chat))
+        return counts
+
+    def outputs(self) -> Iterator[list[StepOutput]]:
+        """See ``OfflineEngine``. Raises GroupError when the leader fails."""
+        for reference in self._leader.outputs.options(num_returns="streaming").remote():
+            outputs: list[StepOutput] = _answer(reference)
+            yield outputs
+
+    def group_counts(self) -> GroupCounts | None:
+        """See ``OfflineEngine``."""
+        counts: GroupCounts | None = _answer(self._leader.group_counts.remote())
+        return counts
+
+    def close(self) -> None:
+        """Ends Ray, and all ranks with it. Harmless when repeated."""
+        ray.shutdown()
+
+
+def _start_ray() -> None:
+    """A Ray that only this machine reaches. Raises GroupError when it does not start."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
+    try:
+        with _uninterrupted():
+            ray.init(
+                "local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (RuntimeError, ValueError, OSError, RayError) as error:
+        raise GroupError(f"Ray did not start: {_one_line(error)}") from error
+    signal.signal(signal.SIGTERM, _terminate)  # Ray's own handler aborts, and leaves its processes to themselves
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block: Ray interrupted half-way through its start could not be stopped in order."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _answer(reference: ray.ObjectRef[Any]) -> Any:
+    """The value of a call to the leader. What it raised for users comes as it was, all else as a GroupError of one line."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        if isinstance(error.cause, (ModelLoadError, GroupError, ValueError)):
+            raise error.cause from None
+        raise GroupError(f"the leader of the group failed: {_one_line(error.cause)}") from error
+    except RayError as error:
+        said = str(error).strip().split("\n")[0]  # the lines below name Ray's own things
+        raise GroupError(f"the leader of the group is gone, perhaps for want of memory: {said}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

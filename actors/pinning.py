@@ -1,0 +1,43 @@
+"""Cores that ranks have to themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from actors.ranks import GroupError
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """The cores that the calling thread may use, in ascending order; those of its process where nobody pinned it.
+
+    Raises:
+        GroupError: this system knows no affinity of threads.
+    """
+    if sys.platform != "linux":
+        raise GroupError("parallelism.pin_threads needs Linux: set it to false")
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def own_cores(index: int, threads: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """The ``index``-th run of ``threads`` cores.
+
+    Example: with the cores (0, 1, 4, 5) and two threads a rank, index 1 gets the cores 4 and 5.
+
+    Raises:
+        GroupError: there are too few.
+    """
+    run = tuple(cores[index * threads : (index + 1) * threads])
+    if len(run) < threads:
+        raise GroupError(
+            f"parallelism.pin_threads: {index + 1} ranks with {threads} threads each need {(index + 1) * threads} cores on their "
+            f"node, which has {len(cores)}; lower parallelism.world_size or model.threads, or set pin_threads to false"
+        )
+    return run
+
+
+def pin_thread(cores: Sequence[int]) -> None:
+    """Keeps the calling thread, and the threads that it starts from now on, on these cores."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cores)  # 0: the calling thread, not its process

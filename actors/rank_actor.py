@@ -1,0 +1,58 @@
+"""A rank as a Ray actor."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import ray
+
+from actors.link import Address
+from actors.pinning import allowed_cores, own_cores, pin_thread
+from actors.rank import RankServer
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from engine.engine import load_runner
+from engine.executor import LocalExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank listens and runs."""
+
+    address: Address
+    pid: int
+    node: str
+
+
+class RankActor:
+    """A follower: a copy of the model that computes its part of the leader's steps. It ends with the actor that made it."""
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        parallelism: ParallelismOptions,
+        world_size: int,
+        secret: bytes,
+    ) -> None:
+        self._model, self._engine, self._speculation = model, engine, speculation
+        self._parallelism, self._world_size, self._secret = parallelism, world_size, secret
+        self._server: RankServer | None = None
+
+    def load(self, pinned: tuple[int, int] | None) -> Place:
+        """Loads the model and listens.
+
+        Args:
+            pinned: (how many ranks of lower number its node has, cores of a rank), where threads are to stay on their cores.
+
+        Raises:
+            ModelLoadError: the model cannot be used.
+            GroupError: the node has too few cores.
+        """
+        prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
+        _, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
+        host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
+        self._server = RankServer(LocalExecutor(runner), self._secret, self._parallelism, host, prepare)
+        return Place(self._server.address, os.getpid(), ray.get_runtime_context().get_node_id())

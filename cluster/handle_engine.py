@@ -1,0 +1,150 @@
+"""The engine replicas behind a Serve handle, and how a request outlives the replica that it began on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from actors.replica import Description
+from cluster.errors import ApiError
+from cluster.generation import Job
+from decoding.request import FinishReason, StepOutput
+from engine.errors import QueueFullError, RequestError
+
+logger = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 5.0
+ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
+BEAT_S = 1.0  # a replica that has nothing new to say of a request says so that often
+SILENCE_S = 10.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
+MAX_LOSSES = 4  # replicas that one request may lose: more likely it is what ends them
+_PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
+_LONGEST_PAUSE_S = 1.0
+
+
+class _LostError(Exception):
+    """The replica does not answer any more."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Progress:
+    """How far a request has come, on all its replicas together."""
+
+    deadline_s: float  # for a replica to take it
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    taken: bool = False  # the consumer was told that a replica has it
+    losses: int = 0
+    failed_at: int | None = None  # tokens that had been emitted when a step with it failed
+    pause_s: float = _PAUSE_S
+
+
+class HandleEngine:
+    """The ``EnginePort`` over a deployment of ``EngineReplica``.
+
+    Outputs are a function of prompt, parameters and seed. So a request whose replica is lost goes on at another, or at the one
+    that takes its place, from the tokens that came: the consumer sees a pause, and no token is lost or comes twice.
+
+    Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
+    computes their KV with the prompt's, and its first new output is the fourth token.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], resume_timeout_s: float) -> None:
+        """
+        Args:
+            handle: of the deployment.
+            resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
+        """
+        self._handle, self._stream = handle, handle.options(stream=True)
+        self._resume_timeout_s = resume_timeout_s
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        """See ``EnginePort.generate``. The counters of the last output are those of the last replica."""
+        progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S)
+        while True:
+            reason: Exception
+            try:
+                attempt = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted))
+                async with contextlib.aclosing(self._attempt(attempt, progress)) as outputs:
+                    async for output in outputs:
+                        yield output
+                        if output.finish_reason is not None:
+                            return
+                if len(attempt.emitted) == len(job.emitted) + len(progress.emitted):
+                    await asyncio.sleep(_PAUSE_S)  # it may be what made the step fail: those that go on get a head start
+                continue
+            except _LostError as lost:
+                reason = lost
+            except (QueueFullError, RequestError) as refusal:
+                if not _passes(refusal, progress):
+                    raise
+                reason = refusal
+            if progress.losses > MAX_LOSSES or time.monotonic() + progress.pause_s > progress.deadline_s:
+                logger.error("request %s: given up after %d tokens: %s", job.request_id, len(progress.emitted), reason)
+                message = f"the engine replica failed or is not answering ({reason}); try again"
+                raise ApiError(503, message, code="engine_unavailable") from reason
+            logger.warning("request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
+            await asyncio.sleep(progress.pause_s)
+            progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
+
+    async def _attempt(self, job: Job, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
+        """What is new of the outputs of one replica.
+
+        A failed step ends all requests in it, whosever fault it was. So it ends without a finish reason then, to be made again,
+        unless the last attempt failed as well and this one emitted nothing since.
+
+        Raises:
+            _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
+        """
+        response = cast("DeploymentResponseGenerator[Any]", self._stream.generate.remote(job))
+        heard = finished = False
+        try:
+            while not finished:
+                async with asyncio.timeout(SILENCE_S):
+                    item = await response.__anext__()
+                heard = True
+                progress.deadline_s = time.monotonic() + self._resume_timeout_s
+                if item is None:
+                    continue  # a beat
+                finished = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
+                    logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
+                    progress.failed_at = len(progress.emitted)
+                elif item.token_ids or finished or not progress.taken:
+                    progress.taken = True
+                    progress.emitted += item.token_ids
+                    yield item
+        except (RayError, RayServeException, StopAsyncIteration, TimeoutError) as error:
+            logger.debug("request %s: a replica is lost", job.request_id, exc_info=error)
+            progress.losses += heard or not isinstance(error, TimeoutError)  # else it may be that none was there to hear it
+            raise _LostError(type(error).__name__) from error
+        finally:
+            if not finished:
+                response.cancel()
+
+    async def describe(self) -> list[Description]:
+        """See ``EnginePort.describe``."""
+        try:
+            # In a thread: results_async gives up all answers when a single one does not come in time.
+            response = self._handle.broadcast("describe")
+            answers = await asyncio.to_thread(response.results, timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            logger.exception("no engine replica answers")
+            return []
+        return [answer for answer in answers if isinstance(answer, Description)]
+
+
+def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
+    """Whether a request that is under way only has to wait: for a place, or for a replica that has not let go of it yet."""
+    waits = isinstance(refusal, QueueFullError) or refusal.field == "request_id"
+    return progress.taken and waits

@@ -1,0 +1,133 @@
+"""Where the replicas of a node find each other: a deployment that numbers them and tells each who the others are.
+
+Only addresses and numbers are kept, for as long as they are repeated: a lobby that is started anew knows everything a second
+later, and everybody keeps the number that it had.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from actors.link import Address
+
+logger = logging.getLogger(__name__)
+
+JOIN_PERIOD_S = 1.0
+FORGET_S = 5.0  # who has said nothing for so long is gone
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica's number among those of its node, and where the others are."""
+
+    rank: int
+    peers: dict[int, Address]  # by rank
+
+
+@dataclass(slots=True)
+class _Member:
+    rank: int
+    seen_s: float
+
+
+@dataclass(slots=True)
+class Lobby:
+    """Who is there, by node. Numbers are small and stable: the lowest free one when somebody comes, kept while it stays."""
+
+    _nodes: dict[str, dict[Address, _Member]] = field(default_factory=dict)
+
+    def join(self, node: str, address: Address, rank: int | None, now_s: float) -> Place:
+        """Enters a replica, or says that it is still there.
+
+        Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
+
+        Args:
+            node: where it runs; replicas of different nodes do not meet.
+            address: where it listens. A replica that is started anew has another one.
+            rank: the number that it had, which it keeps if nobody else has it (the lobby may have forgotten).
+            now_s: of a clock that only goes forward.
+        """
+        self._forget(now_s)
+        members = self._nodes.setdefault(node, {})
+        member = members.get(address)
+        if member is None:
+            taken = {other.rank for other in members.values()}
+            if rank is None or rank in taken:
+                rank = min(set(range(len(taken) + 1)) - taken)
+            member = members[address] = _Member(rank, now_s)
+        member.seen_s = now_s
+        peers = {other.rank: where for where, other in sorted(members.items()) if where != address}
+        return Place(member.rank, peers)
+
+    def _forget(self, now_s: float) -> None:
+        for node, members in list(self._nodes.items()):
+            kept = {address: member for address, member in members.items() if now_s - member.seen_s <= FORGET_S}
+            self._nodes[node] = kept
+            if not kept:
+                del self._nodes[node]
+
+
+class LobbyActor:
+    """A ``Lobby`` as an actor."""
+
+    def __init__(self) -> None:
+        self._lobby = Lobby()
+
+    async def join(self, node: str, address: Address, rank: int | None) -> Place:
+        """See ``Lobby.join``."""
+        return self._lobby.join(node, address, rank, time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What a replica needs in order to meet the others of its node."""
+
+    lobby: Any  # of ``LobbyActor``: as it is bound, and a handle when it arrives
+    secret: bytes = field(repr=False)  # shared by all replicas
+    world_size: int  # the most ranks of a group
+
+
+class Attendance:
+    """Keeps a replica in the lobby and passes on what it hears there, in a thread of its own."""
+
+    def __init__(self, lobby: DeploymentHandle[Any], address: Address, meet: Callable[[int, dict[int, Address]], None]) -> None:
+        """
+        Args:
+            lobby: of ``LobbyActor``.
+            address: where this replica listens for its peers.
+            meet: is told the own rank and the peers' addresses, again and again.
+        """
+        self._lobby, self._address, self._meet = lobby, address, meet
+        self._node = ray.get_runtime_context().get_node_id()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says nothing any more; the lobby forgets the replica. Harmless when repeated."""
+        self._over.set()
+
+    def _run(self) -> None:
+        rank: int | None = None
+        missing = False
+        while not self._over.wait(0.0 if rank is None and not missing else JOIN_PERIOD_S):
+            try:
+                place: Place = self._lobby.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
+            except (RayError, RayServeException, TimeoutError) as error:
+                if not missing:  # those who know each other go on meanwhile
+                    logger.warning("the lobby does not answer (%s); asking again", type(error).__name__)
+                missing = True
+                continue
+            missing, rank = False, place.rank
+            self._meet(place.rank, place.peers)

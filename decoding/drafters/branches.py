@@ -1,0 +1,47 @@
+"""Continuations of a text as the branches of one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from decoding.tree import DraftTree, Int32Array
+
+LOOKED_AT = 8  # continuations to look at for one branch: many say what an earlier one said
+
+
+def tree_of(
+    root: int, rows: Iterable[tuple[Sequence[int] | Int32Array, int]], budget: int, most: int | None = None, merged: bool = True
+) -> DraftTree:
+    """Continuations below the root, those that come first before all others, as many tokens as the budget holds.
+
+    Example: ``1 2 3``, ``1 2`` and ``1 4`` with a budget of 4 or more give the rows 1, 2, 3 and, below the same 1, 4. The second
+    one adds nothing; with ``most`` 2 the third one is the last to be looked at.
+
+    Args:
+        root: the last committed token.
+        rows: continuations, each with the id of its source.
+        budget: rows below the root.
+        most: branches: continuations that add a row; all that fit when absent.
+        merged: what begins alike shares rows; else each continuation is a chain of its own.
+    """
+    tokens, parents, sources = [root], [-1], [0]
+    children: dict[tuple[int, int], int] = {}
+    branches = 0
+    for row, source in rows:
+        before, parent = len(tokens), 0
+        for token in row:
+            child = children.get((parent, int(token))) if merged else None
+            if child is None:
+                if len(tokens) > budget:
+                    break
+                child = children[parent, int(token)] = len(tokens)
+                tokens.append(int(token))
+                parents.append(parent)
+                sources.append(source)
+            parent = child
+        branches += len(tokens) > before
+        if branches == most or len(tokens) > budget:
+            break
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(sources, np.int8), len(tokens))

@@ -1,0 +1,316 @@
+"""Strong scaling of lookahead parallelism on one machine: one request, one rank against several, each at its own best budget.
+
+python -m experiments.lookahead_scaling --random-model 110m --tokenizer DIR --prompts FILE.jsonl...
+python -m experiments.lookahead_scaling --model demo_model --strategy jacobi --prompts FILE.jsonl...
+
+The ranks beside the leader are processes with a copy of the model and one thread each. With --random-model the forwards are real
+and the committed tokens are the known outputs of the prompts (LLMA, arXiv 2304.04487, section 3.2), so weights do not matter; a
+strategy that drafts from the target's own guesses, such as jacobi, needs a real model.
+
+First a sweep over the first records of each file finds each contestant's best budget, by tokens per second after the first token.
+Then the best of each take turns on other records: plain decoding on one thread and on as many threads as there are ranks; each
+strategy on one rank with one thread, on one rank with as many threads, and on the ranks with one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from cluster.known_texts import TextTokenizer
+from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
+from configs.schema import find_model
+from configs.slices import Dtype, ModelOptions
+from engine.errors import ModelLoadError
+from engine.loading import LoadedModel, load_model, load_tokenizer
+from experiments.bench_models import Workload, chat_workload, fitting, known_workload
+from experiments.competition import Tally, compete, progress_bar
+from experiments.contestants import Prompt
+from experiments.guided import SIZES
+from experiments.guided_ranks import FollowerGroup, RankModel, executor_over
+from experiments.record import RESULTS, write_record
+from experiments.scaling_bench import (
+    CURVE_ROWS,
+    Entry,
+    ScalingBench,
+    ScalingContestant,
+    decode_rates,
+    ratios,
+    step_split,
+    total_rates,
+)
+from experiments.scaling_figures import PARTS, scaling_bars
+
+_PLAIN = "autoregressive"
+_MAX_TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Prompts to find budgets with, and others to measure on."""
+
+    sweep: list[Workload]
+    measured: list[Workload]
+
+    def prompts(self) -> list[Prompt]:
+        """All of them."""
+        return [prompt for workload in (*self.sweep, *self.measured) for prompt in workload.prompts]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurement, writes the record and the figure; 2 for a file, a model or a strategy that cannot be used."""
+    args = _arguments(argv)
+    started = datetime.now(UTC)
+    try:
+        choices = chosen_strategies(args.strategy)
+        results = run(args, choices)
+    except (ValueError, ModelLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seed = args.seed if args.random_model else None
+    path = write_record("lookahead-scaling", vars(args), results, seed, started, "cpu", args.out)
+    scaling_bars(results, path.with_suffix(".svg"))
+    Console(width=None if sys.stdout.isatty() else 160).print(table(results))
+    print(f"record: {path.name}, figure: {path.stem}.svg", file=sys.stderr)
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--sweep-records", type=int, default=2, help="of each file, to find the budgets")
+    parser.add_argument("--pin", action="store_true", help="while a group works, each rank stays on a core of its own")
+    parser.add_argument(
+        "--wide-threads", type=int, help="of the wide contestants; the ranks of the largest group when absent, 1: none"
+    )
+    parser.set_defaults(ranks=[2], records=6, repeats=3)
+    args = parser.parse_args(argv)
+    args.wide_threads = args.wide_threads or max(args.ranks)
+    check_options(parser, args)
+    if min(args.ranks) < 2:
+        parser.error(f"--ranks must be at least 2, got {min(args.ranks)}: one rank always competes")
+    return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that ``load_setting`` needs, and what else the measurements of groups have in common."""
+    parser.add_argument("--random-model", choices=tuple(SIZES), help="a Llama of random weights that follows known outputs")
+    parser.add_argument("--model", help="folder of a real model, or its name on the hub; without --random-model")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, with --random-model")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt and output")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; auto when absent")
+    parser.add_argument("--ranks", type=int, nargs="+", help="group sizes")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="drafted rows of a rank")
+    parser.add_argument("--records", type=int, help="of each file")
+    parser.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, help="of an output")
+    parser.add_argument("--max-prompt", type=int, help="records with a longer prompt are left out; it is the prefill's time")
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--dtype", choices=tuple(kind for kind in get_args(Dtype) if kind != "auto"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the figure")
+
+
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the process with code 2 where the options of ``add_options`` do not go together."""
+    if (args.random_model is None) == (args.model is None):
+        parser.error("give --random-model or --model")
+    if args.random_model and args.tokenizer is None:
+        parser.error("--random-model needs --tokenizer")
+    args.strategy = args.strategy or ["auto"]
+
+
+def run(args: argparse.Namespace, choices: Sequence[StrategyChoice]) -> dict[str, Any]:
+    """The sweep and the measurement.
+
+    Returns:
+        ``curve_ms`` by rows, ``sweep`` (tokens per second by way and budget), and ``workloads`` and ``overall`` with a row a way.
+
+    Raises:
+        ValueError, ModelLoadError: a file or a model that cannot be used.
+    """
+    torch.set_num_threads(1)
+    loaded, texts, model = load_setting(args)
+    known = {prompt.id: prompt.known for prompt in texts.prompts() if prompt.known is not None} or None
+    with ExitStack() as stack:
+        cores = sorted(os.sched_getaffinity(0)) if args.pin else None
+        group = stack.enter_context(FollowerGroup(model, known, max(args.ranks), cores))
+        bench = ScalingBench(loaded, executor_over(model.runner(loaded.model), known), group, args.pin)
+        progress = stack.enter_context(progress_bar())
+        chosen, sweep = _sweep(bench, args, choices, texts.sweep, known, progress)
+        results = _measure(bench, args, chosen, texts.measured, known, progress)
+        rows = [count for count in CURVE_ROWS if count < model.context]
+        seconds = bench.target(1).step_seconds(rows)
+    curve = {count: round(1e3 * value, 2) for count, value in zip(rows, seconds, strict=True)}
+    return {"curve_ms": curve, "sweep": sweep, "num_parameters": loaded.model.num_parameters()} | results
+
+
+def load_setting(args: argparse.Namespace) -> tuple[LoadedModel, Texts, RankModel]:
+    """What to run on, from the options of ``add_options``; raises as ``run`` does."""
+    draft_rows = max(args.ranks) * max(args.budgets)
+    if args.random_model:
+        cutter = TextTokenizer(args.tokenizer)
+        texts = _texts(args, [known_workload(path, cutter, args.max_tokens, None) for path in args.prompts])
+        context = max(len(prompt.ids) + len(prompt.known or ()) for prompt in texts.prompts())
+        model = RankModel(args.random_model, cutter.vocab_size, context, draft_rows, args.dtype, args.seed)
+        loaded = LoadedModel(model.load(), load_tokenizer(str(args.tokenizer)), f"random-{args.random_model}", context, ())
+        return loaded, texts, model
+    path = find_model(args.model)
+    loaded = load_model(ModelOptions(path, dtype=args.dtype, device="cpu", threads=1))
+    vocab_size = loaded.model.config.get_text_config().vocab_size
+    model = RankModel(path, vocab_size, loaded.max_model_len, draft_rows, args.dtype, args.seed)
+    workloads = [chat_workload(file, loaded.tokenizer, None) for file in args.prompts]
+    return loaded, _texts(args, [fitting(workload, args.max_tokens, model.context) for workload in workloads]), model
+
+
+def _texts(args: argparse.Namespace, workloads: Sequence[Workload]) -> Texts:
+    """Raises ``ValueError`` when a file has too few prompts, or two of them have one id."""
+    sweep, measured = [], []
+    for workload in workloads:
+        fit = [prompt for prompt in workload.prompts if args.max_prompt is None or len(prompt.ids) <= args.max_prompt]
+        needed = args.sweep_records + args.records
+        if len(fit) < needed:
+            raise ValueError(f"{workload.name} has {len(fit)} prompts that fit, but {needed} are needed: lower --records")
+        sweep.append(Workload(workload.name, fit[: args.sweep_records], workload.too_long))
+        measured.append(Workload(workload.name, fit[args.sweep_records : needed], workload.too_long))
+    texts = Texts(sweep, measured)
+    if len({prompt.id for prompt in texts.prompts()}) < len(texts.prompts()):
+        raise ValueError("two records have one id: give each its own")
+    return texts
+
+
+def _sweep(
+    bench: ScalingBench,
+    args: argparse.Namespace,
+    choices: Sequence[StrategyChoice],
+    workloads: Sequence[Workload],
+    known: Mapping[str, list[int]] | None,
+    progress: Progress,
+) -> tuple[list[Entry], dict[str, dict[int, float]]]:
+    """Plain decoding, and the best budget of each strategy on each number of ranks; tokens per second by way and budget."""
+    plain = parse_strategy(_PLAIN)
+    threads = sorted({1, args.wide_threads})
+    ways = [*((1, count) for count in threads), *((ranks, 1) for ranks in args.ranks)]
+    entries = [
+        Entry(choice, ranks, threads, budget)
+        for choice, (ranks, threads), budget in itertools.product(choices, ways, args.budgets)
+    ]
+    prompts = [prompt for workload in workloads for prompt in workload.prompts]
+    contestants = [ScalingContestant(bench, entry, args.max_tokens) for entry in entries]
+    _, tallies = compete(contestants, prompts, 1, 1, progress, known)
+    rates: dict[str, dict[int, float]] = {}
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        (rate,) = decode_rates(tallies[entry.label], 1, len(prompts))
+        rates.setdefault(entry.way, {})[entry.budget] = rate
+        if rate == max(rates[entry.way].values()):
+            best[entry.way] = entry
+    shown = {way: {budget: round(rate, 2) for budget, rate in of.items()} for way, of in rates.items()}
+    return [*(Entry(plain, 1, count, 0) for count in threads), *best.values()], shown
+
+
+def _measure(
+    bench: ScalingBench,
+    args: argparse.Namespace,
+    entries: Sequence[Entry],
+    workloads: Sequence[Workload],
+    known: Mapping[str, list[int]] | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The entries in turns over all workloads: a row a way for each, and over all of them."""
+    decode: dict[str, dict[str, list[float]]] = {entry.label: {} for entry in entries}
+    total: dict[str, dict[str, list[float]]] = {entry.label: {} for entry in entries}
+    rows: dict[str, Any] = {}
+    splits: dict[str, list[dict[str, Any]]] = {entry.label: [] for entry in entries}
+    costs, row_s = bench.curve()
+    for workload in workloads:
+        contestants = [ScalingContestant(bench, entry, args.max_tokens) for entry in entries]
+        expected, tallies = compete(contestants, workload.prompts, args.repeats, 1, progress, known)
+        prompts = len(workload.prompts)
+        named = {}
+        for contestant in contestants:
+            label, tally = contestant.name, tallies[contestant.name]
+            decode[label][workload.name] = decode_rates(tally, args.repeats, prompts)
+            total[label][workload.name] = total_rates(tally, args.repeats)
+            split = step_split(tally, prompts * args.repeats, contestant.steps, costs, row_s)
+            splits[label].append(split)
+            named[label] = _row(tally, decode[label][workload.name], prompts) | {"ms": split}
+        rows[workload.name] = {"records": prompts, "entries": named, "output_tokens": sum(map(len, expected.values()))}
+    overall = {entry.label: _overall(entry, entries, decode, total, rows, splits) for entry in entries}
+    return {"workloads": rows, "overall": overall}
+
+
+def _row(tally: Tally, rates: Sequence[float], prompts: int) -> dict[str, Any]:
+    """An entry on one workload."""
+    return {
+        "tokens_per_step": round(tally.tokens / tally.steps, 3),
+        "decode_tokens_per_s": [round(rate, 2) for rate in rates],
+        "identical": prompts - len(tally.differing),
+    }
+
+
+def _overall(
+    entry: Entry,
+    entries: Sequence[Entry],
+    decode: Mapping[str, Mapping[str, list[float]]],
+    total: Mapping[str, Mapping[str, list[float]]],
+    rows: Mapping[str, Any],
+    splits: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """An entry over all workloads; each ratio is the mean over them, repeat by repeat."""
+    label = entry.label
+    one = next((e for e in entries if e.strategy == entry.strategy and (e.ranks, e.threads) == (1, 1)), entry)
+    wide = max((e for e in entries if e.strategy.label == _PLAIN), key=lambda e: e.threads)
+    against = {"plain": entries[0], "plain_wide": wide, "one_rank": one}
+    own = splits[label]
+    return {
+        "ranks": entry.ranks,
+        "threads": entry.threads,
+        "budget": entry.budget,
+        "strategy": entry.strategy.label,
+        "tokens_per_step": round(statistics.fmean(row["entries"][label]["tokens_per_step"] for row in rows.values()), 3),
+        "identical": sum(row["entries"][label]["identical"] for row in rows.values()),
+        "records": sum(row["records"] for row in rows.values()),
+        "decode_ratio": {name: ratios(decode[label], decode[other.label]) for name, other in against.items()},
+        "total_ratio": {name: ratios(total[label], total[other.label]) for name, other in against.items()},
+        "ms": {name: round(statistics.fmean(split[name] for split in own), 4) for name in own[0]},
+    }
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    """A row an entry, over all workloads."""
+    titles = ("tok/step", "x plain", "spread", "x plain wide", "x one rank", "spread", "with prefill", "ms a step", "exchange")
+    columns = (Column(title, justify="right") for title in titles)
+    shown = Table(Column("strategy, ranks x threads, budget", overflow="fold"), *columns)
+    for label, row in results["overall"].items():
+        ratio, ms = row["decode_ratio"], row["ms"]
+        parts = " + ".join(f"{ms[name]:.1f}" for name in PARTS)
+        share = f"{100 * ms['exchange_share']:.1f} %" if "exchange_share" in ms else ""
+        shown.add_row(
+            label, f"{row['tokens_per_step']:.2f}", f"{statistics.median(ratio['plain']):.2f}", _spread(ratio["plain"]),
+            f"{statistics.median(ratio['plain_wide']):.2f}", f"{statistics.median(ratio['one_rank']):.2f}",
+            _spread(ratio["one_rank"]), f"{statistics.median(row['total_ratio']['one_rank']):.2f}", parts, share,
+        )  # fmt: skip
+    shown.caption = f"ms a step: {' + '.join(PARTS)}; plain wide: plain decoding on as many threads as there are ranks"
+    return shown
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{min(values):.2f}-{max(values):.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

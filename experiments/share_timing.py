@@ -1,0 +1,327 @@
+"""What lookahead parallelism would gain with a device for each rank: predicted from shares timed in turn on one.
+
+python -m experiments.share_timing --random-model 110m --tokenizer DIR --prompts FILE.jsonl... --exchange RECORD.json
+
+All ranks of a group run in this process, with the same weights and KV of their own, and compute one after another, each as if it
+were alone. So the steps, their trees, their shares and what is computed again are those of a real group. The predicted time of a
+step is the leader's drafting, the slowest rank's share and the exchange.
+
+What the prediction assumes:
+
+* every rank has a device as fast as this one and shares nothing with the others: no contention for memory, caches or power;
+* the exchange is what ``experiments.exchange`` measured for a whole group, on a straight line through its group sizes;
+* drafting grows with the tree as it does here, and is not overlapped with anything;
+* the curve of time by rows is this device's. A GPU's is flat for longer, so that other budgets would be best there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from transformers import PreTrainedModel
+
+from actors.link import Link
+from actors.rank import RankServer
+from cluster.strategy_option import StrategyChoice, chosen_strategies
+from configs.slices import EngineOptions
+from decoding.drafters.base import Drafter, TargetRows
+from decoding.request import Request, SamplingParams
+from engine.batch import Work
+from engine.engine import Engine
+from engine.errors import ModelLoadError
+from engine.executor import Outcome
+from engine.loading import LoadedModel
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.target import LocalTarget
+from experiments.competition import progress_bar
+from experiments.contestants import Prompt
+from experiments.guided import GuidedExecutor
+from experiments.guided_ranks import PATIENT, RankModel, lead, leader_over
+from experiments.lookahead_scaling import add_options, check_options, load_setting
+from experiments.record import write_record
+from experiments.scaling_figures import prediction_lines
+
+_SECRET = b"of the measurement"
+
+
+class Turns:
+    """Whose turn it is to compute, and what the step's drafter wants to know."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.top_k = 0
+
+
+class TurnExecutor(GuidedExecutor):
+    """A rank that computes while no other does, and keeps how long its latest share took by itself, ranking included."""
+
+    def __init__(self, runner: ModelRunner, turns: Turns) -> None:
+        super().__init__(runner)
+        self._turns, self.latest_s = turns, 0.0
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        """See ``Executor``."""
+        with self._turns.lock:
+            began = time.perf_counter()
+            outcomes = [outcome and self._ranked(outcome) for outcome in super().execute(works, top_k)]
+            self.latest_s = time.perf_counter() - began
+            return outcomes
+
+    def _ranked(self, outcome: Outcome) -> Outcome:
+        """With what will be asked of it already there, so that nothing of the share is left for after the turn."""
+        if not self._turns.top_k:
+            return outcome
+        ranked = outcome.target.top_k(range(len(outcome.tree)), self._turns.top_k)
+        return dataclasses.replace(outcome, target=TargetRows(outcome.target.ids, None, ranked))
+
+
+class TurnGroup:
+    """A leader and ranks in threads of this process."""
+
+    def __init__(self, model: RankModel, weights: PreTrainedModel, known: Mapping[str, Sequence[int]], most: int) -> None:
+        """
+        Args:
+            model: that the ranks hold.
+            weights: of all ranks.
+            known: outputs by request id.
+            most: ranks of the largest group.
+        """
+        self.turns = Turns()
+        self.ranks = [TurnExecutor(model.runner(weights), self.turns) for _ in range(most)]
+        for rank in self.ranks:
+            rank.known.update(known)
+        self._servers = [RankServer(rank, _SECRET, PATIENT) for rank in self.ranks[1:]]
+        self.leader = leader_over(self.ranks[0])
+        self._links: dict[int, Link] = {}
+
+    def lead(self, world: int) -> None:
+        """Makes a group of so many ranks."""
+        lead(self.leader, self._links, [server.address for server in self._servers[: world - 1]], _SECRET)
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for server in self._servers:
+            server.close()
+
+
+@dataclass(slots=True)
+class Prediction:
+    """Steps after the first token of some requests."""
+
+    steps: int = 0
+    tokens: int = 0
+    around_s: float = 0.0  # drafting and what else the leader does besides
+    compute_s: float = 0.0  # slowest shares
+    every_s: float = 0.0  # all shares, of all ranks
+    exchange_s: float = 0.0
+    recomputed: int = 0  # tokens that others had computed, over all ranks
+    shares: int = 0  # over all steps
+
+    @property
+    def rate(self) -> float:
+        """Predicted tokens per second."""
+        return self.tokens / (self.around_s + self.compute_s + self.exchange_s)
+
+    def figures(self) -> dict[str, float]:
+        """For the record; milliseconds are of a step."""
+        ms = {"around": self.around_s, "compute": self.compute_s, "exchange": self.exchange_s}
+        return {
+            "tokens_per_s": round(self.rate, 2),
+            "tokens_per_step": round(self.tokens / self.steps, 3),
+            "mean_share_ms": round(1e3 * self.every_s / self.shares, 3),
+            "recomputed_per_share": round(self.recomputed / self.shares, 3),
+        } | {f"{name}_ms": round(1e3 * seconds / self.steps, 3) for name, seconds in ms.items()}
+
+
+def follow(group: TurnGroup, engine: Engine, drafter: Drafter, world: int, prompt: Prompt, exchange_s: float) -> Prediction:
+    """Runs one request on a group of so many ranks, and adds up what its steps would take."""
+    assert prompt.known is not None, prompt.id
+    engine.add(Request(prompt.id, prompt.ids, SamplingParams(len(prompt.known)), prompt.references, tenant="local"))
+    done, emitted = Prediction(), 0
+    while engine.has_work:
+        group.turns.top_k = drafter.top_k if world > 1 else 0
+        group.leader.times.clear()
+        began = time.perf_counter()
+        outputs = engine.step()
+        took = time.perf_counter() - began
+        tokens = sum(len(output.token_ids) for output in outputs)
+        emitted += tokens
+        if emitted == tokens:  # the prefill and the first token, which no drafting shortens
+            continue
+        if world == 1:
+            shares, around, recomputed = [group.ranks[0].latest_s], took - group.ranks[0].latest_s, 0
+        else:
+            (times,) = group.leader.times
+            shares = [rank.latest_s for rank in group.ranks[: len(times.rank_s)]]  # the last ranks are the ones without a share
+            around, recomputed = took - max(times.rank_s) - times.exchange_s, sum(times.recomputed)
+        done.steps += 1
+        done.tokens += tokens
+        done.around_s += around
+        done.compute_s += max(shares)
+        done.every_s += sum(shares)
+        done.shares += len(shares)
+        done.exchange_s += exchange_s if len(shares) > 1 else 0.0
+        done.recomputed += recomputed
+    return done
+
+
+def exchange_line(record: Path) -> Callable[[int], float]:
+    """Seconds of a group's exchange by its ranks: a straight line through what ``experiments.exchange`` measured.
+
+    Raises:
+        ValueError: the file holds no such record, or fewer than two group sizes.
+    """
+    try:
+        cases = json.loads(record.read_text(encoding="utf-8"))["results"]["cases"]
+        points = {row["world"]: row["exchange_ms"]["p50"] / 1e3 for row in cases if row["transport"] == "group"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--exchange {record}: no record of experiments.exchange: {error}") from error
+    if len(points) < 2:
+        raise ValueError(f"--exchange {record}: the whole group was measured with {len(points)} sizes, but a line needs two")
+    slope, start = np.polyfit(list(points), list(points.values()), 1)
+    return lambda world: max(0.0, float(start + slope * world)) if world > 1 else 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurement, writes the record and the figure; 2 for a file or a strategy that cannot be used."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--exchange", type=Path, required=True, help="record of experiments.exchange")
+    parser.set_defaults(ranks=[1, 2, 3, 4, 6, 8], records=3, repeats=2, sweep_records=0)
+    args = parser.parse_args(argv)
+    check_options(parser, args)
+    if args.random_model is None:
+        parser.error("a prediction follows known outputs: give --random-model")
+    started = datetime.now(UTC)
+    try:
+        results = run(args, chosen_strategies(args.strategy), exchange_line(args.exchange))
+    except (ValueError, ModelLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = write_record("share-timing", vars(args), results, args.seed, started, "cpu", args.out)
+    prediction_lines(results, path.with_suffix(".svg"))
+    Console(width=None if sys.stdout.isatty() else 160).print(table(results))
+    print(f"record: {path.name}, figure: {path.stem}.svg", file=sys.stderr)
+    return 0
+
+
+def run(args: argparse.Namespace, choices: Sequence[StrategyChoice], exchange: Callable[[int], float]) -> dict[str, Any]:
+    """All group sizes and budgets in turns, request by request.
+
+    Returns:
+        ``prediction``: true; ``exchange_ms`` by ranks; ``strategies``: by name and ranks the figures with the best budget, its
+        predicted ``ratio`` to one rank at that one's best budget, repeat by repeat, and the tokens per second of each budget.
+
+    Raises:
+        ValueError, ModelLoadError: a file that cannot be used.
+    """
+    torch.set_num_threads(1)
+    loaded, texts, model = load_setting(args)
+    prompts = [prompt for workload in texts.measured for prompt in workload.prompts]
+    known = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
+    worlds = sorted({1, *args.ranks})
+    group = TurnGroup(model, loaded.model, known, max(worlds))
+    target = LocalTarget(group.ranks[0].runner, loaded.info("", True), loaded.tokenizer)
+    cells = list(itertools.product(choices, worlds, args.budgets))
+    done: dict[tuple[str, int, int], list[Prediction]] = {}
+    with progress_bar() as progress:
+        task = progress.add_task("in turns", total=(args.repeats * len(prompts) + 1) * len(cells))
+        for choice, world, budget in cells:  # warms up
+            _turn(group, loaded, target, choice, world, budget, prompts[:1], exchange(world))
+            progress.advance(task)
+        for _, (choice, world, budget) in itertools.product(range(args.repeats), cells):
+            totals = done.setdefault((choice.label, world, budget), [])
+            totals.append(_turn(group, loaded, target, choice, world, budget, prompts, exchange(world)))
+            progress.advance(task, len(prompts))
+    group.close()
+    strategies = {choice.label: _by_ranks(choice.label, worlds, args.budgets, done) for choice in choices}
+    line = {world: round(1e3 * exchange(world), 4) for world in worlds}
+    return {"prediction": True, "exchange_ms": line, "num_parameters": loaded.model.num_parameters(), "strategies": strategies}
+
+
+def _turn(
+    group: TurnGroup,
+    loaded: LoadedModel,
+    target: LocalTarget,
+    choice: StrategyChoice,
+    world: int,
+    budget: int,
+    prompts: Sequence[Prompt],
+    exchange_s: float,
+) -> Prediction:
+    """All prompts with a new drafter."""
+    group.lead(world)
+    drafter = choice.build()
+    drafter.prepare(target)
+    executor = group.ranks[0] if world == 1 else group.leader
+    engine = Engine(executor, drafter, Scheduler(EngineOptions(max_running=1), budget), loaded.info(choice.label, True))
+    total = Prediction()
+    for prompt in prompts:
+        one = follow(group, engine, drafter, world, prompt, exchange_s)
+        total = Prediction(*(a + b for a, b in zip(dataclasses.astuple(total), dataclasses.astuple(one), strict=True)))
+    return total
+
+
+def _by_ranks(
+    label: str, worlds: Sequence[int], budgets: Sequence[int], done: Mapping[tuple[str, int, int], Sequence[Prediction]]
+) -> dict[int, Any]:
+    """The figures of a strategy by ranks, each with its best budget."""
+    rates = {
+        world: {budget: statistics.median(one.rate for one in done[label, world, budget]) for budget in budgets}
+        for world in worlds
+    }
+    best = {world: max(of, key=of.__getitem__) for world, of in rates.items()}
+    base = done[label, 1, best[1]]
+    rows: dict[int, Any] = {}
+    for world in worlds:
+        own = done[label, world, best[world]]
+        rows[world] = own[0].figures() | {
+            "budget": best[world],
+            "ratio": [round(a.rate / b.rate, 3) for a, b in zip(own, base, strict=True)],
+            "by_budget": {budget: round(rate, 2) for budget, rate in rates[world].items()},
+        }
+    return rows
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    """A row a group size."""
+    titles = (
+        "ranks",
+        "budget",
+        "x one rank",
+        "spread",
+        "tok/step",
+        "ms: around + slowest share + exchange",
+        "mean share",
+    )
+    shown = Table("strategy", *(Column(title, justify="right") for title in titles), caption="a prediction: see --help")
+    for label, rows in results["strategies"].items():
+        for world, row in rows.items():
+            parts = f"{row['around_ms']:.1f} + {row['compute_ms']:.1f} + {row['exchange_ms']:.2f}"
+            shown.add_row(
+                label, str(world), str(row["budget"]), f"{statistics.median(row['ratio']):.2f}",
+                f"{min(row['ratio']):.2f}-{max(row['ratio']):.2f}", f"{row['tokens_per_step']:.2f}", parts,
+                f"{row['mean_share_ms']:.1f}",
+            )  # fmt: skip
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Messages between ranks: what is sent is what comes, and bytes that are no message are refused with the one named error."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.wire import (
+    Away,
+    Beat,
+    Failure,
+    Message,
+    OpenMessage,
+    OutcomeMessage,
+    Reply,
+    StepMessage,
+    WireError,
+    WorkMessage,
+    decode,
+    encode,
+)
+from decoding.request import SamplingParams, TokenLogprob
+
+PARAMS = SamplingParams(
+    max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, seed=2**63 - 1, stop=("end", "\n"), stop_token_ids=(3, 4), ignore_eos=True,
+    min_p=0.1, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias=((7, -100.0), (8, 0.5)),
+    logprobs=2, min_tokens=1,
+)  # fmt: skip
+STEP = StepMessage(
+    sequence=12,
+    opened=(OpenMessage(3, "chatcmpl-ü/0", np.array([5, 6, 2**31 - 1], np.int32), PARAMS, (0, 50256)),),
+    closed=(1, 2),
+    works=(
+        WorkMessage(
+            3, 0, 0, 4, np.array([9], np.int32), np.array([9, 1, 2], np.int32), np.array([-1, 0, 0], np.int32), 2, b"12345678"
+        ),
+        WorkMessage(4, 1, 17, 81, *[np.zeros(0, np.int32)] * 3, 0),
+    ),
+    top_k=8,
+    joins=True,
+)
+REPLY = Reply(
+    7,
+    0.25,
+    (
+        OutcomeMessage(
+            (1, 4), 9, np.array([3, 4], np.int32), np.array([[1, 2], [3, 4]], np.int32),
+            (TokenLogprob(9, -0.5, ((9, -0.5), (1, -2.0))),),
+        ),
+        OutcomeMessage((), 0, np.array([0], np.int32), None, None),
+    ),
+)  # fmt: skip
+MESSAGES: list[Message] = [STEP, REPLY, Failure(3, "OutOfMemoryError: 2 GiB", True), Away(), Beat(True), Beat(False)]
+
+
+def plain(value: object) -> object:
+    """Arrays as lists, so that messages can be compared."""
+    if dataclasses.is_dataclass(value):
+        return type(value), {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    assert plain(decode(encode(message))) == plain(message)
+
+
+def test_parameters_keep_their_types() -> None:
+    """Equality of dataclasses would let a list pass for a tuple."""
+    step = decode(encode(STEP))
+    assert isinstance(step, StepMessage)
+    assert step.opened[0].params == PARAMS
+    assert hash(step.opened[0].params) == hash(PARAMS)
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_refused(data: bytes) -> None:
+    with contextlib.suppress(WireError):  # a few bytes may make a message; most make this error, and none another
+        assert isinstance(decode(data), Message)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_damaged_messages_are_refused_or_read(message: Message, data: st.DataObject) -> None:
+    """Nothing but the named error comes of bytes that were cut or changed on the way."""
+    raw = bytearray(encode(message))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    damaged = bytes(raw[:at]) if data.draw(st.booleans()) else bytes([*raw[:at], data.draw(st.integers(0, 255)), *raw[at + 1 :]])
+    with contextlib.suppress(WireError):
+        assert isinstance(decode(damaged), Message)
+
+
+@pytest.mark.parametrize(
+    "value", [[], [99], [0], [1, 2], [0, 1, [[1]], [], [], 0, False], {"kind": 0}, "step", None, [2, "x", 1, 0]]
+)
+def test_other_msgpack_is_refused(value: object) -> None:
+    with pytest.raises(WireError):
+        decode(msgpack.packb(value))
