@@ -147,8 +147,9 @@ class FollowerGroup:
             link.close()
         self._links.clear()
         for process, pipe in self._processes:
-            pipe.close()
+            process.kill()  # it holds nothing that would have to be put in order
             process.join()
+            pipe.close()
         self._processes.clear()
 
     def __enter__(self) -> FollowerGroup:

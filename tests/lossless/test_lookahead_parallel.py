@@ -4,6 +4,7 @@ token and each log-probability is that of plain decoding on one replica, which `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import FinishReason, Request, SamplingParams, TokenLogprob
 from tests.hostile import HostileDrafter
 from tests.models import CONTEXT, VOCAB, engine_over, prepared, tiny_model
-from tests.ranks import BranchingDrafter, TinyGroup
+from tests.ranks import PATIENT, BranchingDrafter, TinyGroup
 
 DTYPE = "float32"
 TOLERANCE = 1e-5
@@ -282,6 +283,17 @@ def test_contexts_filled_to_the_last_position() -> None:
         made = prepared(build_drafter(drafter, {}), tiny_model("gpt2", DTYPE)) if isinstance(drafter, str) else drafter
         with TinyGroup("gpt2", made, 4) as ranks:
             assert ranks.run(requests(expected, cases)) == expected
+
+
+@pytest.mark.parametrize("strategy", ["auto", "jacobi"])
+def test_ranks_agree_in_half_precision(strategy: str) -> None:
+    """Near-ties may round another way than in plain decoding, but all ranks commit one text: hashes are compared each step."""
+    drafter = prepared(build_drafter(strategy, {}), tiny_model("llama", "bfloat16"))
+    with TinyGroup("llama", drafter, 3, dtype="bfloat16", options=replace(PATIENT, check_steps=1)) as ranks:
+        outputs = ranks.run(requests(plain()[0]))
+        same = sum(output == other for output, other in zip(outputs, plain()[0], strict=True))
+        assert same >= len(outputs) // 4  # of float32's
+        assert ranks.state.ready == (0, 1, 2) and ranks.state.losses == ranks.state.disagreements == 0
 
 
 def test_parts_take_turns_in_being_right() -> None:
