@@ -20,7 +20,7 @@ from actors.replica import CacheAccess, Description, Replica
 from cluster.api import Service, create_api
 from cluster.cache_actor import CacheActor, HandleCacheAdmin
 from cluster.generation import Job
-from cluster.handle_engine import BEAT_S, HandleEngine
+from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
 from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
@@ -96,9 +96,12 @@ class Ingress:
         tenancy: TenancyOptions,
         cache: DeploymentHandle[Any] | None,
         server: ServerOptions,
+        parallelism: ParallelismOptions,
     ) -> None:
         admin = None if cache is None else HandleCacheAdmin(cache)
-        port = HandleEngine(engine, server.resume_timeout_s)
+        # The leader of a group is a rank like the others: it is missed after as long a silence.
+        patience_s = parallelism.rank_timeout_s if parallelism.mode == "lookahead" else DESCRIBE_TIMEOUT_S
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s)
         self._service = Service(port, load_tokenizer(model.path), tenancy, admin, server.replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -156,7 +159,7 @@ def application(config: Config, secret: bytes) -> serve.Application:
         max_ongoing_requests=INGRESS_ONGOING,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine, config.model, config.tenancy, keeper, server)
+    return ingress.bind(engine, config.model, config.tenancy, keeper, server, config.parallelism)
 
 
 def _ranks(

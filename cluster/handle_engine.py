@@ -57,14 +57,17 @@ class HandleEngine:
     computes their KV with the prompt's, and its first new output is the fourth token.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], resume_timeout_s: float) -> None:
+    def __init__(
+        self, handle: DeploymentHandle[Any], resume_timeout_s: float, describe_timeout_s: float = DESCRIBE_TIMEOUT_S
+    ) -> None:
         """
         Args:
             handle: of the deployment.
             resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
+            describe_timeout_s: a replica that does not describe itself within it counts as missing.
         """
         self._handle, self._stream = handle, handle.options(stream=True)
-        self._resume_timeout_s = resume_timeout_s
+        self._resume_timeout_s, self._describe_timeout_s = resume_timeout_s, describe_timeout_s
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         """See ``EnginePort.generate``. The counters of the last output are those of the last replica."""
@@ -137,7 +140,7 @@ class HandleEngine:
         try:
             # In a thread: results_async gives up all answers when a single one does not come in time.
             response = self._handle.broadcast("describe")
-            answers = await asyncio.to_thread(response.results, timeout_s=DESCRIBE_TIMEOUT_S, return_exceptions=True)
+            answers = await asyncio.to_thread(response.results, timeout_s=self._describe_timeout_s, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
             logger.exception("no engine replica answers")
             return []
