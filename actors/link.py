@@ -1,19 +1,22 @@
 """One end of a connection between the leader of a group and a rank: framed bytes over TCP, authenticated by a shared secret.
 
-TCP and nothing faster: a round trip between processes of one machine costs as much as over a Unix socket within the noise, the
-same code serves ranks on other hosts, a peer that dies is noticed at once, and nobody spins while waiting.
+TCP and nothing faster: a Unix socket saves some hundredths of a millisecond a step (``experiments/exchange.py``), but the same
+code serves ranks on other hosts, a peer that dies is noticed at once, and nobody spins while waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from actors.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
 
@@ -46,8 +49,12 @@ class Link:
 
         Raises one of ``LINK_ERRORS`` when the peer is gone or sends something that is no message.
         """
-        if not self._connection.poll(timeout_s):
+        if not readable([self], timeout_s):
             return None
+        return self.take()
+
+    def take(self) -> Message:
+        """The message that begins or is about to; where ``readable`` said so it is there. Raises as ``receive`` does."""
         message = decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
         self.heard_s = time.monotonic()
         return message
@@ -70,9 +77,20 @@ class Link:
             self._connection.close()
 
 
-def readable(links: list[Link], timeout_s: float) -> list[Link]:
-    """The links on which a message begins, as soon as there is one; none after ``timeout_s`` seconds."""
-    return wait(links, timeout_s)  # type: ignore[arg-type,return-value]  # anything with a fileno
+def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
+    """The links on which a message begins, or which have ended, as soon as there is one; none after ``timeout_s`` seconds.
+
+    A poll object, not ``multiprocessing.connection.wait``, whose selectors take longer than a message does.
+
+    Raises:
+        OSError: a link is closed.
+    """
+    poller = select.poll()
+    by_descriptor = {link.fileno(): link for link in links}
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    ready = poller.poll(None if timeout_s is None else math.ceil(1e3 * timeout_s))
+    return [by_descriptor[descriptor] for descriptor, _ in ready]
 
 
 def connect(address: Address, secret: bytes, timeout_s: float) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -49,6 +50,7 @@ class Roster:
         self.losses = self.disagreements = 0
         self.last_loss: str | None = None
         self._tended_s = 0.0
+        self._sequences = itertools.count()  # of all seats: what answers a former one is not taken for an answer to the next
 
     def ready(self, works: Sequence[Work]) -> list[Seat]:
         """The seats that share this step; the others are sent what they lack."""
@@ -83,7 +85,7 @@ class Roster:
             waited = readable(list(missing), self._patience([seat for seat, _ in missing.values()]))
             for link in waited:
                 seat, sequence = missing[link]
-                reply = self._read(seat)
+                reply = self._take(seat)
                 if reply is not None and reply.sequence == sequence:
                     replies[seat] = reply
                 if seat in replies or seat.rank not in self.seats:
@@ -113,9 +115,13 @@ class Roster:
         return True
 
     def _read(self, seat: Seat) -> Reply | None:
-        """Takes one message; the seat is out afterwards if it is bad news."""
+        """Takes one message if there is one; see ``_take``."""
+        return self._take(seat) if readable([seat.link], 0.0) else None
+
+    def _take(self, seat: Seat) -> Reply | None:
+        """Takes the message that is there; the seat is out afterwards if it is bad news."""
         try:
-            message = seat.link.receive(0.0)
+            message = seat.link.take()
         except LINK_ERRORS as error:
             self.lose(seat, f"the connection ended: {one_line(error)}")
             return None
@@ -129,7 +135,7 @@ class Roster:
         elif isinstance(message, Away):
             del self.seats[seat.rank]
             self.lost.append(LostRank(seat.rank, "it is away", time.monotonic(), away=True))
-        elif message is not None and not isinstance(message, Beat):
+        elif not isinstance(message, Beat):
             self.lose(seat, f"it sent a {type(message).__name__}")
         return None
 
@@ -142,7 +148,7 @@ class Roster:
                 break
             for seat in list(self.seats.values()):
                 if seat.link in spoke:
-                    self._read(seat)
+                    self._take(seat)
         for seat in list(self.seats.values()):
             self._overdue(seat)
 
@@ -157,7 +163,7 @@ class Roster:
                 except LINK_ERRORS as error:
                     logger.info("rank %d went without a word: %s", rank, one_line(error))
             if link is not None:
-                self.seats[rank] = Seat(rank, link)
+                self.seats[rank] = Seat(rank, link, self._sequences)
 
     def settle(self) -> None:
         """Where no request lives there is nothing to refill a rank with: those that have answered are ready."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,13 +84,12 @@ class Seat:
     waits for. What it was sent counts as computed: it does one message after another.
     """
 
-    def __init__(self, rank: int, link: Link) -> None:
-        self.rank, self.link = rank, link
+    def __init__(self, rank: int, link: Link, sequences: Iterator[int]) -> None:
+        self.rank, self.link, self._sequences = rank, link, sequences
         self.holdings = Holdings()
         self.refilling = True
         self.unanswered: deque[tuple[int, float]] = deque()  # sequence numbers, and when they were sent
         self._joins = True
-        self._sequences = itertools.count()
 
     def lag(self, works: Sequence[Work]) -> int:
         """Most tokens of one request that the others hold and this rank does not."""
