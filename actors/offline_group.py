@@ -19,6 +19,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.group import Group
+from actors.heap import spare_collector
 from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
 from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
@@ -88,6 +89,7 @@ class OfflineLeader:
     ) -> ModelInfo:
         """Loads the model in this process and in its followers. Raises as ``OfflineEngine`` does."""
         self._engine = OfflineEngine(model, engine, speculation, Group(model, engine, speculation, parallelism))
+        spare_collector()
         return self._engine.info
 
     def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import ray
 
+from actors.heap import spare_collector
 from actors.link import Address
 from actors.pinning import allowed_cores, own_cores, pin_thread
 from actors.rank import RankServer
@@ -53,6 +54,7 @@ class RankActor:
         """
         prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
         _, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
+        spare_collector()
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
         self._server = RankServer(LocalExecutor(runner), self._secret, self._parallelism, host, prepare)
         return Place(self._server.address, os.getpid(), ray.get_runtime_context().get_node_id())

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.elastic import Elastic
 from actors.group import Group
+from actors.heap import spare_collector
 from actors.ranks import Ranks
 from actors.replica import CacheAccess, Description, Replica
 from cluster.api import Service, create_api
@@ -52,6 +53,7 @@ class EngineReplica:
         elastic = None if company is None else Elastic(parallelism, company.secret, company.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
         self._replica = Replica(model, engine, speculation, cache, ranks)
+        spare_collector()
         if company is not None and elastic is not None:
             self._attendance = Attendance(company.lobby, elastic.address, elastic.meet)
 

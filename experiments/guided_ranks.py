@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from transformers import PreTrainedModel
 
+from actors.heap import spare_collector
 from actors.link import Address, Link, connect
 from actors.lookahead_parallel import LookaheadParallelExecutor
 from actors.pinning import pin_thread
@@ -96,6 +97,7 @@ def _follow(
     torch.set_num_threads(1)
     prepare = None if core is None else partial(pin_thread, (core,))
     server = RankServer(executor_over(model.runner(model.load()), known), secret, PATIENT, prepare=prepare)
+    spare_collector()
     pipe.send(server.address)
     with contextlib.suppress(EOFError):
         pipe.recv()

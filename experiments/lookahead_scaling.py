@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
+from actors.heap import spare_collector
 from cluster.known_texts import TextTokenizer
 from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from configs.schema import find_model
@@ -148,6 +149,7 @@ def run(args: argparse.Namespace, choices: Sequence[StrategyChoice]) -> dict[str
     with ExitStack() as stack:
         cores = sorted(os.sched_getaffinity(0)) if args.pin else None
         group = stack.enter_context(FollowerGroup(model, known, max(args.ranks), cores))
+        spare_collector()  # as in every process of a service
         bench = ScalingBench(loaded, executor_over(model.runner(loaded.model), known), group, args.pin)
         progress = stack.enter_context(progress_bar())
         chosen, sweep = _sweep(bench, args, choices, texts.sweep, known, progress)
