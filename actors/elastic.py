@@ -110,9 +110,9 @@ class Elastic:
             self._pin()
         with self._turn:
             self._idle_since = None if busy else time.monotonic()
-            if busy and not self._busy:
-                self._busy = True
-                self._server.occupy(True)
+            begins, self._busy = busy and not self._busy, self._busy or busy
+        if begins:  # not with the lock held: it may take a leader's step, and `state` is asked meanwhile
+            self._server.occupy(True)
         self._wake.set()
 
     def state(self) -> GroupState | None:

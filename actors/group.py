@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.link import LINK_ERRORS, connect
+from actors.link import LINK_ERRORS, Link, connect
 from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor, StepTimes
 from actors.pinning import allowed_cores, own_cores, pin_thread
 from actors.rank_actor import Place, RankActor
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 TEND_S = 0.25  # how often the supervisor looks after the ranks
 STEADY_S = 10.0  # a rank that took part for so long and is lost is no rank that keeps failing
 MOST_BACKOFF_S = 30.0
+MOST_DOUBLINGS = 5  # of the pause of one second, which the longest cuts off
 CLOSE_S = 5.0
 
 
@@ -42,6 +43,7 @@ class _Member:
     rank: int
     actor: Any = None  # ray's actor handle
     loading: ray.ObjectRef[Any] | None = None
+    link: Link | None = None
     spawned_s: float = 0.0
     joined_s: float | None = None
     process: psutil.Process | None = None  # where it runs on the leader's node
@@ -157,14 +159,14 @@ class Group:
 
     def _spawn(self, member: _Member) -> None:
         bundle = self._bundles.bundle_specs[member.rank]
+        pinned = self._pin_of(member.rank) if self._cores else None
         placed = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=member.rank)
-        actor = ray.remote(RankActor).options(
+        actor_class = ray.remote(RankActor).options(
             num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
         )
-        member.actor = actor.remote(
-            self._model, self._engine, self._speculation, self._parallelism, self._world_size, self._secret
-        )
-        member.loading = member.actor.load.remote(self._pin_of(member.rank) if self._cores else None)
+        arguments = (self._model, self._engine, self._speculation, self._parallelism, self._world_size, self._secret)
+        actor = cast(Any, actor_class.remote(*arguments))
+        member.actor, member.loading = actor, actor.load.remote(pinned)
         member.spawned_s, member.joined_s, member.process = time.monotonic(), None, None
 
     def _pin_of(self, rank: int) -> tuple[int, int]:
@@ -178,12 +180,12 @@ class Group:
             place: Place = ray.get(member.loading)
             if place.node == ray.get_runtime_context().get_node_id():
                 member.process = psutil.Process(place.pid)
-            link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)
+            member.link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)
         except (RayError, psutil.NoSuchProcess) as error:
             raise GroupError(f"rank {member.rank} could not be loaded: {_reason(error)}") from error
         except LINK_ERRORS as error:
             raise GroupError(f"rank {member.rank} does not answer at {place.address}: {_reason(error)}") from error
-        self._executor.add_rank(member.rank, link)
+        self._executor.add_rank(member.rank, member.link)
         member.loading, member.joined_s = None, time.monotonic()
         logger.info("rank %d is ready %.1f s after its start", member.rank, member.joined_s - member.spawned_s)
 
@@ -217,7 +219,7 @@ class Group:
         now = time.monotonic()
         if member.joined_s is not None and now - member.joined_s >= STEADY_S:
             member.failures = 0
-        backoff_s = min(MOST_BACKOFF_S, 2.0 ** (member.failures - 1)) if member.failures else 0.0
+        backoff_s = min(MOST_BACKOFF_S, 2.0 ** min(member.failures - 1, MOST_DOUBLINGS)) if member.failures else 0.0
         member.failures, member.due_s = member.failures + 1, now + backoff_s
         self._end(member)
         again = f"in {backoff_s:.0f} s" if backoff_s else "now"
@@ -225,8 +227,10 @@ class Group:
 
     def _end(self, member: _Member) -> None:
         """Kills a rank. Ray takes five seconds for a process that is stopped, so on this node it is not left to Ray alone."""
-        actor, process = member.actor, member.process
-        member.actor = member.loading = member.process = member.joined_s = None
+        actor, process, link = member.actor, member.process, member.link
+        member.actor = member.loading = member.process = member.link = member.joined_s = None
+        if link is not None:
+            link.close()
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -82,12 +81,16 @@ def readable(links: Sequence[Link], timeout_s: float | None) -> list[Link]:
 
     A poll object, not ``multiprocessing.connection.wait``, whose selectors take longer than a message does.
 
-    Raises:
-        OSError: a link is closed.
+    A link that was closed here has ended as well: to take its message raises what ``LINK_ERRORS`` holds.
     """
     poller = select.poll()
-    by_descriptor = {link.fileno(): link for link in links}
-    for descriptor in by_descriptor:
+    by_descriptor: dict[int, Link] = {}
+    for link in links:
+        try:
+            descriptor = link.fileno()
+        except OSError:  # closed
+            return [link]
+        by_descriptor[descriptor] = link
         poller.register(descriptor, select.POLLIN)
     ready = poller.poll(None if timeout_s is None else math.ceil(1e3 * timeout_s))
     return [by_descriptor[descriptor] for descriptor, _ in ready]
@@ -98,7 +101,7 @@ def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
 
     Raises:
         OSError, EOFError: nobody answers there within ``timeout_s``, or it does not take the connection.
-        multiprocessing.AuthenticationError: another secret.
+        multiprocessing.AuthenticationError: another secret, or something else than a rank.
     """
     raw = socket.create_connection(address, timeout_s)
     raw.settimeout(None)  # the connection's own timeouts take over
@@ -107,6 +110,9 @@ def connect(address: Address, secret: bytes, timeout_s: float) -> Link:
         set_timeouts(connection, timeout_s)
         answer_challenge(connection, secret)
         deliver_challenge(connection, secret)
+    except AssertionError as error:  # Python 3.11 says so when the other side is something else
+        connection.close()
+        raise AuthenticationError(f"no rank answers at {address[0]}:{address[1]}: {error}") from None
     except BaseException:
         connection.close()
         raise
@@ -141,6 +147,11 @@ def shutdown(raw: socket.socket) -> None:
         raw.shutdown(socket.SHUT_RDWR)
 
 
-def _socket_of(connection: Connection) -> socket.socket:
-    """The connection's socket under a descriptor of its own: closing it leaves the connection open."""
-    return socket.socket(fileno=os.dup(connection.fileno()))
+@contextlib.contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """The connection's socket, which stays the connection's: no further descriptor is needed to end one where none is left."""
+    raw = socket.socket(fileno=connection.fileno())
+    try:
+        yield raw
+    finally:
+        raw.detach()

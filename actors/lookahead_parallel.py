@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.link import LINK_ERRORS, Link
-from actors.roster import LostRank, Roster, one_line
+from actors.roster import LostRank, Roster
 from actors.seat import Dealt, Held, Holdings, Seat
 from actors.shares import Share, merge
 from actors.wire import Reply
@@ -17,6 +17,7 @@ from configs.slices import ParallelismOptions
 from decoding.dealing import compile_dealing
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.batch import Work
+from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
 
 
@@ -103,7 +104,8 @@ class LookaheadParallelExecutor:
         if self._roster.changes:
             with self._lock:
                 self._roster.change()
-        return 1 + sum(not seat.refilling for seat in self._roster.seats.values())
+        # A copy: `tend` may lose a seat meanwhile.
+        return 1 + sum(not seat.refilling for seat in self._roster.seats.copy().values())
 
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""

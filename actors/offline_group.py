@@ -25,7 +25,7 @@ from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, StepOutput
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, one_line
 from engine.loading import ModelInfo
 
 OBJECT_STORE_BYTES = 128 * 2**20  # prompts and outputs travel inside calls
@@ -180,7 +180,7 @@ def _start_ray() -> None:
                 logging_level=logging.ERROR,
             )
     except (RuntimeError, ValueError, OSError, RayError) as error:
-        raise GroupError(f"Ray did not start: {_one_line(error)}") from error
+        raise GroupError(f"Ray did not start: {one_line(error)[:400]}") from error
     signal.signal(signal.SIGTERM, _terminate)  # Ray's own handler aborts, and leaves its processes to themselves
 
 
@@ -205,11 +205,7 @@ def _answer(reference: ray.ObjectRef[Any]) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, (ModelLoadError, GroupError, ValueError)):
             raise error.cause from None
-        raise GroupError(f"the leader of the group failed: {_one_line(error.cause)}") from error
+        raise GroupError(f"the leader of the group failed: {one_line(error.cause)[:400]}") from error
     except RayError as error:
         said = str(error).strip().split("\n")[0]  # the lines below name Ray's own things
         raise GroupError(f"the leader of the group is gone, perhaps for want of memory: {said}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

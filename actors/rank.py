@@ -17,11 +17,13 @@ from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array
 from engine.batch import Work
+from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
 
 logger = logging.getLogger(__name__)
 
 BEATS = 4  # in the time after which a silent rank is lost
+ACCEPT_PAUSE_S = 0.5  # after a connection that could not be taken
 
 
 class DisagreementError(RuntimeError):
@@ -153,8 +155,12 @@ class RankServer:
         while True:
             try:
                 raw, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("no connection could be taken: %s: %s", type(error).__name__, error)  # too many files, perhaps
+                time.sleep(ACCEPT_PAUSE_S)
+                continue
             threading.Thread(target=self._serve, args=(raw,), name="rank-leader", daemon=True).start()
 
     def _serve(self, raw: socket.socket) -> None:
@@ -169,16 +175,16 @@ class RankServer:
         self._wake.set()  # it is told at once whether this rank is busy
         if self._closed:
             link.end()
-        if self._prepare is not None:
-            self._prepare()
         try:
+            if self._prepare is not None:
+                self._prepare()
             while True:
                 message = link.receive(None)
                 if isinstance(message, StepMessage):
                     link.send(self._answer(link, message))
         except LINK_ERRORS as error:
             if not self._closed:
-                logger.info("a leader is gone: %s: %s", type(error).__name__, error)
+                logger.info("a connection ended: %s: %s", type(error).__name__, error)
         finally:
             self._leave(link)
 
@@ -194,8 +200,8 @@ class RankServer:
             except Exception as error:  # whatever a model or its device raises: the leader is told, and goes on without this rank
                 logger.exception("a step failed")
                 self._leader = None
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                return Failure(message.sequence, reason, isinstance(error, DisagreementError))
+                self._rank.forget()
+                return Failure(one_line(error), isinstance(error, DisagreementError))
 
     def _leave(self, link: Link) -> None:
         link.close()

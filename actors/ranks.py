@@ -34,7 +34,7 @@ class Ranks(Protocol):
         """Says whether the engine has requests; called by its thread. Groups whose ranks do nothing else ignore it."""
 
     def state(self) -> GroupState | None:
-        """Who takes part; None where nobody can."""
+        """Who takes part; None before the engine is loaded."""
 
     def close(self) -> None:
         """Ends the ranks and what watches them. Harmless when repeated."""

@@ -23,7 +23,7 @@ from cache_service.namespace import Identity
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine, EngineCounts
-from engine.errors import QueueFullError, RequestError
+from engine.errors import QueueFullError, RequestError, one_line
 from engine.executor import LocalExecutor
 from engine.loading import ModelInfo
 
@@ -237,7 +237,7 @@ class Replica:
                     self._tell_ranks()
         except Exception as error:
             logger.exception("the engine's thread ends")
-            fault = f"the engine failed: {_one_line(error)}"
+            fault = f"the engine failed: {one_line(error)}"
         finally:
             self._close(fault)
 
@@ -331,7 +331,7 @@ class Replica:
             live.put(_failure(request_id, error))
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
-            raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {_one_line(error)}") from error
+            raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {one_line(error)}") from error
 
     def _close(self, fault: str) -> None:
         with self._closing:
@@ -351,8 +351,4 @@ def identity_of(info: ModelInfo) -> Identity:
 
 
 def _failure(request_id: str, error: Exception) -> StepOutput:
-    return StepOutput(request_id, (), "", FinishReason.ERROR, f"the engine failed: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return StepOutput(request_id, (), "", FinishReason.ERROR, f"the engine failed: {one_line(error)}")

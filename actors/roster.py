@@ -14,6 +14,7 @@ from actors.seat import READY_LAG, Seat
 from actors.wire import Away, Beat, Failure, Reply
 from configs.slices import ParallelismOptions
 from engine.batch import Work
+from engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,3 @@ class Roster:
         self.losses += 1
         self.last_loss = f"rank {seat.rank}: {reason}"
         self.lost.append(LostRank(seat.rank, reason, time.monotonic()))
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

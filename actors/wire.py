@@ -88,7 +88,6 @@ class Reply:
 class Failure:
     """A step that the rank could not compute. It is of no use until it is made anew."""
 
-    sequence: int
     reason: str
     disagrees: bool = False  # its committed text is not the leader's
 
@@ -110,7 +109,7 @@ Message = StepMessage | Reply | Failure | Away | Beat
 
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
-    data: bytes = msgpack.packb(_flatten(message))
+    data: bytes = msgpack.packb(_flatten(message), unicode_errors="surrogatepass")  # ids and stop strings may be any text
     return data
 
 
@@ -130,8 +129,8 @@ def _flatten(message: Message) -> list[Any]:
             return [_STEP, sequence, heads, closed, rows, top_k, joins]
         case Reply(sequence, compute_s, outcomes):
             return [_REPLY, sequence, compute_s, [_flatten_outcome(outcome) for outcome in outcomes]]
-        case Failure(sequence, reason, disagrees):
-            return [_FAILURE, sequence, reason, disagrees]
+        case Failure(reason, disagrees):
+            return [_FAILURE, reason, disagrees]
         case Away():
             return [_AWAY]
         case Beat(busy):
@@ -151,13 +150,13 @@ def decode(data: bytes) -> Message:
         WireError: they are none.
     """
     try:
-        kind, *fields = msgpack.unpackb(data, use_list=False)
+        kind, *fields = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
         if kind == _STEP:
             return _step(*fields)
         if kind == _REPLY:
             return _reply(*fields)
         if kind == _FAILURE:
-            return Failure(int(fields[0]), str(fields[1]), bool(fields[2]))
+            return Failure(str(fields[0]), bool(fields[1]))
         if kind == _AWAY:
             return Away()
         if kind == _BEAT:

@@ -101,8 +101,8 @@ class Ingress:
         parallelism: ParallelismOptions,
     ) -> None:
         admin = None if cache is None else HandleCacheAdmin(cache)
-        # The leader of a group is a rank like the others: it is missed after as long a silence.
-        patience_s = parallelism.rank_timeout_s if parallelism.mode == "lookahead" else DESCRIBE_TIMEOUT_S
+        # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
+        patience_s = DESCRIBE_TIMEOUT_S if parallelism.mode == "none" else min(parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s)
         self._service = Service(port, load_tokenizer(model.path), tenancy, admin, server.replicas)
 

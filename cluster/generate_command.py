@@ -61,7 +61,9 @@ def generate(
     ] = None,
     world_size: Annotated[
         str,
-        typer.Option(help="Ranks that share each step, each with the whole model: one GPU, or --threads cores, each; or auto."),
+        typer.Option(
+            help="Ranks that share each step, each with the whole model: one GPU, or --threads cores, each; auto: as many as fit."
+        ),
     ] = "1",
     config: Annotated[
         Path | None,

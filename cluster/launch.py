@@ -9,22 +9,19 @@ import logging
 import os
 import re
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import httpx
-import psutil
 import ray
 import redis
 from ray import serve
-from rich.console import Console
 
-from cache_service.embedded import WATCHER_NAME, EmbeddedRedis, EmbeddedRedisError
+from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
+from cluster.launch_console import Progress, StopRequested, StopSignals
 from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation
 from configs.schema import Config
 
@@ -41,58 +38,6 @@ _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Excepti
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
 
-class _StopRequested(Exception):
-    """Ctrl-C or SIGTERM came before the server was up."""
-
-
-class _Progress:
-    """Lines on stderr that start with the seconds since the beginning."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._began = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class _StopSignals:
-    """Takes SIGINT and SIGTERM: the first asks for an orderly stop, the second ends the process at once.
-
-    The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
-        self._say = say
-
-    def install(self) -> None:
-        """Also to be called after ``ray.init``, which installs a handler of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def check(self) -> None:
-        """Raises ``_StopRequested`` once a signal has come."""
-        if self.requested:
-            raise _StopRequested
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            _kill_ray()
-            os._exit(128 + number)
-        self.requested = True
-        self._say("stopping (Ctrl-C again ends everything at once)")
-
-
-def _kill_ray() -> None:
-    """Ends Ray's processes: left alone, some outlive this one by a minute. Redis has a watcher, which cleans up after it."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if WATCHER_NAME not in child.cmdline():
-                child.kill()
-
-
 def serve_until_stopped(config: Config) -> None:
     """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
 
@@ -101,8 +46,8 @@ def serve_until_stopped(config: Config) -> None:
     Raises:
         LaunchError: something is missing or does not start. What had been started is stopped by then.
     """
-    say = _Progress()
-    signals = _StopSignals(say)
+    say = Progress()
+    signals = StopSignals(say)
     signals.install()
     # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
     threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True).start()
@@ -120,7 +65,7 @@ def serve_until_stopped(config: Config) -> None:
             _announce(config, say)
             while not signals.requested:
                 time.sleep(POLL_S)
-        except _StopRequested:
+        except StopRequested:
             pass  # the stack stops what has been started
     say("stopped")
 
@@ -178,7 +123,7 @@ def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
         raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None
     except SystemExit:  # the handler that ray.init puts in place of ours; Ray ends what it has started when this process exits
         say("stopping")
-        raise _StopRequested from None
+        raise StopRequested from None
     say("Ray joined" if address else "Ray started")
     try:
         yield
@@ -202,7 +147,7 @@ def _check_ray(config: Config, say: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _application(config: Config, secret: bytes, say: Callable[[str], None], signals: _StopSignals) -> Iterator[None]:
+def _application(config: Config, secret: bytes, say: Callable[[str], None], signals: StopSignals) -> Iterator[None]:
     try:
         _deploy(config, secret, say, signals)
         yield
@@ -213,7 +158,7 @@ def _application(config: Config, secret: bytes, say: Callable[[str], None], sign
         say("Serve stopped")
 
 
-def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: _StopSignals) -> None:
+def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: StopSignals) -> None:
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
@@ -228,7 +173,7 @@ def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: 
         raise LaunchError(_reason(str(error))) from None
 
 
-def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: _StopSignals) -> None:
+def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
     """Returns when the service is healthy; a line each second until then."""
     began = time.monotonic()
     next_line = began + 1.0

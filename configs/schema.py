@@ -50,8 +50,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "engine.max_step_tokens": (1, 2**20),
     "engine.max_waiting": (0, 2**20),
     "speculation.max_draft_tokens": (0, 4096),
-    "parallelism.rank_timeout_s": (0.2, 600),
-    "parallelism.step_timeout_s": (0.2, 86400),
+    # Below the two minutes after which a leader that waits is itself taken for one that hangs.
+    "parallelism.rank_timeout_s": (0.2, 100),
+    "parallelism.step_timeout_s": (0.2, 100),
     "parallelism.check_steps": (1, 2**31),
     "server.port": (1, 65535),
     "server.replicas": (1, 1024),
@@ -171,6 +172,11 @@ def _check_parallelism(config: Config) -> None:
         raise ConfigError(
             f"parallelism.step_timeout_s is {options.step_timeout_s}; allowed: at least parallelism.rank_timeout_s, "
             f"which is {options.rank_timeout_s}"
+        )
+    if options.mode != "none" and options.world_size == "auto" and options.placement != "STRICT_PACK":
+        raise ConfigError(
+            f"parallelism.placement is {options.placement} and parallelism.world_size is auto: such groups are made up of the "
+            "replicas of one node; give world_size a number, or leave placement out"
         )
     if options.pin_threads and options.mode != "none" and options.world_size != "auto" and config.server.replicas > 1:
         raise ConfigError(

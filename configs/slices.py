@@ -45,7 +45,7 @@ class SpeculationOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     strategy: str = "auto"
-    max_draft_tokens: int = 64  # most drafted rows of one request in one step; auto drafts as many of them as pay
+    max_draft_tokens: int = 64  # most drafted rows of one request in one step, for each rank; auto drafts as many as pay
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
 
 
@@ -72,9 +72,9 @@ class ServerOptions:
 
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
     port: int = 8000
-    replicas: int = 1  # engines, each with its own copy of the model
-    cpus_per_replica: float = 1.0  # what Ray reserves; the threads that torch uses are model.threads
-    gpus_per_replica: float | None = None  # what Ray reserves; one when the model is on cuda, else none, when absent
+    replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
+    cpus_per_replica: float = 1.0  # what Ray reserves for each rank; the threads that torch uses are model.threads
+    gpus_per_replica: float | None = None  # for each rank; one when the model is on cuda, else none, when absent
     max_ongoing_requests: int = 512  # requests that Serve hands to a replica at once; the engine's own queue does the admission
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops

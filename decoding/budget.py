@@ -110,13 +110,14 @@ class RowCosts:
         Args:
             chances: of the rows of each request, non-increasing; of at least one request.
             rate: tokens that steps bring in the time of a step of one row, on average.
-            depths: of the same rows, each behind its parent; wanted where ranks share the step.
+            depths: of the same rows, each behind its parent; needed where ranks share the step.
             sharing: of the step.
         """
         joined = np.concatenate(chances)
         order = np.argsort(-joined, kind="stable")
         drafted, deepest = np.arange(len(joined) + 1, dtype=np.float64), np.zeros(len(joined) + 1)
-        if depths is not None and sharing.ranks > 1:
+        if sharing.ranks > 1:
+            assert depths is not None, "what ranks share depends on the depths"
             deeper = np.concatenate([np.diff(np.maximum.accumulate(each), prepend=0) for each in depths])
             deepest[1:] = np.cumsum(deeper[order])
         costs = self.of(sharing.rows(len(chances), drafted, deepest))

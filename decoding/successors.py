@@ -14,6 +14,7 @@ _PRIOR_TRIALS = 10.0
 PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # how often each rank is right, before anything was counted
 MAX_TENANTS = 64  # tables of tenants that are kept
 _MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
+_USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 
 
 class SuccessorTable:
@@ -67,6 +68,30 @@ class SuccessorTable:
         """[width] how often the token of each rank is right."""
         rates: list[float] = (self._hits / self._trials).tolist()
         return rates
+
+
+class LearningSteps:
+    """Which steps are learned from.
+
+    Ranking what comes next costs a pass over the vocabulary a row: where hardly any row that a table gave was accepted of late,
+    most steps are left out.
+    """
+
+    def __init__(self) -> None:
+        self._use, self._steps = 1.0, 0  # accepted rows per step, of late
+
+    def due(self, requests: int) -> bool:
+        """Whether one of the next steps of so many requests may be learned from.
+
+        It foretells ``count``, but for a source that is just then found to be of use: that step is left out.
+        """
+        return self._use >= _LEAST_USE or self._steps % _SELDOM + max(1, requests) >= _SELDOM
+
+    def count(self, accepted: int) -> bool:
+        """Counts a step of one request, in which so many rows that a table gave were accepted; whether it is learned from."""
+        self._use += (accepted - self._use) * _USE_GAIN
+        self._steps += 1
+        return self._use >= _LEAST_USE or self._steps % _SELDOM == 0
 
 
 class SuccessorTables:

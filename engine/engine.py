@@ -104,8 +104,9 @@ class Engine:
         scheduler = Scheduler(options, speculation.max_draft_tokens)
         loaded, runner = load_runner(model, options, speculation, world_size)
         info = loaded.info(speculation.strategy, speculation.strategy in LOSSLESS)
+        computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(executor(runner), drafter, scheduler, info, loaded.tokenizer)
+        return cls(computes, drafter, scheduler, info, loaded.tokenizer)
 
     @property
     def has_work(self) -> bool:

@@ -27,3 +27,8 @@ class ContextLengthError(RequestError):
 
 class QueueFullError(RuntimeError):
     """As many requests wait as the configuration allows (``engine.max_waiting``); try again later."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message, for logs and messages of one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. Every second one is sampled."""
+    """A request, greedy at temperature 0."""
 
     prompt: str
     temperature: float

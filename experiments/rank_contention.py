@@ -196,7 +196,7 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"{name:>18}", *(f"{row[rows][0]:7.1f}" for rows in counts))
     print(f"{'together / alone':>18}", *(f"{value:7.2f}" for value in results["together_over_alone"].values()))
     least = math.floor(min(results["together_over_alone"].values()) * 100) / 100
-    print(f"two at once cost at least {least:.2f} times one alone")
+    print(f"ranks at once cost at least {least:.2f} times one alone")
 
 
 if __name__ == "__main__":

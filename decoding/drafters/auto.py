@@ -14,7 +14,7 @@ from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, 
 from decoding.expansion import Pool, Ranked, Rows, grow
 from decoding.history import Histories, History
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.successors import SuccessorTables
+from decoding.successors import LearningSteps, SuccessorTables
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
 
@@ -29,7 +29,6 @@ _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, 
 _MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
 _RECYCLED_SOURCE = SOURCES.index("recycling")
-_USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 _TIMED_ROWS = 64  # steps of up to so many rows are timed at the start
 _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
 _NOTHING = np.zeros((0, 0), np.int32)
@@ -119,8 +118,7 @@ class AutoDrafter(Drafter):
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
         self._pricing: Pricing | None = None
-        self._recycled_use, self._steps = 1.0, 0  # recycled rows accepted per step, of late
-        self._proposed = 1  # requests of the last proposal
+        self._learning, self._proposed = LearningSteps(), 1  # requests of the last proposal
         self._states: dict[str, _RequestState] = {}
 
     def prepare(self, target: Target) -> None:
@@ -144,9 +142,8 @@ class AutoDrafter(Drafter):
 
     @property
     def top_k(self) -> int:
-        """What an entry of the table holds, before steps that are learned from; see ``_learns``."""
-        due = self._steps % _SELDOM + max(1, self._proposed) >= _SELDOM
-        return 0 if self._recycled is None or not (due or self._recycled_use >= _LEAST_USE) else self._recycled.width
+        """What an entry of the table holds, before steps that may be learned from."""
+        return self._recycled.width if self._recycled is not None and self._learning.due(self._proposed) else 0
 
     def scale(self, ranks: int) -> None:
         """More rows pay where ranks share a step, there are more to choose from, and time has another price."""
@@ -238,22 +235,14 @@ class AutoDrafter(Drafter):
                 if self._pricing is not None:
                     self._pricing.emitted(acceptance.count)
                 self._table.observe(tree.parents, state.features, acceptance.rows)
-        if self._recycled is not None and self._learns(tree, acceptance.rows) and target.has_logits:
+        if self._recycled is None:
+            return
+        hits = int((tree.sources[list(acceptance.rows)] == _RECYCLED_SOURCE).sum())
+        if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
-            rows = list(range(len(tree)))[::-1]  # of equal tokens the likeliest stays, which comes last
+            rows = list(range(len(tree)))[::-1]  # right ones or not; of equal tokens the likeliest stays, which comes last
             table.learn(tree.tokens[rows], target.top_k(rows, table.width))
-
-    def _learns(self, tree: DraftTree, accepted: tuple[int, ...]) -> bool:
-        """Whether what the target ranked after each row, right or wrong, is kept of a step, which is counted.
-
-        Ranking costs a pass over the vocabulary a row: where hardly any recycled row was accepted of late, most steps are left
-        out. ``top_k`` foretells it, but for a source that is just then found to be of use: that step is left out.
-        """
-        hits = int((tree.sources[list(accepted)] == _RECYCLED_SOURCE).sum())
-        self._recycled_use += (hits - self._recycled_use) * _USE_GAIN
-        self._steps += 1
-        return self._recycled_use >= _LEAST_USE or self._steps % _SELDOM == 0
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests of the tenant, and forgets the rest."""

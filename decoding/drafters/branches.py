@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import DraftTree
 
 LOOKED_AT = 8  # continuations to look at for one branch: many say what an earlier one said
 
 
 def tree_of(
-    root: int, rows: Iterable[tuple[Sequence[int] | Int32Array, int]], budget: int, most: int | None = None, merged: bool = True
+    root: int, rows: Iterable[tuple[Sequence[int], int]], budget: int, most: int | None = None, merged: bool = True
 ) -> DraftTree:
     """Continuations below the root, those that come first before all others, as many tokens as the budget holds.
 
@@ -32,12 +32,12 @@ def tree_of(
     for row, source in rows:
         before, parent = len(tokens), 0
         for token in row:
-            child = children.get((parent, int(token))) if merged else None
+            child = children.get((parent, token)) if merged else None
             if child is None:
                 if len(tokens) > budget:
                     break
-                child = children[parent, int(token)] = len(tokens)
-                tokens.append(int(token))
+                child = children[parent, token] = len(tokens)
+                tokens.append(token)
                 parents.append(parent)
                 sources.append(source)
             parent = child

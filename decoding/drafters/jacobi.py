@@ -98,7 +98,8 @@ class _Lookahead:
         window = self._window
         if window is None or request.remaining - window.steps_to_ngrams < 2:  # too late for an n-gram to be verified
             return None
-        columns = min(window.columns, (left + 1) // window.levels)
+        most = min(window.columns, widest) if window.full else window.columns
+        columns = min(most, (left + 1) // window.levels)
         if columns < 1 or (not window.full and columns < window.columns):
             return None
         return WindowRows.of(window, columns)
@@ -161,8 +162,8 @@ class JacobiDrafter(Drafter):
 
     Where ranks share a step (lookahead parallelism, section 3.4), window and guesses are those of one rank: with two there are 16
     columns and 16 guesses by default, as runs of columns and of n-grams on each. The guesses follow as ranks come and go;
-    a window keeps the columns that it began with: those beyond the budget wait, and the next request begins with another number.
-    The block of plain Jacobi decoding is one chain, which cannot be dealt, and stays as it is.
+    a window keeps the columns that it began with: those beyond what the ranks or the budget allow wait, and the next request
+    begins with another number. The block of plain Jacobi decoding is one chain, which cannot be dealt, and stays as it is.
 
     Departures from the paper's code: the token after a wholly accepted n-gram is kept; the window begins after the prefill, with
     which no draft is made, and candidates are verified while it fills; n-grams that begin alike share rows; the first guesses

@@ -145,7 +145,7 @@ class LlmaDrafter(Drafter):
         copies = self._copies(request, min(self._copy_length, budget))
         if self._ranks == 1:
             return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
-        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
+        rows = ((copy.tolist(), _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
         return tree_of(request.root, rows, budget, self._ranks)
 
     def _copies(self, request: Request, count: int) -> Iterator[Int32Array]:

@@ -20,26 +20,31 @@ class _NgramIndex:
     """
 
     def __init__(self, max_ngram: int) -> None:
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+        self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
+        self._later: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]  # of those that came again
         self._indexed = 1  # n-grams that end before this position are in the index
 
     def update(self, tokens: Int32Array) -> None:
         """Catches up with a sequence of which earlier calls saw a prefix."""
-        offset = max(0, self._indexed - len(self._ends))
+        offset = max(0, self._indexed - len(self._first))
         recent = tokens[offset:].tolist()
         for end in range(self._indexed - offset, len(recent)):
-            for n, ends in enumerate(self._ends[:end], start=1):
-                ends.setdefault(tuple(recent[end - n : end]), []).append(end + offset)
+            position = end + offset
+            for n, first in enumerate(self._first[:end], start=1):
+                ngram = tuple(recent[end - n : end])
+                if first.setdefault(ngram, position) != position:
+                    self._later[n - 1].setdefault(ngram, []).append(position)
         self._indexed = max(self._indexed, len(tokens))
 
     def find(self, tokens: Int32Array) -> Iterator[int]:
         """The positions after occurrences of n-grams that end ``tokens``: of the longest n-gram first, and of each n-gram the
         first one, then the others from the latest on."""
-        suffix = tuple(tokens[-len(self._ends) :].tolist())
+        suffix = tuple(tokens[-len(self._first) :].tolist())
         for n in range(len(suffix), 0, -1):
-            ends = self._ends[n - 1].get(suffix[-n:], [])
-            yield from ends[:1]
-            yield from (ends[at] for at in range(len(ends) - 1, 0, -1))
+            position = self._first[n - 1].get(suffix[-n:])
+            if position is not None:
+                yield position
+                yield from reversed(self._later[n - 1].get(suffix[-n:], ()))
 
 
 class PromptLookupDrafter(Drafter):
@@ -87,10 +92,12 @@ class PromptLookupDrafter(Drafter):
             index = self._indices[request.request_id] = _NgramIndex(self._max_ngram)
         index.update(request.tokens)
         count = min(self._num_tokens, budget)
-        copies = (request.tokens[position : position + count] for position in index.find(request.tokens))
+        positions = index.find(request.tokens)
         if self._ranks == 1:
-            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
-        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
+            at = next(positions, request.num_tokens)
+            return DraftTree.chain(request.root, request.tokens[at : at + count], _SOURCE)
+        looked_at = islice(positions, LOOKED_AT * self._ranks)
+        rows = ((request.tokens[at : at + count].tolist(), _SOURCE) for at in looked_at)
         return tree_of(request.root, rows, budget, self._ranks)
 
     def finish(self, request: Request) -> None:

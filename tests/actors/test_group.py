@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -145,15 +144,13 @@ def test_two_ranks_say_what_one_says(running: Running, expected: list[list[int]]
         assert {CORES[1]} in [os.sched_getaffinity(thread.id) for thread in rank.threads()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_changes_no_token_and_comes_back(
-    running: Running, expected: list[list[int]], number: signal.Signals
-) -> None:
+def test_a_rank_that_stops_changes_no_token_and_comes_back(running: Running, expected: list[list[int]]) -> None:
+    """One that is killed in the middle: ``test_parallel_service.py``, and without Ray ``test_lookahead_faults.py``."""
     (rank,) = processes("RankActor")
     before = running.group.state()
     assert before is not None and before.ready == (0, 1)
 
-    assert run(running.engine, requests(), lambda step: rank.send_signal(number) if step == 5 else None) == expected
+    assert run(running.engine, requests(), lambda step: rank.suspend() if step == 5 else None) == expected
     eventually(lambda: gone(rank))  # a stopped process, too
     eventually(lambda: running.ready == (0, 1))
     after = running.group.state()
@@ -170,6 +167,7 @@ def test_a_rank_that_dies_while_nothing_runs_comes_back(running: Running) -> Non
     eventually(lambda: running.ready == (0, 1))
 
 
+@pytest.mark.usefixtures("bundles")  # for its Ray
 def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Path) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
     absent = ModelOptions(path=str(tmp_path / "absent"), device="cpu", threads=1)
@@ -180,6 +178,7 @@ def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Pa
     remove_placement_group(bundles)
 
 
+@pytest.mark.usefixtures("bundles")
 def test_ranks_end_with_their_leader(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
     placed = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 
 import numpy as np
 import pytest
 
-from actors.link import LINK_ERRORS, Link, connect
+from actors.link import LINK_ERRORS, Link, connect, readable
 from actors.rank import RankServer, text_digest
 from actors.wire import Away, Beat, Failure, Message, OpenMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
@@ -122,6 +124,27 @@ def test_another_text_than_the_leaders_is_an_error_with_both_hashes(server: Rank
     assert other.hex() in failure.reason
     assert text_digest(PROMPT).hex() in failure.reason
     link.close()
+
+
+def test_what_answers_and_is_no_rank_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect, listener.getsockname()[:2], SECRET, 2.0)
+        with listener.accept()[0] as other:
+            other.sendall(struct.pack("!i", 5) + b"hello")
+            with pytest.raises(LINK_ERRORS):
+                connecting.result(30.0)
+
+
+def test_a_link_that_was_closed_here_has_ended(server: RankServer) -> None:
+    """Who waits for several learns which one it is, and goes on with the others."""
+    closed, other = connect(server.address, SECRET, 2.0), connect(server.address, SECRET, 2.0)
+    closed.close()
+    assert readable([other, closed], 30.0) == [closed]
+    with pytest.raises(LINK_ERRORS):
+        closed.take()
+    with pytest.raises(LINK_ERRORS):
+        closed.receive(30.0)
+    other.close()
 
 
 def test_a_closed_server_ends_its_connections() -> None:

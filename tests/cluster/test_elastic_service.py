@@ -17,10 +17,10 @@ from cluster.app import application
 from cluster.lobby import FORGET_S, Lobby, Place
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
-from decoding.request import Request, SamplingParams
-from engine.engine import Engine
+from decoding.request import SamplingParams
 from tests import waiting
 from tests.models import SENTENCES, llama_config, save_model
+from tests.services import plain_answer
 
 eventually = functools.partial(waiting.eventually, timeout_s=90.0)
 
@@ -68,7 +68,8 @@ def test_two_replicas_serve_one_request_together(api_server: Any, tmp_path_facto
     folder: Path = save_model(tmp_path_factory.mktemp("models") / "tiny", llama_config(max_position_embeddings=1024))
     model = ModelOptions(path=str(folder), dtype="float32", threads=1)
     prompts, tokens = SENTENCES[:2], 600
-    texts = [plain_text(model, prompt, tokens) for prompt in prompts]
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    texts = [plain_answer(model, prompt, params).text for prompt in prompts]
     config = Config(
         model=model,
         engine=EngineOptions(max_running=4),
@@ -113,14 +114,3 @@ def whole(width: int) -> dict[str, Any]:
     return {
         "ready": 2, "of": 2, "width": width, "refilling": 0, "losses": 0, "last_loss": None, "divergences": 0, "disagreements": 0,
     }  # fmt: skip
-
-
-def plain_text(model: ModelOptions, prompt: str, tokens: int) -> str:
-    """What plain decoding answers."""
-    engine = Engine.load(model, EngineOptions(max_running=1), SpeculationOptions("autoregressive"))
-    assert engine.tokenizer is not None
-    engine.add(Request("plain", engine.tokenizer.encode(prompt), SamplingParams(max_tokens=tokens, ignore_eos=True)))
-    text = ""
-    while engine.has_work:
-        text += "".join(output.text for output in engine.step())
-    return text

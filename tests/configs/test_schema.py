@@ -87,7 +87,7 @@ def test_unknown_key_in_file(tmp_path: Path) -> None:
         ("parallelism.world_size=65", ["parallelism.world_size is 65; allowed: 1 to 64, or auto"]),
         ("parallelism.world_size=two", ["parallelism.world_size is 'two'; allowed: 1 to 64, or auto"]),
         ("parallelism.world_size=1.5", ["parallelism.world_size is 1.5; allowed: 1 to 64, or auto"]),
-        ("parallelism.rank_timeout_s=0.1", ["parallelism.rank_timeout_s is 0.1", "0.2 to 600"]),
+        ("parallelism.rank_timeout_s=0.1", ["parallelism.rank_timeout_s is 0.1", "0.2 to 100"]),
         ("parallelism.rank_timeout_s=61", ["parallelism.step_timeout_s is 60.0", "at least parallelism.rank_timeout_s", "61"]),
         ("parallelism.check_steps=0", ["parallelism.check_steps is 0", "1 to"]),
         ("parallelism.placement=pack", ["parallelism.placement is 'pack'", "'STRICT_PACK'"]),
@@ -116,6 +116,13 @@ def test_groups_that_pin_threads_would_share_cores() -> None:
     assert load_config(None, overrides).parallelism.pin_threads
     with pytest.raises(ConfigError, match=r"parallelism\.pin_threads is true and server\.replicas is 2"):
         load_config(None, [*overrides, "server.replicas=2"])
+
+
+def test_groups_of_a_nodes_replicas_are_not_placed() -> None:
+    overrides = ["parallelism.placement=SPREAD", "parallelism.world_size=auto"]
+    assert load_config(None, overrides).parallelism.placement == "SPREAD"  # without a mode nothing is placed
+    with pytest.raises(ConfigError, match=r"parallelism\.placement is SPREAD and parallelism\.world_size is auto"):
+        load_config(None, [*overrides, "parallelism.mode=lookahead"])
 
 
 def test_every_mistake_is_named_at_once() -> None:

@@ -162,6 +162,19 @@ def test_windows_that_begin_with_more_ranks_have_more_columns() -> None:
     assert len(propose(drafter, request("later"), 100)) == 1 + 3
 
 
+def test_columns_of_ranks_that_have_left_wait() -> None:
+    drafter = build_drafter("jacobi", {"window": 3, "ngram": 3, "guesses": 2, "prompt_as_reference": False})
+    drafter.prepare(Circle())
+    drafter.scale(4)
+    asking = request()
+    tree = propose(drafter, asking, 400)
+    asking.commit([9])
+    drafter.observe(asking, tree, TargetRows(np.full(len(tree), 9, np.int32), None), Acceptance((), 9))
+    for ranks, columns in ((4, 12), (1, 3), (2, 6), (4, 12)):  # of a full window: two levels
+        drafter.scale(ranks)
+        assert len(propose(drafter, asking, 400)) == 2 * columns
+
+
 def test_guesses_follow_the_ranks_at_once() -> None:
     drafter = build_drafter("jacobi", {"window": 1, "ngram": 3, "guesses": 2})
     drafter.prepare(Circle())
