@@ -8,6 +8,7 @@ The same measurement as ``outrider replay``, which prints it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -28,9 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and, if wanted, references")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; all that can be replayed when absent")
-    parser.add_argument("--budget", type=int, default=64, help="most drafted tokens of a step")
+    parser.add_argument("--budget", type=int, default=64, help="most drafted tokens of a rank in a step")
+    parser.add_argument("--world-size", type=int, nargs="+", default=[1], help="draft as for so many ranks that share each step")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     args = parser.parse_args(argv)
+    if min(args.world_size) < 1:
+        parser.error(f"--world-size must be at least 1, got {min(args.world_size)}")
     started = datetime.now(UTC)
     try:
         choices = [choice for choice in chosen_strategies(args.strategy) if not choice.build().needs_logits]
@@ -40,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     results: dict[str, dict[str, object]] = {}
-    for choice in choices:
+    for choice, ranks in itertools.product(choices, args.world_size):
+        label = choice.label if args.world_size == [1] else f"{choice.label}, {ranks} ranks"
         rows, reached = {}, []
         for name, known in texts.items():
-            counts = replay_workload(known, choice.build, args.budget, cutter.vocab_size, time.perf_counter)
+            counts = replay_workload(known, choice.build, args.budget, cutter.vocab_size, time.perf_counter, ranks=ranks)
             rows[name] = figures(counts)
             reached.append(counts.tokens_per_step)
-            print(f"{choice.label} {name} {counts.tokens_per_step:.3f}", file=sys.stderr)
-        results[choice.label] = {"mean_tokens_per_step": round(statistics.fmean(reached), 4), "workloads": rows}
+            print(f"{label} {name} {counts.tokens_per_step:.3f}", file=sys.stderr)
+        results[label] = {"mean_tokens_per_step": round(statistics.fmean(reached), 4), "workloads": rows}
     print(write_record("replay-strategies", vars(args), results, None, started, "cpu", args.out).name)
     return 0
 
