@@ -27,3 +27,15 @@ def test_writes_what_each_strategy_reached(tmp_path: Path, capsys: pytest.Captur
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.jsonl"), "--tokenizer", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_ranks_draft_that_much_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = save_model(tmp_path / "model", llama_config())
+    workload = tmp_path / "copies.jsonl"
+    text = "A request travels from the door to the engine and back again."
+    workload.write_text(json.dumps({"id": "1", "prompt": text * 3, "output": text}) + "\n")
+    options = ["--tokenizer", str(tokenizer), "--strategy", "auto:all_rows=true", "--budget", "8", "--world-size", "1", "3"]
+    assert main([str(workload), *options, "--out", str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / capsys.readouterr().out.strip()).read_text())
+    one, three = (figures["workloads"]["copies"]["drafted_per_step"] for figures in record["results"].values())
+    assert three > 2 * one
