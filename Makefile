@@ -9,7 +9,7 @@ NEEDED_MIB := 4096
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint lock clean
+.PHONY: help install serve test test-all lint lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -40,8 +40,12 @@ lint: install ## ruff and mypy
 	@echo "lint: mypy"
 	@$(BIN)/python -m mypy
 
-test: lint ## lint, then every test that this machine can run
+test: lint ## lint, then the tests that this machine can run, but for the slow ones
 	@echo "test: pytest"
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: lint ## lint, then every test that this machine can run
+	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest $(ARGS)
 
 lock: ## a fresh resolution of pyproject.toml into constraints.txt

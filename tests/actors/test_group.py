@@ -160,6 +160,7 @@ def test_a_rank_that_stops_changes_no_token_and_comes_back(running: Running, exp
     assert 2 in [len(step.rank_s) for step in running.group.times()[-8:]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_nothing_runs_comes_back(running: Running) -> None:
     (rank,) = processes("RankActor")
     rank.kill()
@@ -167,6 +168,7 @@ def test_a_rank_that_dies_while_nothing_runs_comes_back(running: Running) -> Non
     eventually(lambda: running.ready == (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bundles")  # for its Ray
 def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Path) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
@@ -178,6 +180,7 @@ def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Pa
     remove_placement_group(bundles)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bundles")
 def test_ranks_end_with_their_leader(model: ModelOptions) -> None:
     bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")

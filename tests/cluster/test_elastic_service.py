@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
@@ -63,6 +64,7 @@ def test_no_number_has_two_owners(joins: list[tuple[int, int | None, float]]) ->
         assert len(set(place.peers.values())) == len(place.peers)
 
 
+@pytest.mark.slow
 def test_two_replicas_serve_one_request_together(api_server: Any, tmp_path_factory: Any) -> None:
     """A second application beside that of the other tests."""
     folder: Path = save_model(tmp_path_factory.mktemp("models") / "tiny", llama_config(max_position_embeddings=1024))

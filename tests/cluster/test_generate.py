@@ -181,6 +181,7 @@ def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -
     assert 0.0 < summary["group"]["exchange_share"] < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks take two cores")
 def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"

@@ -76,6 +76,7 @@ def test_a_follower_killed_in_the_middle_of_a_stream_is_replaced(service: Servic
     assert len(after) == 1 and after.isdisjoint(before)
 
 
+@pytest.mark.slow
 def test_the_leader_killed_in_the_middle_of_answers_is_replaced_with_its_group(service: Service) -> None:
     eventually(lambda: is_whole(service))
     leaders, followers = service.engines(), processes(FOLLOWER)

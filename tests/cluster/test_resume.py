@@ -79,6 +79,7 @@ def test_a_stream_goes_on_at_the_other_replica_when_its_own_is_killed(service: S
     assert killed[0] not in service.engines()
 
 
+@pytest.mark.slow
 def test_a_request_that_makes_steps_fail_ends_alone(service: Service) -> None:
     eventually(lambda: is_whole(service))
     engine = HandleEngine(serve.get_deployment_handle("engine", service.name), resume_timeout_s=60.0)
@@ -110,6 +111,7 @@ async def lost_with_its_replica(service: Service) -> ApiError:
     return raised.value
 
 
+@pytest.mark.slow
 def test_answers_survive_the_loss_of_every_replica_unless_none_comes_back_in_time(service: Service) -> None:
     eventually(lambda: is_whole(service))
     before = service.engines()
