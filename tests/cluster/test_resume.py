@@ -86,14 +86,20 @@ def test_a_request_that_makes_steps_fail_ends_alone(service: Service) -> None:
     params = dataclasses.replace(service.params, max_tokens=FEW)
     poison = Job("poison/0", service.expected.prompt_ids, params, emitted=(VOCAB + 7,))  # no such row in the model's table
 
-    async def collect(job: Job) -> list[StepOutput]:
-        return [output async for output in engine.generate(job)]
+    async def collect(job: Job, begun: asyncio.Event) -> list[StepOutput]:
+        outputs = []
+        async for output in engine.generate(job):
+            outputs.append(output)
+            if output.token_ids:
+                begun.set()
+        return outputs
 
     async def run() -> None:
-        running = [asyncio.create_task(collect(Job(f"fine/{n}", service.expected.prompt_ids, params))) for n in range(6)]
-        while service.health().get("running") != 6:
-            await asyncio.sleep(0.01)
-        outputs = await collect(poison)
+        begun = [asyncio.Event() for _ in range(6)]
+        fine = [Job(f"fine/{n}", service.expected.prompt_ids, params) for n in range(6)]
+        running = [asyncio.create_task(collect(*pair)) for pair in zip(fine, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        outputs = await collect(poison, asyncio.Event())
         assert outputs[-1].finish_reason is FinishReason.ERROR and "IndexError" in (outputs[-1].error or "")
         for outputs in await asyncio.gather(*running):
             assert outputs[-1].finish_reason is FinishReason.LENGTH

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-from experiments.exchange import figures, main
+from configs.schema import REPOSITORY
+from experiments.exchange import figures
 
 
 def test_every_transport_is_measured_and_the_whole_group_as_well(tmp_path: Path) -> None:
     sizes = ["--worlds", "2", "3", "--rounds", "1", "--steps", "4", "--compute-steps", "3", "--compute-ms", "0.5"]
-    assert main([*sizes, "--transports", "tcp", "unix", "calls", "gloo", "--out", str(tmp_path)]) == 0
+    command = [sys.executable, "-m", "experiments.exchange", *sizes, "--transports", "tcp", "unix", "calls", "gloo"]
+    # In a process of its own: it starts a Ray, and this process may have one.
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*-exchange.json")
     cases = json.loads(path.read_text())["results"]["cases"]
     measured = {(row["world"], row["work"], row["transport"]) for row in cases}
