@@ -31,4 +31,4 @@ class QueueFullError(RuntimeError):
 
 def one_line(error: BaseException) -> str:
     """An exception's type and message, for logs and messages of one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
