@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from actors.replica import CacheAccess
+from actors.cache_access import CacheAccess
 from cache_service.admin import CacheAdmin
 from cache_service.namespace import Identity
 from cache_service.server import CacheServer, ServerStatus

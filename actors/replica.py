@@ -13,14 +13,15 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import overload
 
+from actors.cache_access import CacheAccess, identity_of
+from actors.live import Abort, Arrived, Command, Live
 from actors.lookahead_parallel import GroupState
 from actors.ranks import Ranks
 from cache_service.mirror import Mirror, MirrorCounts
-from cache_service.namespace import Identity
-from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError, one_line
@@ -38,16 +39,6 @@ class ReplicaError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheAccess:
-    """Where the cluster's memory is, and whose part of it a replica keeps a copy of."""
-
-    options: CacheOptions
-    url: str = field(repr=False)  # may hold a password
-    secret: bytes = field(repr=False)  # names of tenants in Redis are derived with it
-    tenants: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Description:
     """What a replica serves, how busy it is, and how it gets on with the cluster's memory."""
 
@@ -55,40 +46,6 @@ class Description:
     counts: EngineCounts
     cache: MirrorCounts | None  # None where nothing is shared
     group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request and the queue of the event loop that waits for its outputs."""
-
-    request: Request
-    loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[StepOutput | Exception | None]  # None: a beat
-    published: int = 0  # emitted tokens that the mirror was told of
-
-    async def beat(self, every_s: float) -> None:
-        """Puts a beat, again and again."""
-        while True:
-            await asyncio.sleep(every_s)
-            self.items.put_nowait(None)
-
-    def put(self, item: StepOutput | Exception) -> bool:
-        """Hands an item to the event loop from another thread; False when that loop is closed and nobody waits any more."""
-        try:
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-        except RuntimeError:
-            return False
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Something of other replicas waits to be applied."""
 
 
 class Replica:
@@ -115,8 +72,8 @@ class Replica:
         """
         self._ranks = ranks
         self._mirror: Mirror | None = None
-        self._inbox: queue.SimpleQueue[_Live | _Abort | _Arrived | None] = queue.SimpleQueue()  # None: stop
-        self._live: dict[str, _Live] = {}  # touched by the engine's thread only
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._live: dict[str, Live] = {}  # touched by the engine's thread only
         self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
         self._fault: str | None = None  # why nothing is taken any more
         self._failed_steps = 0
@@ -156,7 +113,7 @@ class Replica:
             ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
                 another replica goes on with it (``Request.emitted``).
         """
-        live = _Live(request, asyncio.get_running_loop(), asyncio.Queue())
+        live = Live(request, asyncio.get_running_loop(), asyncio.Queue())
         if not self._send(live):
             raise ReplicaError(self._fault)
         beats = None if beat_s is None else asyncio.create_task(live.beat(beat_s))
@@ -172,7 +129,7 @@ class Replica:
             if beats is not None:
                 beats.cancel()
             if not finished:
-                self._send(_Abort(request.request_id))
+                self._send(Abort(request.request_id))
 
     def describe(self) -> Description:
         """The model and the counts after the last step. Raises as ``check_health`` does."""
@@ -212,11 +169,11 @@ class Replica:
         if cache is None or memory is None:
             return None
         arguments = (cache.options, cache.url, cache.secret, identity_of(self._info), cache.tenants)
-        mirror = Mirror(*arguments, memory, lambda: self._inbox.put(_Arrived()))
+        mirror = Mirror(*arguments, memory, lambda: self._inbox.put(Arrived()))
         mirror.start(cache.options.start_timeout_s)
         return mirror
 
-    def _send(self, command: _Live | _Abort | None) -> bool:
+    def _send(self, command: Command) -> bool:
         with self._closing:
             if self._fault is None:
                 self._inbox.put(command)
@@ -258,12 +215,12 @@ class Replica:
             wait = False
             if command is None:
                 return False
-            if isinstance(command, _Abort):
+            if isinstance(command, Abort):
                 self._abort(command.request_id)
-            elif isinstance(command, _Live):
+            elif isinstance(command, Live):
                 self._add(command)
 
-    def _add(self, live: _Live) -> None:
+    def _add(self, live: Live) -> None:
         request_id = live.request.request_id
         try:
             if request_id in self._live:
@@ -285,7 +242,7 @@ class Replica:
             self._engine.abort(request_id)
             self._publish(live, final=True)
 
-    def _publish(self, live: _Live, final: bool) -> None:
+    def _publish(self, live: Live, final: bool) -> None:
         """Tells the tenant's other replicas what was emitted since the last time.
 
         The first time that is all, also what another replica emitted: it may have ended before it said so, and who has it already
@@ -338,16 +295,11 @@ class Replica:
             self._fault = fault
         while not self._inbox.empty():
             command = self._inbox.get()
-            if isinstance(command, _Live):
+            if isinstance(command, Live):
                 command.put(ReplicaError(fault))
         for live in self._live.values():
             live.put(ReplicaError(fault))
         self._live.clear()
-
-
-def identity_of(info: ModelInfo) -> Identity:
-    """What the names of its tenants in Redis depend on."""
-    return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size)
 
 
 def _failure(request_id: str, error: Exception) -> StepOutput:

@@ -13,11 +13,12 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from actors.cache_access import CacheAccess
 from actors.elastic import Elastic
 from actors.group import Group
 from actors.heap import spare_collector
 from actors.ranks import Ranks
-from actors.replica import CacheAccess, Description, Replica
+from actors.replica import Description, Replica
 from cluster.api import Service, create_api
 from cluster.cache_actor import CacheActor, HandleCacheAdmin
 from cluster.generation import Job

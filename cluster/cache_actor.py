@@ -12,8 +12,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from actors.cache_access import CacheAccess, identity_of
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
-from actors.replica import CacheAccess, Description, identity_of
+from actors.replica import Description
 from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cache_service.namespace import Identity
 from cluster.errors import ApiError

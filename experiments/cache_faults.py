@@ -25,7 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from actors.replica import CacheAccess, Replica
+from actors.cache_access import CacheAccess
+from actors.replica import Replica
 from cluster.prompt_file import read_prompts
 from configs.schema import find_model
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions

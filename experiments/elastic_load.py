@@ -28,7 +28,7 @@ from engine.loading import load_tokenizer
 from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
 from experiments.record import RESULTS, write_record
-from experiments.replica_process import Answered, ReplicaProcess
+from experiments.replica_process import Answered, ReplicaProcess, ReplicaSetting
 
 KINDS = ("elastic", "independent")
 _SETTLE_S = 1.0  # before each part: replicas follow others once they have had nothing to do for a moment
@@ -43,11 +43,9 @@ class ReplicaSet:
         model = ModelOptions(find_model(args.model), dtype=args.dtype, max_model_len=args.context, threads=1)
         engine, speculation = EngineOptions(max_running=args.requests), SpeculationOptions(args.strategy)
         parallelism = ParallelismOptions("lookahead") if kind == "elastic" else None
-        secret = secrets.token_bytes(32)
-        self._replicas = [
-            ReplicaProcess(model, engine, speculation, parallelism, secret, args.replicas) for _ in range(args.replicas)
-        ]
-        self._max_tokens, self._asked = args.max_tokens, 0
+        setting = ReplicaSetting(model, engine, speculation, parallelism, secrets.token_bytes(32), args.replicas)
+        self._replicas = [ReplicaProcess(setting) for _ in range(args.replicas)]
+        self._max_tokens = args.max_tokens
         if parallelism is not None:
             addresses = dict(enumerate(replica.address for replica in self._replicas))
             for rank, replica in enumerate(self._replicas):

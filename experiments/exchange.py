@@ -33,13 +33,13 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from actors.transport_actors import TRANSPORTS, Case, Ranks, own_ray
+from actors.transports import ANSWER_BYTES, COMMAND_BYTES, Step
 from decoding.request import Request, RequestState, SamplingParams
 from decoding.tree import DraftTree
 from engine.batch import Work
 from engine.executor import LocalExecutor
 from experiments.competition import progress_bar
-from experiments.exchange_ranks import ANSWER_BYTES, COMMAND_BYTES, Step
-from experiments.exchange_ray import TRANSPORTS, Case, Ranks, own_ray
 from experiments.guided_ranks import FollowerGroup, RankModel, leader_over
 from experiments.record import RESULTS, write_record
 from experiments.scaling_figures import exchange_bars

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _LOSS, _ANSWERS, _ACCURACY = "#1f4e8c", "#c25a1a", "#2f7d4f"
@@ -75,13 +76,7 @@ def strategy_bars(results: Mapping[str, Any], out: Path) -> Path:
     names, places = list(overall), range(len(overall))
     figure = Figure(figsize=(max(7.5, 0.85 * len(names)), 7.5), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True)
-    medians = [row["ratio_median"] for row in overall.values()]
-    spread = [
-        [median - min(row["ratio"]) for median, row in zip(medians, overall.values(), strict=True)],
-        [max(row["ratio"]) - median for median, row in zip(medians, overall.values(), strict=True)],
-    ]
-    above.bar(places, medians, yerr=spread, capsize=3, color=_LOSS)
-    above.axhline(1.0, color="black", linewidth=0.8)
+    ratio_bars(above, [row["ratio"] for row in overall.values()], _LOSS)
     above.set_ylabel("speed against greedy generate")
     sources = sorted({source for row in overall.values() for source in row["accepted_per_step"]})
     floor = [1.0] * len(names)  # the target's own token
@@ -166,6 +161,21 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
 def _smooth(series: Sequence[float]) -> list[float]:
     """The mean of each entry and its neighbours, up to ``_NEIGHBOURS`` on either side."""
     return [statistics.fmean(series[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]) for at in range(len(series))]
+
+
+def ratio_bars(axes: Axes, ratios: Sequence[Sequence[float]], colours: Any) -> None:
+    """Bars of medians with the lowest and the highest, against the line of 1.
+
+    Args:
+        axes: to draw on.
+        ratios: of each bar, one for each repeat.
+        colours: one, or one for each bar.
+    """
+    medians = [statistics.median(ratio) for ratio in ratios]
+    below = [median - min(ratio) for median, ratio in zip(medians, ratios, strict=True)]
+    above = [max(ratio) - median for median, ratio in zip(medians, ratios, strict=True)]
+    axes.bar(range(len(ratios)), medians, yerr=[below, above], capsize=3, color=colours)
+    axes.axhline(1.0, color="black", linewidth=0.8)
 
 
 def save_figure(figure: Figure, out: Path) -> Path:

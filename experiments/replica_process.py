@@ -47,41 +47,32 @@ class _Ask:
     at_once: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaSetting:
+    """What a replica is."""
+
+    model: ModelOptions  # with the number of threads
+    engine: EngineOptions
+    speculation: SpeculationOptions
+    parallelism: ParallelismOptions | None  # of an elastic group; None for a replica that computes alone
+    secret: bytes  # of the group
+    world_size: int  # the most ranks of a group
+
+
 class ReplicaProcess:
     """The other end of the pipe."""
 
-    def __init__(
-        self,
-        model: ModelOptions,
-        engine: EngineOptions,
-        speculation: SpeculationOptions,
-        parallelism: ParallelismOptions | None,
-        secret: bytes,
-        world_size: int,
-    ) -> None:
-        """Starts it, and returns when the model is loaded.
-
-        Args:
-            model: with the number of threads.
-            engine: of the replica.
-            speculation: of the replica.
-            parallelism: of an elastic group; None for a replica that computes alone.
-            secret: of the group.
-            world_size: the most ranks of a group.
-
-        Raises:
-            RuntimeError: it does not come up.
-        """
+    def __init__(self, setting: ReplicaSetting) -> None:
+        """Starts it, and returns when the model is loaded. Raises RuntimeError when it does not come up."""
         self._pipe, theirs = _forks.Pipe()
-        arguments = (theirs, model, engine, speculation, parallelism, secret, world_size)
-        self._process = _forks.Process(target=_serve, args=arguments, daemon=True)
+        self._process = _forks.Process(target=_serve, args=(theirs, setting), daemon=True)
         self._process.start()
         theirs.close()
         try:
             self._address: Address | None = self._hear(_LOAD_S)
         except (EOFError, TimeoutError) as error:
             self.close()
-            raise RuntimeError(f"a replica with {model.path} did not come up; its own message stands above") from error
+            raise RuntimeError(f"a replica with {setting.model.path} did not come up; its own message stands above") from error
 
     @property
     def address(self) -> Address:
@@ -116,18 +107,12 @@ class ReplicaProcess:
         return self._pipe.recv()
 
 
-def _serve(
-    pipe: Connection,
-    model: ModelOptions,
-    engine: EngineOptions,
-    speculation: SpeculationOptions,
-    parallelism: ParallelismOptions | None,
-    secret: bytes,
-    world_size: int,
-) -> None:
+def _serve(pipe: Connection, setting: ReplicaSetting) -> None:
     """Of the process: answers until the other end of the pipe is gone."""
-    elastic = None if parallelism is None else Elastic(parallelism, secret, world_size)
-    replica = Replica(model, engine, speculation, None, elastic)
+    elastic = None
+    if setting.parallelism is not None:
+        elastic = Elastic(setting.parallelism, setting.secret, setting.world_size)
+    replica = Replica(setting.model, setting.engine, setting.speculation, None, elastic)
     numbers = itertools.count()
     try:
         pipe.send(None if elastic is None else elastic.address)

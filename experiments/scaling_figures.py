@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from experiments.plots import save_figure
+from experiments.plots import ratio_bars, save_figure
 
 _WORKS = {
     "none": "no compute", "unpinned": "beside compute, unpinned", "pinned": "beside compute, pinned", "model": "tiny model",
@@ -64,15 +64,8 @@ def scaling_bars(results: Mapping[str, Any], out: Path) -> Path:
     places = range(len(overall))
     figure = Figure(figsize=(max(7.0, 1.0 * len(overall)), 7.0), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True)
-    rates = [row["decode_ratio"]["plain"] for row in overall.values()]
-    medians = [statistics.median(ratio) for ratio in rates]
-    spread = [
-        [median - min(ratio) for median, ratio in zip(medians, rates, strict=True)],
-        [max(ratio) - median for median, ratio in zip(medians, rates, strict=True)],
-    ]
     colours = [_colour(row["ranks"] - 1) for row in overall.values()]
-    above.bar(places, medians, yerr=spread, capsize=3, color=colours)
-    above.axhline(1.0, color="black", linewidth=0.8)
+    ratio_bars(above, [row["decode_ratio"]["plain"] for row in overall.values()], colours)
     above.set_ylabel("tokens/s after the first token,\nagainst plain decoding on one thread")
     floor = [0.0] * len(overall)
     for number, part in enumerate(PARTS):

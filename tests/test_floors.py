@@ -36,9 +36,6 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}
 
-# Libraries that one file knows beyond its room: what Ray's own transports cost is measured with them.
-MORE: dict[str, set[str]] = {"experiments/exchange_ray.py": {"ray"}}
-
 # Files with a stricter rule than their room: the engine's slices load where pydantic and yaml are not installed.
 FILES: dict[str, set[str]] = {"configs/slices.py": set(), "configs/__init__.py": set()}
 
@@ -51,7 +48,7 @@ def violations(file: str, source: str) -> list[str]:
         source: the text of the file.
     """
     room = file.split("/")[0]
-    libraries = FILES.get(file, LIBRARIES[room] | MORE.get(file, set()))
+    libraries = FILES.get(file, LIBRARIES[room])
     rooms = BELOW[room] | {room}
     found = []
     for line, name in imported(ast.parse(source), file):

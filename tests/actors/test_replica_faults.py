@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.replica import CacheAccess, Replica
+from actors.cache_access import CacheAccess
+from actors.replica import Replica
 from cache_service.mirror import MirrorCounts
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats

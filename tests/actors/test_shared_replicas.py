@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from actors.cache_access import CacheAccess
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
-from actors.replica import CacheAccess, Replica
+from actors.replica import Replica
 from cache_service.admin import CacheAdmin
 from cache_service.embedded import EmbeddedRedis
 from cache_service.namespace import Identity

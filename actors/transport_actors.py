@@ -1,4 +1,4 @@
-"""The ranks of ``experiments.exchange`` as Ray actors, and the two transports that are Ray's own."""
+"""Ranks that measure transports as Ray actors, and the two transports that are Ray's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.dag import InputNode, MultiOutputNode
 
-from experiments.exchange_ranks import ANSWER, COMMAND, ExchangeRank, Step, Transport
+from actors.transports import ANSWER, COMMAND, ExchangeRank, Step, Transport
 
 TRANSPORTS = ("tcp", "unix", "calls", "gloo", "graph")
 _PAUSE_S = 0.5  # in which processor time is read, whose unit is 10 ms

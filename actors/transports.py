@@ -1,4 +1,4 @@
-"""One rank of ``experiments.exchange``: what a step sends and answers, over each transport."""
+"""Transports between ranks, measured beside each other by ``experiments/exchange.py``: what a step sends and answers."""
 
 from __future__ import annotations
 
