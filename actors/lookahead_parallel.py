@@ -8,13 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from actors.link import LINK_ERRORS, Link
 from actors.roster import LostRank, Roster
 from actors.seat import Dealt, Held, Holdings, Seat
 from actors.shares import Share, merge
+from actors.width import WidthChoice, WidthChoices
 from actors.wire import Reply
 from configs.slices import ParallelismOptions
 from decoding.dealing import compile_dealing
+from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.batch import Work
 from engine.errors import one_line
@@ -71,6 +75,9 @@ class LookaheadParallelExecutor:
     longer spine of its next step. Every part holds the root, so that what any rank says is a whole step: when a rank is lost in
     the middle, the step is what the others say, and nothing is done again.
 
+    Whether a step is shared at all follows what it brings (``WidthChoice``): what is not shared the leader computes alone, and
+    the ranks keep up beside it.
+
     Where it departs from the published code: the leader alone drafts, and one message a step goes each way instead of four
     collectives; ranks come and go; several requests share a step; sampled requests work, for the choice at a position is a
     function of seed and position. A walk whose first token is not the leader's is left out: in half precision two ranks may see
@@ -90,11 +97,14 @@ class LookaheadParallelExecutor:
             options: of the group.
             chunk: most tokens of a message that refills a rank.
         """
-        self._local, self._check_steps = local, options.check_steps
+        self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
         self._held = Holdings()  # of the leader
         self._roster = Roster(options, chunk)
         self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
         self._steps = self._divergences = 0
+        self._choices = WidthChoices()
+        self._choice: WidthChoice | None = None  # of the next step
+        self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and when the next one began
         self.times: deque[StepTimes] = deque(maxlen=4096)  # of the latest steps that emitted tokens
         compile_dealing()
 
@@ -105,7 +115,10 @@ class LookaheadParallelExecutor:
             with self._lock:
                 self._roster.change()
         # A copy: `tend` may lose a seat meanwhile.
-        return 1 + sum(not seat.refilling for seat in self._roster.seats.copy().values())
+        ranks = 1 + sum(not seat.refilling for seat in self._roster.seats.copy().values())
+        self._choice = self._choices.of(ranks, self._decoding) if self._adaptive and ranks > 1 else None
+        self._began = time.perf_counter()
+        return 1 if self._choice is not None and not self._choice.shared else ranks
 
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
@@ -147,6 +160,20 @@ class LookaheadParallelExecutor:
             finally:
                 self._lock.release()
 
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """See ``Executor``. What the leader finds counts; each rank looks for itself what it has."""
+        with self._lock:
+            slot, computed = self._local.place(request, free)
+            self._held.place(request, computed)
+        return slot, computed
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """See ``Executor``."""
+        with self._lock:
+            self._local.check_integrity(running)
+            for holdings in (self._held, *(seat.holdings for seat in self._roster.seats.values())):
+                holdings.check_integrity(running)
+
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
         with self._lock:
@@ -154,7 +181,8 @@ class LookaheadParallelExecutor:
             self._roster.change()
             self._held.release()
             seats = self._roster.ready(works)
-            parts = [[] if work.tree is None else work.tree.partition(1 + len(seats)) for work in works]
+            shared = self._choice is None or self._choice.shared
+            parts = [[] if work.tree is None else _parts(work.tree, 1 + len(seats), shared) for work in works]
             self._steps += 1
             dealt = self._deal(works, parts, seats, top_k)
             own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if seats else 0)
@@ -162,6 +190,7 @@ class LookaheadParallelExecutor:
             outcomes = self._merge(works, parts, own, dealt, replies)
             emitted = sum(outcome.acceptance.count for outcome in outcomes if outcome is not None)
             if emitted:
+                self._judge(works, emitted)
                 self._time(began, emitted, own, [(reply.compute_s, dealt[seat]) for seat, reply in replies.items()])
             return outcomes
 
@@ -222,8 +251,22 @@ class LookaheadParallelExecutor:
             outcomes.append(merged)
         return outcomes
 
+    def _judge(self, works: Sequence[Work], emitted: int) -> None:
+        """Tells the choice of the width what became of it; steps that prefill as well say nothing of it."""
+        self._decoding = len(works)
+        if self._choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
+            self._choice.took(emitted, time.perf_counter() - self._began)
+
     def _time(self, began: float, emitted: int, own: _Own, others: Sequence[tuple[float, Dealt]]) -> None:
         rank_s = (own.seconds, *(seconds for seconds, _ in others))
         rows = (own.rows, *(deal.rows for _, deal in others))
         recomputed = (own.recomputed, *(deal.recomputed for _, deal in others))
         self.times.append(StepTimes(rank_s, time.perf_counter() - began - max(rank_s), rows, recomputed, emitted))
+
+
+def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[Part]:
+    """The ranks' parts; the leader's is the whole tree, and the others' its root, where it is not shared."""
+    if shared:
+        return tree.partition(ranks)
+    root = np.zeros(1, np.int32)
+    return [*tree.partition(1), *([Part(root, tree.take(root))] * (ranks - 1))]

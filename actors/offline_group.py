@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.group import Group
 from actors.heap import spare_collector
 from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
+from actors.own_ray import start_ray
 from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
@@ -28,7 +27,6 @@ from decoding.request import SamplingParams, StepOutput
 from engine.errors import ModelLoadError, one_line
 from engine.loading import ModelInfo
 
-OBJECT_STORE_BYTES = 128 * 2**20  # prompts and outputs travel inside calls
 STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
 
 
@@ -123,7 +121,7 @@ class OfflineGroup:
             GroupError: the machine cannot house the ranks, Ray does not start, or a rank cannot be loaded.
             ValueError: an option outside its range.
         """
-        _start_ray()
+        _start()
         try:
             resources = ray.cluster_resources()
             shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
@@ -165,20 +163,11 @@ class OfflineGroup:
         ray.shutdown()
 
 
-def _start_ray() -> None:
-    """A Ray that only this machine reaches. Raises GroupError when it does not start."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
+def _start() -> None:
+    """A Ray of this process's own. Raises GroupError when it does not start."""
     try:
         with _uninterrupted():
-            ray.init(
-                "local",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            start_ray()
     except (RuntimeError, ValueError, OSError, RayError) as error:
         raise GroupError(f"Ray did not start: {one_line(error)[:400]}") from error
     signal.signal(signal.SIGTERM, _terminate)  # Ray's own handler aborts, and leaves its processes to themselves

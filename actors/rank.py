@@ -53,16 +53,19 @@ class Rank:
             self._close(number)
         for one in message.opened:
             request = Request(one.request_id, one.prompt, one.params)
-            request.state = RequestState.RUNNING
+            request.state, request.scope = RequestState.RUNNING, one.scope
             self._requests[one.number] = request, frozenset(one.end_tokens)
-        works = [self._work(work) for work in message.works]
+        made = [self._work(work) for work in message.works]
+        works = [work for work in made if work is not None]
         began = time.perf_counter()
         outcomes = self._executor.execute(works) if works else []
         told = tuple(_told(outcome, message.top_k) for outcome in outcomes if outcome is not None)
         return Reply(message.sequence, time.perf_counter() - began, told)
 
-    def forget(self) -> None:
-        """Drops all requests: the slots are free for others."""
+    def forget(self, failed: bool = False) -> None:
+        """Drops all requests: the slots are free for others. After a failure nothing is reused of what they hold."""
+        if failed:
+            self._executor.runner.cache.prefixes.clear()
         for number in list(self._requests):
             self._close(number)
 
@@ -70,10 +73,13 @@ class Rank:
         request, _ = self._requests.pop(number)
         request.state = RequestState.FINISHED
 
-    def _work(self, work: WorkMessage) -> Work:
+    def _work(self, work: WorkMessage) -> Work | None:
+        """The work of a message; None where all of it is here already, and no tree."""
         request, end_tokens = self._requests[work.number]
         request.commit(work.committed.tolist())
-        request.slot = work.slot
+        if work.start == 0:
+            request.slot, request.num_computed = self._executor.place(request, (work.slot,))
+        assert request.slot == work.slot, (request.request_id, request.slot, work.slot)
         assert work.end <= request.num_tokens, (request.request_id, work.end, request.num_tokens)
         if work.digest and work.digest != text_digest(request.tokens):
             raise DisagreementError(
@@ -85,7 +91,8 @@ class Rank:
             sources = np.zeros(len(work.tokens), np.int8)
             tree = DraftTree(work.tokens, work.parents, sources, work.num_candidates)
             assert work.end == request.num_tokens, (request.request_id, work.end, request.num_tokens)
-        return Work(request, work.start, work.end, tree, end_tokens)
+        start = max(work.start, request.num_computed)  # the leader counts what it has sent, and not what was found here
+        return Work(request, start, work.end, tree, end_tokens) if start < work.end else None
 
 
 def _told(outcome: Outcome, top_k: int) -> OutcomeMessage:
@@ -200,7 +207,7 @@ class RankServer:
             except Exception as error:  # whatever a model or its device raises: the leader is told, and goes on without this rank
                 logger.exception("a step failed")
                 self._leader = None
-                self._rank.forget()
+                self._rank.forget(failed=True)
                 return Failure(one_line(error), isinstance(error, DisagreementError))
 
     def _leave(self, link: Link) -> None:

@@ -249,7 +249,9 @@ class Replica:
         takes no harm.
         """
         request = live.request
-        if self._mirror is not None and request.tenant is not None and request.num_output:
+        if self._mirror is None or request.tenant is None or not self._engine.remembers(request):
+            return
+        if request.num_output:
             self._mirror.publish(request.tenant, request.text, live.published, request.output_ids[live.published :], final)
             live.published = request.num_output
 

@@ -39,6 +39,7 @@ class Held:
     request: Request
     number: int  # stands for it in messages
     computed: int = 0  # tokens whose KV the rank has
+    preemptions: int = 0  # of the request when they were counted
     told: int = -1  # tokens of the output that it was sent; -1: not even that there is such a request
 
 
@@ -51,11 +52,29 @@ class Holdings:
 
     def align(self, work: Work) -> Held:
         """The request of a work, with nothing computed if it is new, or if it was preempted since."""
-        held = self._held.get(id(work.request))
-        if held is None:
-            held = self._held[id(work.request)] = Held(work.request, next(self._numbers))
+        held = self._of(work.request)
         held.computed = min(held.computed, work.start)
         return held
+
+    def place(self, request: Request, computed: int) -> None:
+        """Says that a request was given a slot in which so many of its tokens are computed."""
+        self._of(request).computed = computed
+
+    def _of(self, request: Request) -> Held:
+        held = self._held.get(id(request))
+        if held is None:
+            held = self._held[id(request)] = Held(request, next(self._numbers))
+        if held.preemptions != request.stats.preemptions:  # it has had another slot, or the same one after others had it
+            held.computed, held.preemptions = 0, request.stats.preemptions
+        return held
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """Asserts that no more of a running request counts as computed than there is, and that who has ended is let go of."""
+        alive = {id(request) for request in running}
+        for held in self._held.values():
+            request = held.request
+            assert request.state is not RequestState.RUNNING or id(request) in alive, request.request_id
+            assert held.computed <= request.num_tokens, (request.request_id, held.computed, request.num_tokens)
 
     @property
     def live(self) -> bool:
@@ -155,7 +174,12 @@ class Seat:
     def _send(self, messages: Sequence[WorkMessage], dealt: Sequence[tuple[Work, Held, int]], top_k: int) -> None:
         opened = tuple(
             OpenMessage(
-                held.number, work.request.request_id, work.request.prompt_ids, work.request.params, tuple(work.end_tokens)
+                held.number,
+                work.request.request_id,
+                work.request.prompt_ids,
+                work.request.params,
+                tuple(work.end_tokens),
+                work.request.scope,
             )
             for work, held, _ in dealt
             if held.told < 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,17 +121,3 @@ class Ranks:
         )
         ray.get(taking_part)
         return answer
-
-
-@contextlib.contextmanager
-def own_ray() -> Iterator[None]:
-    """A Ray of its own on loopback."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, object_store_memory=1 << 28,
-        _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -35,11 +35,15 @@ class OpenMessage:
     prompt: Int32Array  # [n]
     params: SamplingParams
     end_tokens: tuple[int, ...]
+    scope: str | None = None  # see ``engine.prefix_cache.PrefixCache``
 
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """A rank's part of a step for one request: see ``engine.batch.Work``."""
+    """A rank's part of a step for one request: see ``engine.batch.Work``.
+
+    One that begins at 0 says that the slot is the request's from now on. The rank may find that it holds some of the tokens.
+    """
 
     number: int
     slot: int
@@ -117,7 +121,8 @@ def _flatten(message: Message) -> list[Any]:
     match message:
         case StepMessage(sequence, opened, closed, works, top_k, joins):
             heads = [
-                (one.number, one.request_id, _pack(one.prompt), dataclasses.asdict(one.params), one.end_tokens) for one in opened
+                (one.number, one.request_id, _pack(one.prompt), dataclasses.asdict(one.params), one.end_tokens, one.scope)
+                for one in opened
             ]
             rows = [
                 (
@@ -170,8 +175,8 @@ def _step(
     sequence: int, opened: Sequence[Any], closed: tuple[int, ...], works: Sequence[Any], top_k: int, joins: bool
 ) -> StepMessage:
     heads = tuple(
-        OpenMessage(number, request_id, _unpack(prompt), SamplingParams(**params), end_tokens)
-        for number, request_id, prompt, params, end_tokens in opened
+        OpenMessage(number, request_id, _unpack(prompt), SamplingParams(**params), end_tokens, scope)
+        for number, request_id, prompt, params, end_tokens, scope in opened
     )
     parts = tuple(
         WorkMessage(number, slot, start, end, _unpack(committed), _unpack(tokens), _unpack(parents), candidates, digest)

@@ -94,9 +94,11 @@ class AdminService:
         self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """How much is kept of each tenant, and how each replica gets on with Redis: that is told while Redis is away, too."""
+        """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too, and how
+        much of the prompts did not have to be computed."""
         port = self._allowed(request)
-        mirrors = [replica.cache for replica in await self._replicas()]
+        replicas = await self._replicas()
+        mirrors = [replica.cache for replica in replicas]
         tenants: Sequence[TenantStats] = ()
         error = None
         try:
@@ -107,6 +109,8 @@ class AdminService:
         return {
             "tenants": [dataclasses.asdict(entry) for entry in tenants],
             "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
+            "prefix_queries": sum(replica.counts.prefix_queries for replica in replicas),
+            "prefix_hits": sum(replica.counts.prefix_hits for replica in replicas),
             "error": error,
         }
 

@@ -16,12 +16,19 @@ from cluster.logprobs import LogprobWriter, TokenBytes
 from decoding.request import TokenLogprob
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the tokens of a prompt."""
+
+    cached_tokens: int  # whose KV was there already: they begin another request of the same tenant
+
+
 class Usage(BaseModel):
     """Tokens of a response. Emitted tokens count, the end token included, whether or not they show as text."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class Delta(BaseModel):

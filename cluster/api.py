@@ -16,7 +16,7 @@ from actors.lookahead_parallel import GroupState
 from actors.replica import Description
 from cluster import errors
 from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
-from cluster.answers import AnswerBuilder, Usage
+from cluster.answers import AnswerBuilder, PromptTokensDetails, Usage
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Generation, Planner
 from cluster.logprobs import TokenBytes
@@ -127,6 +127,7 @@ class Service:
             "created": self._started,
             "owned_by": "outrider",
             "max_model_len": info.max_model_len,
+            "strategies": info.choices,
         }
 
 
@@ -230,4 +231,7 @@ async def _events(answer: AnswerBuilder, generation: Generation, choices: int, i
 
 def _usage(generation: Generation) -> Usage:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
+    return Usage(
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
+    )

@@ -63,6 +63,7 @@ class EngineReplica:
         request = Request(
             job.request_id, job.prompt_ids, job.params, job.references,
             tenant=job.tenant, public=job.public, emitted=job.emitted,
+            strategy=job.strategy, max_draft_tokens=job.max_draft_tokens, priority=job.priority,
         )  # fmt: skip
         outputs = self._replica.generate(request, BEAT_S)
         try:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import typer
 
 from cluster.terminal import fail
 
-bench = typer.Typer(help="Measure strategies beside transformers' generate.", no_args_is_help=True)
+bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
 
 
 @bench.command("strategies", context_settings=_PASS_ON, add_help_option=False)
 def strategies(context: typer.Context) -> None:
     """Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation; --help says more."""
+    _start("strategies", context.args)
+
+
+@bench.command("load", context_settings=_PASS_ON, add_help_option=False)
+def load(context: typer.Context) -> None:
+    """Strategies under load: 1 to 32 clients, Poisson arrivals, a load step, beside transformers' batching; --help says more."""
+    _start("load", context.args)
+
+
+def _start(name: str, arguments: Sequence[str]) -> None:
+    """Becomes the process of an experiment; ends with code 1 where there is none."""
     if find_spec("experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "experiments.bench", "strategies", *context.args])
+    os.execv(sys.executable, [sys.executable, "-m", "experiments.bench", name, *arguments])

@@ -35,7 +35,7 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a ten
 
 @cache.command()
 def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Show how much is kept of each tenant, and how each replica gets on with Redis."""
+    """Show how much is kept of each tenant, how each replica gets on with Redis, and how many prompt tokens were reused."""
     with _client(url) as client:
         found = _object(client.get("/stats"))
     if as_json:
@@ -43,6 +43,7 @@ def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help=
     else:
         _print_rows(found["tenants"])
         _print_rows([replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]])
+        typer.echo(f"tokens of requests that may reuse others': {found['prefix_queries']}, reused: {found['prefix_hits']}")
     if found["error"] is not None:
         fail(f"{url}: {found['error']}")
 

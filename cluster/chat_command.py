@@ -28,6 +28,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    strategy: Annotated[str | None, typer.Option(help="One of the server's strategies; its default when absent.")] = None,
+    max_draft_tokens: Annotated[int | None, typer.Option(min=0, help="Most drafted rows in a step; 0: plain decoding.")] = None,
 ) -> None:
     """Chat with a running server. Ctrl-C stops an answer, /exit ends the chat."""
     import httpx
@@ -40,7 +42,10 @@ def chat(
         except ChatError as error:
             fail(f"{url}: {error}")
         typer.echo(f"{model or served} at {url}; Ctrl-C stops an answer, /exit ends the chat")
-        options = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
+        options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
+        speculation = {"strategy": strategy, "max_draft_tokens": max_draft_tokens}
+        if any(value is not None for value in speculation.values()):  # else servers that do not know it can be talked to
+            options["speculation"] = speculation
         _converse(client, options, [{"role": "system", "content": system}] if system else [])
 
 

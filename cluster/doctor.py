@@ -1,4 +1,4 @@
-"""``outrider doctor``: what this machine has, what is missing, and the command that installs it."""
+"""``outrider doctor``: what this machine has, what is missing, and the command that installs it; and how fast it is."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.preflight import ray_folder
+from cluster.terminal import fail_input
 
 GIB = 2**30
 MIN_MEMORY_GIB = 4
@@ -36,8 +37,40 @@ class Finding:
     remedy: str = ""  # the command, or what to do; empty when nothing is to be done
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Tell what this machine has and what is missing. Exit code 1 when the server cannot run."""
+def doctor(
+    context: typer.Context,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Time the steps of a model on this machine instead, and keep the result for servers."),
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="With --calibrate: folder of the model, or its name on the hub.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --calibrate: auto, float32, bfloat16, float16 or float64.")] = None,
+    device: Annotated[str | None, typer.Option(help="With --calibrate: auto, cpu, cuda, cuda:1, ...")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="With --calibrate: torch threads on a CPU; when absent as many as a server's replica has.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="With --calibrate: a yaml file as of `outrider serve`. The other options win over it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --calibrate: folder of the figure; the working directory when absent.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Tell what this machine has and what is missing. Exit code 1 when the server cannot run.
+
+    With --calibrate: how long a step of a model takes here, by rows, requests and context, as a table and a figure.
+    """
+    settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
+    if calibrate:
+        from cluster.calibrate import calibrate as measure  # with its imports it takes a moment
+
+        overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
+        measure(config, overrides, out or Path(), as_json)
+        return
+    for name in ("model", "dtype", "device", "threads", "config", "out"):
+        if context.params[name] is not None:
+            fail_input(f"--{name} is of --calibrate, which was not given")
     findings = examine()
     healthy = all(finding.status != "missing" for finding in findings)
     if as_json:

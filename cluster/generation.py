@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
 from cluster.errors import ApiError
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
 from cluster.tenancy import Sharing
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from decoding.tree import Int32Array
@@ -36,6 +36,9 @@ class Job:
     tenant: str | None = None  # whose texts it drafts from and adds to; None: nobody's
     public: bool = True  # may draft from the public corpus
     emitted: tuple[int, ...] = ()  # output tokens that another replica emitted before; their outputs do not come again
+    strategy: str | None = None  # who drafts for it; None: the engine's own
+    max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
+    priority: int = 0  # lower goes first
 
 
 class EnginePort(Protocol):
@@ -106,8 +109,13 @@ class Planner:
         params = self._params(body, wanted if wanted is not None else min(default, left))
         documents = body.reference_documents or ()
         references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
-        request_id = f"{self._answer_id}/{index}"
-        return Job(request_id, np.asarray(ids, np.int32), params, references, self._sharing.tenant, self._sharing.public)
+        speculation = body.speculation or SpeculationChoice()
+        self._info.check_strategy(speculation.strategy)
+        return Job(
+            f"{self._answer_id}/{index}", np.asarray(ids, np.int32), params, references,
+            self._sharing.tenant, self._sharing.public,
+            strategy=speculation.strategy, max_draft_tokens=speculation.max_draft_tokens, priority=body.priority or 0,
+        )  # fmt: skip
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int) -> SamplingParams:
         """The parameters with OpenAI's defaults."""
@@ -144,6 +152,7 @@ class Generation:
     def __init__(self, engine: EnginePort, jobs: Sequence[Job]) -> None:
         self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
         self.completion_tokens = 0
+        self.cached_tokens = 0  # of the prompts, whose KV was there already; of choices that have ended
         self._streams = [engine.generate(job) for job in jobs]
         self._open = contextlib.AsyncExitStack()
 
@@ -176,6 +185,8 @@ class Generation:
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
             self.completion_tokens += len(output.token_ids)
+            if output.stats is not None:
+                self.cached_tokens += output.stats.cached_tokens
             yield index, output
 
     @staticmethod

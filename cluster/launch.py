@@ -12,13 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import ray
 import redis
 from ray import serve
 
+from actors.own_ray import start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
 from cluster.launch_console import Progress, StopRequested, StopSignals
@@ -27,7 +27,6 @@ from configs.schema import Config
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
-OBJECT_STORE_BYTES = 128 * 2**20  # requests travel inside calls, only unusually long prompts pass through the store
 POLL_S = 0.2
 REDIS_TIMEOUT_S = 5.0
 # What the printed curl asks: an answer that is to be found in the prompt.
@@ -110,14 +109,8 @@ def _check_redis(url: str) -> None:
 @contextlib.contextmanager
 def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     say(f"Ray: joining {address}" if address else "Ray: starting")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
-    own: dict[str, Any] = {}
-    if not address:
-        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
     try:
-        # "local" starts a Ray of our own even where one runs already.
-        ray.init(address or "local", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **own)
+        start_ray(address, NAMESPACE)
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
         raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None

@@ -25,7 +25,6 @@ _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
     "cache_salt": (),
-    "priority": (0,),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "tools": ([],),
@@ -116,6 +115,13 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None  # a last chunk with the usage
 
 
+class SpeculationChoice(_Strict):
+    """How a request is drafted for, without effect on the answer. The configuration bounds both (``speculation``)."""
+
+    strategy: Text | None = None  # one of the server's, listed by /v1/models; its own default when absent
+    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding
+
+
 class _GenerationRequest(_Strict):
     """What both kinds of completion take."""
 
@@ -138,6 +144,8 @@ class _GenerationRequest(_Strict):
     stream_options: StreamOptions | None = None
     reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
     cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
+    speculation: SpeculationChoice | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
     user: Text | None = None  # opaque label
     safety_identifier: Text | None = None  # opaque label
 
@@ -252,7 +260,9 @@ def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
     """The names a field at ``path`` of a request to ``url_path`` may have."""
     kind: type[_Strict] = ChatCompletionRequest if "chat" in url_path else CompletionRequest
     if len(path) > 1:
-        nested: dict[int | str, type[_Strict]] = {"stream_options": StreamOptions, "messages": ChatMessage}
+        nested: dict[int | str, type[_Strict]] = {
+            "stream_options": StreamOptions, "messages": ChatMessage, "speculation": SpeculationChoice,
+        }  # fmt: skip
         kind = TextPart if "content" in path else nested.get(path[0], kind)
     return [*kind.model_fields, *kind.NO_OPS]
 

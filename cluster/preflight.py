@@ -78,10 +78,10 @@ def check_model(path: str) -> None:
 
 def check_speculation(options: SpeculationOptions) -> None:
     """Raises LaunchError for a strategy or an option of it that is not known."""
-    from decoding.drafters import build_drafter  # with its loops over arrays it takes a moment to import
+    from decoding.drafters import build_drafters  # with its loops over arrays it takes a moment to import
 
     try:
-        build_drafter(options.strategy, options.options)
+        build_drafters(options.strategy, options.options, options.strategies)
     except ValueError as error:
         raise LaunchError(f"speculation: {error}") from None
 

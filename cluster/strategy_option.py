@@ -2,49 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from decoding.strategy_choice import StrategyChoice, parse_strategy
 
-if TYPE_CHECKING:
-    from decoding.drafters import Drafter
-
-_NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: a value may hold commas of its own
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyChoice:
-    """A strategy and the options of its drafter."""
-
-    label: str  # as it was asked for
-    name: str
-    options: dict[str, Any]
-
-    def build(self) -> Drafter:
-        """A new drafter. Raises ``ValueError`` for an unknown strategy or option, or a value outside its range."""
-        from decoding.drafters import build_drafter
-
-        return build_drafter(self.name, self.options)
-
-
-def parse_strategy(text: str) -> StrategyChoice:
-    """Reads ``llma:copy_length=9,include_prompt=false``; values are JSON, or strings where they are not.
-
-    Raises:
-        ValueError: an option without ``=``.
-    """
-    name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    for pair in _NEXT_OPTION.split(rest) if rest.strip() else ():
-        key, separator, value = (part.strip() for part in pair.partition("="))
-        if not separator or not key:
-            raise ValueError(f"--strategy {text!r}: {pair!r} must be option=value")
-        try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
-    return StrategyChoice(text, name.strip(), options)
+__all__ = ["StrategyChoice", "chosen_strategies", "parse_strategy"]
 
 
 def chosen_strategies(texts: list[str] | None) -> list[StrategyChoice]:

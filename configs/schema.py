@@ -49,6 +49,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "engine.max_running": (1, 4096),
     "engine.max_step_tokens": (1, 2**20),
     "engine.max_waiting": (0, 2**20),
+    "engine.max_wait_s": (0, 86400),
     "speculation.max_draft_tokens": (0, 4096),
     # Below the two minutes after which a leader that waits is itself taken for one that hangs.
     "parallelism.rank_timeout_s": (0.2, 100),
@@ -248,7 +249,7 @@ def _describe(details: ErrorDetails) -> str:
     if where[:2] == ("tenancy", "admin_keys") or (where[:2] == ("tenancy", "tenants") and where[3:4] == ("keys",)):
         expected = "a hash of a key" if isinstance(where[-1], int) else "a list of hashes of keys"
         return f"{key} is not {expected}; allowed: {KEY_ADVICE}"  # what was given may be a key: it is not shown
-    allowed = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0]
+    allowed = details["msg"].removeprefix("Input should be ").split(", unable to parse")[0].replace("a valid tuple", "a list")
     return f"{key} is {_given(details['input'])}; allowed: {allowed}"
 
 

@@ -36,6 +36,9 @@ class EngineOptions:
     max_running: int = 8  # requests in one step, each with a KV slot
     max_step_tokens: int = 512  # rows of one forward: prefill is cut into chunks that fit
     max_waiting: int = 256  # requests that may wait for a slot; more are refused
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # fcfs: in order of arrival; priority: the request's, lower first
+    max_wait_s: float = 30.0  # with priority: who waited longer goes first whatever the priorities, and keeps its slot
+    prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class SpeculationOptions:
     strategy: str = "auto"
     max_draft_tokens: int = 64  # most drafted rows of one request in one step, for each rank; auto drafts as many as pay
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
+    strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class ParallelismOptions:
     step_timeout_s: float = 60.0  # a rank that lives but does not answer a step for so long is lost
     check_steps: int = 64  # the committed texts' hashes are compared every so many steps
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"  # a group's ranks on the nodes
+    adaptive: bool = True  # a step is shared only where that was faster of late; false: every step is
     pin_threads: bool = False  # CPU: each rank's compute thread stays on cores of its own
 
 

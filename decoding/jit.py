@@ -19,20 +19,41 @@ NATIVE = importlib.util.find_spec("numba") is not None  # without it the same fu
 def compiled(function: F) -> F:
     """Compiles a function of numbers, arrays and named tuples of arrays at its first call.
 
-    The machine code is kept on disk, under a name that changes with any source beside this file: numba notices a change in the
-    file of a function, but not in those of the functions it calls. Where nothing can be written each process compiles anew.
+    The machine code is kept on disk, under a name that changes with any source beside the function's: numba notices a change in
+    the file of a function, but not in those of the functions it calls. Where nothing can be written each process compiles anew.
     """
     if not NATIVE:
         return function
     import numba
 
-    folder = cache_folder() / f"native-{_version()}"
+    return cast(F, _kept(function, lambda **settings: numba.njit(**settings)(function)))
+
+
+def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
+    """Compiles a function at once into a C function, kept on disk as those of ``compiled``; its address is ``address``.
+
+    Args:
+        signature: numba's.
+    """
+    import numba
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return _kept(function, lambda **settings: numba.cfunc(signature, **settings)(function))
+
+    return decorate
+
+
+def _kept(function: Callable[..., object], compile_it: Callable[..., Any]) -> Any:
+    """What ``compile_it`` makes of a function, with a place on disk where there is one."""
+    import numba
+
+    folder = cache_folder() / f"native-{_version(Path(function.__code__.co_filename).parent)}"
     if not _writable(folder):  # numba would look for another folder itself, one without our version in its name
-        return cast(F, numba.njit(function))
+        return compile_it()
     settings: Any = numba.config
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
     try:
-        return cast(F, numba.njit(cache=True)(function))
+        return compile_it(cache=True)
     finally:
         settings.CACHE_DIR = before
 
@@ -63,9 +84,9 @@ def _writable(folder: Path) -> bool:
 
 
 @cache
-def _version() -> str:
-    """Digits that stand for the sources beside this file."""
+def _version(folder: Path = Path(__file__).parent) -> str:
+    """Digits that stand for the sources in a folder: those beside this file, where no other is named."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

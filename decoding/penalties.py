@@ -124,12 +124,21 @@ class LogitRules:
         return scores
 
     def _penalize(self, scores: torch.Tensor) -> None:
-        params = self._params
-        ids = torch.from_numpy(self.counts.ids).to(scores.device)
-        counts = torch.from_numpy(self.counts.counts).to(scores)
-        seen = scores[ids]
+        ids = self.counts.ids
+        if scores.device.type == "cpu":
+            values = scores.numpy()  # the same memory
+            values[ids] = self._penalized(values[ids])
+        else:
+            at = torch.from_numpy(ids).to(scores.device)
+            scores[at] = torch.from_numpy(self._penalized(scores[at].cpu().numpy())).to(scores.device)
+
+    def _penalized(self, seen: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+        """The scores of ``counts.ids`` after the penalties, in the type that they have. They may be changed in place."""
+        params, counts = self._params, self.counts.counts
         if params.repetition_penalty != 1.0:
-            seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-        seen -= params.frequency_penalty * counts
-        seen -= params.presence_penalty * (counts > 0)
-        scores[ids] = seen
+            seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        if params.frequency_penalty != 0.0:
+            seen -= params.frequency_penalty * counts.astype(seen.dtype)
+        if params.presence_penalty != 0.0:
+            seen -= np.float32(params.presence_penalty) * (counts > 0)
+        return seen

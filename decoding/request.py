@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_LOGIT_BIAS = 100.0  # as OpenAI
 _GREEDY_BELOW = 1e-5  # as vLLM: logits divided by less could overflow
 _CHOICE_BITS = 16  # of a text key
+PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
 
 # Bounds of numbers, both ends included. OpenAI's where it has the parameter; those of repetition_penalty, of which vLLM asks only
 # that it be positive, keep every product with a logit finite.
@@ -140,6 +141,7 @@ class SpecStats:
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt: their KV was there already
     prefill_s: float = 0.0  # from admission to the first token
     decode_s: float = 0.0  # from the first token to the last
     propose_s: float = 0.0
@@ -203,8 +205,9 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "num_computed", "num_prompt", "params",
-        "priority", "public", "references", "request_id", "slot", "state", "stats", "tenant", "text",
+        "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "max_draft_tokens", "num_computed",
+        "num_prompt", "params", "priority", "public", "queued_s", "references", "request_id", "scope", "slot", "state", "stats",
+        "strategy", "tenant", "text", "waited_s",
     )  # fmt: skip
 
     def __init__(
@@ -218,6 +221,8 @@ class Request:
         tenant: str | None = None,
         public: bool = True,
         emitted: Sequence[int] | Int32Array = (),
+        strategy: str | None = None,
+        max_draft_tokens: int | None = None,
     ) -> None:
         """
         Args:
@@ -225,15 +230,19 @@ class Request:
             prompt_ids: [n] token ids, at least one.
             params: how to choose tokens, when to end.
             references: token sequences to draft from besides the prompt (documents, earlier turns).
-            priority: lower runs first, as in vLLM.
+            priority: lower runs first, as in vLLM; any but 0 needs ``engine.scheduling_policy`` priority.
             tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
                 request's output, and none drafts from its.
             public: may draft from the public corpus.
             emitted: output tokens that were emitted before, by an engine that is gone. They are committed at once and count as
                 output: with choices that depend on seed and position alone, what follows is what would have followed there.
+            strategy: who drafts for it, one of those that the engine has; None for the engine's own. ``autoregressive`` is plain
+                decoding, which every engine has.
+            max_draft_tokens: most drafted rows in a step, for each rank; the engine's own limit holds as well. 0 is plain
+                decoding, whoever would draft.
 
         Raises:
-            ValueError: the prompt is empty, or ``emitted`` leaves no room for one more token.
+            ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
 
         Example: ``Request("a", [5, 6], SamplingParams(max_tokens=3), emitted=[7])`` holds the tokens ``5 6 7``, of which one is
         output, and may emit two more.
@@ -242,7 +251,11 @@ class Request:
             raise ValueError("prompt must hold at least one token")
         if len(emitted) >= params.max_tokens:
             raise ValueError(f"emitted must leave room for a token: {len(emitted)} of max_tokens={params.max_tokens} are there")
+        if max_draft_tokens is not None and max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must be 0 (plain decoding) or more, got {max_draft_tokens}")
         self.request_id, self.params, self.priority = request_id, params, priority
+        self.strategy = strategy
+        self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public = tenant, public
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
@@ -254,11 +267,18 @@ class Request:
         self.state = RequestState.WAITING
         self.slot: int | None = None
         self.num_computed = 0  # tokens whose KV is in the slot
+        self.scope: str | None = None  # whose KV it may reuse, and who its own; set at admission, None: nobody
         self.arrival = 0  # order of arrival, set by the scheduler
+        self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
         self.finish_reason: FinishReason | None = None
         self.stats = SpecStats()
         self.admitted_s: float | None = None  # the engine's clock at the first step, and at the first token
         self.first_token_s: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is ever drafted for it: no drafter hears of it, is taught by it, or keeps its output."""
+        return self.max_draft_tokens == 0
 
     @property
     def tokens(self) -> Int32Array:

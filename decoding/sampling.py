@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from decoding.draws import draw, gumbel
 from decoding.penalties import LogitRules
+from decoding.philox import raw_stream
 from decoding.request import SamplingParams, TokenLogprob
 from decoding.tree import Int32Array
 
@@ -34,10 +36,7 @@ def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64
         [count] float64. Entry t belongs to token t, whatever ``count`` is. Built on the raw Philox stream, which numpy keeps
         stable across versions, and not on its distributions, which it may change.
     """
-    raw = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
-    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
-    return noise
+    return gumbel(raw_stream(seed, position, count))
 
 
 def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -69,6 +68,10 @@ def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores
 
 
+_HALVES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # half-precision types, and the bits of their infinity
+_FEW = 1 << 14  # numbers that are converted to float32 sooner than they are looked at as bits
+
+
 def argmax_rows(logits: torch.Tensor) -> Int32Array:
     """The most likely token of each row, the lowest id among equals.
 
@@ -76,13 +79,22 @@ def argmax_rows(logits: torch.Tensor) -> Int32Array:
         logits: [n, vocab] floating point, on any device.
 
     Returns:
-        [n] int32. On a CPU numpy does it: torch's argmax is many times slower there, above all in bfloat16.
+        [n] int32. On a CPU numpy does it: torch's argmax is many times slower there, above all in bfloat16. Half-precision
+        numbers are compared by their bits: positive ones are ordered like integers of the same bits, and above all negative ones.
     """
     best: Int32Array
-    if logits.device.type == "cpu":
-        best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
-    else:
+    if logits.device.type != "cpu":
         best = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
+        return best
+    infinity = _HALVES.get(logits.dtype)
+    if infinity is not None and logits.numel() > _FEW:
+        bits = logits.view(torch.int16).numpy()
+        best = bits.argmax(-1).astype(np.int32)
+        largest = bits[np.arange(len(bits)), best]
+        # Where nothing is above zero, or something is not a number, the order of bits is another.
+        if largest.min() > 0 and largest.max() <= infinity and bits.view(np.uint16).max() <= infinity | 0x8000:
+            return best
+    best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
     return best
 
 
@@ -106,6 +118,11 @@ def choose(
         logits = rules.apply(logits, barred)
     if params.greedy:
         return int(argmax_rows(logits[None])[0])
+    if logits.device.type == "cpu":
+        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
+        token = draw(scaled.numpy(), params, position)
+        if token is not None:
+            return token
     scores = warp(logits, params).to(device="cpu", dtype=torch.float64).numpy()
     return int(np.argmax(scores + gumbel_noise(params.seed, position, len(scores))))
 

@@ -55,8 +55,10 @@ class DraftTree:
     def depths(self) -> Int32Array:
         """[n] int32, the number of edges from the root."""
         depths = np.zeros(len(self.parents), np.int32)
-        for row in range(1, len(self.parents)):
-            depths[row] = depths[self.parents[row]] + 1
+        if len(depths) > 1:
+            from decoding.tree_rows import fill_depths  # loads the compiler, which those who only hold trees do not need
+
+            fill_depths(_own(self.parents), depths)
         return depths
 
     def ancestor_mask(self) -> BoolArray:
@@ -64,11 +66,10 @@ class DraftTree:
         n = len(self.parents)
         if self.is_chain:
             return np.tri(n, dtype=np.bool_)
-        mask = np.zeros((n, n), np.bool_)
-        mask[0, 0] = True
-        for row in range(1, n):
-            mask[row] = mask[self.parents[row]]
-            mask[row, row] = True
+        from decoding.tree_rows import fill_mask
+
+        mask = np.empty((n, n), np.bool_)
+        fill_mask(_own(self.parents), mask)
         return mask
 
     def path(self, row: int) -> list[int]:
@@ -81,8 +82,8 @@ class DraftTree:
 
     def children(self, rows: Sequence[int], token: int) -> list[int]:
         """The candidate children of any of ``rows`` that hold ``token``; several where a tree says the same twice."""
-        hits = np.flatnonzero(self.tokens[1 : self.num_candidates] == token) + 1
-        return [row for row in hits.tolist() if self.parents[row] in rows]
+        hits = (self.tokens[1 : self.num_candidates] == token).nonzero()[0].tolist()
+        return [row + 1 for row in hits if self.parents[row + 1] in rows]
 
     def clipped(self, max_rows: int, max_depth: int, vocab_size: int, max_window_depth: int | None = None) -> DraftTree:
         """The tree without rows that must not be computed: outside the vocabulary, too deep, too many, or below such a row.
@@ -96,20 +97,16 @@ class DraftTree:
             vocab_size: tokens are below it.
             max_window_depth: of the rows behind the candidates, which are never emitted; ``max_depth`` when absent.
         """
-        if len(self.tokens) == 1:
+        n = len(self.tokens)
+        if n == 1:
             return self
-        deepest = np.full(len(self.tokens), max_depth if max_window_depth is None else max_window_depth, np.int32)
-        deepest[: self.num_candidates] = max_depth
-        valid = (self.tokens >= 0) & (self.tokens < vocab_size) & (self.depths() <= deepest)
-        if valid.all() and len(self.tokens) <= max_rows:
+        from decoding.tree_rows import keep_rows
+
+        kept = np.empty(n, np.bool_)
+        window = max_depth if max_window_depth is None else max_window_depth
+        tokens, parents = _own(self.tokens), _own(self.parents)
+        if keep_rows(tokens, parents, int(self.num_candidates), max_rows, max_depth, window, vocab_size, kept) == n:
             return self
-        kept = np.zeros(len(self.tokens), np.bool_)
-        kept[0] = True
-        count = 1
-        for row in range(1, len(self.tokens)):
-            if count < max_rows and valid[row] and kept[self.parents[row]]:
-                kept[row] = True
-                count += 1
         return self.take(np.flatnonzero(kept).astype(np.int32))
 
     def take(self, rows: Int32Array) -> DraftTree:
@@ -150,8 +147,7 @@ class DraftTree:
             return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
         from decoding.dealing import deal  # loads the compiler, which those who only hold trees do not need
 
-        # Copies: an array that is read-only or a view of another would be a new type to the compiler, in the middle of a step.
-        own = self.tokens.copy(), self.parents.copy(), self.sources.copy()
+        own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = deal(*own, int(self.num_candidates), ranks)
         at, candidates = bounds.tolist(), counts.tolist()
         parts = []
@@ -175,3 +171,8 @@ class Part:
 
     rows: Int32Array  # [m] ascending rows of the whole tree, the root first; with each row its ancestors
     tree: DraftTree  # those rows as a tree of their own
+
+
+def _own(values: Int32Array) -> Int32Array:
+    """A copy: an array that is read-only or has gaps would be a new type to the compiler, in the middle of a step."""
+    return values.astype(np.int32, order="C")

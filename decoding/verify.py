@@ -27,10 +27,31 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     Returns:
         The accepted rows and the bonus token: between 1 and ``max_tokens`` tokens.
     """
+    if tree.num_candidates == 1:
+        return Acceptance((), choose(0))
+    tokens, parents, last = tree.tokens.tolist(), tree.parents.tolist(), int(tree.num_candidates)
+    tokens, parents, last = tree.tokens.tolist(), tree.parents.tolist(), int(tree.num_candidates)
     reached, depth = [0], 0  # rows of the same path: parallel branches may begin alike
     while True:
         token = choose(reached[0])
-        below = tree.children(reached, token)
+        below = _children(tokens, parents, last, reached, token)
         if not below or token in end_tokens or depth + 1 >= max_tokens:
-            return Acceptance(tuple(tree.path(reached[0])), token)
+            break
         reached, depth = below, depth + 1
+    path, row = [], reached[0]
+    while row > 0:
+        path.append(row)
+        row = parents[row]
+    return Acceptance(tuple(path[::-1]), token)
+
+
+def _children(tokens: list[int], parents: list[int], last: int, rows: list[int], token: int) -> list[int]:
+    """As ``DraftTree.children``, over lists. ``rows`` ascend, and children come after their parents."""
+    found, row = [], rows[0]
+    try:
+        while True:
+            row = tokens.index(token, row + 1, last)
+            if parents[row] in rows:
+                found.append(row)
+    except ValueError:  # no further row holds the token
+        return found

@@ -7,6 +7,7 @@ sequence and its own ancestors. Nothing of the model is changed or copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.kv_cache import SlotCache
+from engine.row_attention import MOST_ROWS, RowAttention, RowStep
 
 TREE_ATTENTION = "outrider_tree"
 # Arguments by which a model asks for attention that this function does not compute: sinks, learned biases, chosen keys.
@@ -24,18 +26,35 @@ _UNSUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
 class StepContext:
     """What the attention of one forward needs besides query, key and value. Masks are built once and shared by the layers."""
 
-    def __init__(self, batch: Batch, cache: SlotCache, positions: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: Batch, cache: SlotCache, positions: torch.Tensor, dtype: torch.dtype, compiled: RowAttention | None = None
+    ) -> None:
         """
         Args:
             batch: the rows.
             cache: where keys and values are kept.
             positions: [rows] int64 on the device of the model.
             dtype: of the queries.
+            compiled: for segments of few rows, where there is one.
         """
         self.segments, self.cache = batch.segments, cache
+        self._compiled = compiled
+        self._split: tuple[int, RowStep | None, Sequence[Segment]] | None = None
         self.positions, self._dtype = positions, dtype
         self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
+
+    def split(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[RowStep | None, Sequence[Segment]]:
+        """Those of the segments that compiled code computes in a layer with such inputs, and the others."""
+        compiled = self._compiled
+        if compiled is None or not compiled.fits(query, key, value):
+            return None, self.segments
+        group = query.shape[1] // key.shape[1]
+        if self._split is None or self._split[0] != group:
+            few = [segment for segment in self.segments if segment.rows * group <= MOST_ROWS]
+            others = [segment for segment in self.segments if segment.rows * group > MOST_ROWS]
+            self._split = group, RowStep(compiled, few, self.positions) if few else None, others
+        return self._split[1:]
 
     def mask(self, segment: Segment, window: int | None, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
         """Additive mask [repeats * rows, start + rows] of a segment; None where a row sees everything or plain causality holds.
@@ -116,13 +135,16 @@ def tree_attention(
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     tree_step.windows[layer] = sliding_window
-    outputs = []
-    for segment in tree_step.segments:
+    few, others = tree_step.split(query, key, value) if softcap is None else (None, tree_step.segments)
+    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    if few is not None:
+        few.attend(layer, query, key, value, output, scaling, sliding_window)
+    attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+    for segment in others:
         rows = slice(segment.offset, segment.offset + segment.rows)
         keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])
-        attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
-        outputs.append(attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+        output[:, rows] = attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window)
+    return output, None
 
 
 def _attend(

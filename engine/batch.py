@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from decoding.request import Request
 from decoding.tree import BoolArray, DraftTree
+from decoding.tree_rows import lay_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,45 +54,45 @@ class Batch:
 def pack(works: Sequence[Work]) -> Batch:
     """Flattens the work of one step. Every request has a slot and at least one row."""
     tokens: list[npt.NDArray[np.int32]] = []
-    positions: list[npt.NDArray[np.int64]] = []
-    segments: list[Segment] = []
-    logit_rows: list[npt.NDArray[np.int64]] = []
+    parents: list[npt.NDArray[np.int32]] = []
+    sizes: list[int] = []
     logit_starts: list[int | None] = []
-    offset = wanted = 0
+    rows = wanted = cells = 0
     for work in works:
-        slot = work.request.slot
-        assert slot is not None and 0 <= work.start < work.end, (slot, work.start, work.end)
-        spine = work.end - work.start
-        rows, mask = spine, None
-        tokens.append(work.request.tokens[work.start : work.end])
-        positions.append(np.arange(work.start, work.end))
-        if work.tree is None:
-            logit_starts.append(None)
-        else:
-            rows += len(work.tree) - 1
-            tokens.append(work.tree.tokens[1:])
-            positions.append(work.end - 1 + work.tree.depths()[1:].astype(np.int64))
-            mask = None if work.tree.is_chain else _below_spine(work.tree, spine)
-            logit_starts.append(wanted)
-            root = offset + spine - 1
-            logit_rows.append(np.arange(root, root + len(work.tree)))
-            wanted += len(work.tree)
-        segments.append(Segment(slot, work.start, offset, rows, mask))
+        request, tree = work.request, work.tree
+        assert request.slot is not None and 0 <= work.start < work.end, (request.slot, work.start, work.end)
+        tokens.append(request.tokens[work.start : work.end])
+        size = 0 if tree is None else len(tree.tokens)
+        sizes.append(size)
+        logit_starts.append(None if tree is None else wanted)
+        rows += work.end - work.start
+        wanted += size
+        if tree is not None:
+            parents.append(tree.parents)
+            if size > 1:
+                tokens.append(tree.tokens[1:])
+                rows += size - 1
+                cells += (work.end - work.start + size - 1) ** 2
+    positions, logit_rows = np.empty(rows, np.int64), np.empty(wanted, np.int64)
+    chains, masks = np.empty(len(works), np.bool_), np.empty(cells, np.int8)
+    starts, ends = np.array([work.start for work in works], np.int64), np.array([work.end for work in works], np.int64)
+    forest = np.concatenate(parents, dtype=np.int32) if parents else np.zeros(0, np.int32)
+    lay_rows(forest, np.array(sizes, np.int64), starts, ends, positions, logit_rows, chains, masks)
+    segments = _segments(works, sizes, chains.tolist(), masks.view(np.bool_))
+    return Batch(np.concatenate(tokens, dtype=np.int64), positions, segments, logit_rows, tuple(logit_starts))
+
+
+def _segments(works: Sequence[Work], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray) -> tuple[Segment, ...]:
+    segments = []
+    offset = cell = 0
+    for work, size, chain in zip(works, sizes, chains, strict=True):
+        rows, mask = work.end - work.start, None
+        if size > 1:
+            rows += size - 1
+            if not chain:
+                mask = masks[cell : cell + rows * rows].reshape(rows, rows)
+            cell += rows * rows
+        assert work.request.slot is not None
+        segments.append(Segment(work.request.slot, work.start, offset, rows, mask))
         offset += rows
-    return Batch(
-        np.concatenate(tokens).astype(np.int64),
-        np.concatenate(positions),
-        tuple(segments),
-        np.concatenate(logit_rows) if logit_rows else np.zeros(0, np.int64),
-        tuple(logit_starts),
-    )
-
-
-def _below_spine(tree: DraftTree, spine: int) -> BoolArray:
-    """[rows, rows]: a causal spine whose last row is the root, and the tree below it, which sees the whole spine."""
-    rows = spine - 1 + len(tree)
-    mask = np.zeros((rows, rows), np.bool_)
-    mask[:spine, :spine] = np.tri(spine, dtype=np.bool_)
-    mask[spine:, :spine] = True
-    mask[spine - 1 :, spine - 1 :] = tree.ancestor_mask()
-    return mask
+    return tuple(segments)

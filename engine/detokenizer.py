@@ -23,6 +23,9 @@ class Detokenizer:
             stop: strings that end the text and are not part of it.
         """
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._backend = tokenizer.backend_tokenizer
+        # Proper beginnings of stop strings, the longest first.
+        self._beginnings = tuple(sorted({text[:size] for text in stop for size in range(1, len(text))}, key=len, reverse=True))
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
         self._decoded = ""  # all that the stream gave
@@ -36,9 +39,13 @@ class Detokenizer:
             The text to show now, and whether a stop string is complete; nothing may be pushed after that.
         """
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+        piece = self._stream.step(self._backend, token_id)
         if not piece:
             return "", False
+        if not self._stop:
+            self._decoded += piece
+            self._shown += len(piece)
+            return piece, False
         before = len(self._decoded)
         self._decoded += piece
         start = max(0, before - self._longest + 1)
@@ -61,7 +68,6 @@ class Detokenizer:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that a stop string begins with."""
-        for size in range(min(self._longest - 1, len(self._decoded)), 0, -1):
-            if any(text.startswith(self._decoded[-size:]) for text in self._stop):
-                return size
-        return 0
+        if not self._decoded.endswith(self._beginnings):
+            return 0
+        return next(len(text) for text in self._beginnings if self._decoded.endswith(text))

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, Drafter, build_drafter
+from decoding.drafters import LOSSLESS, Drafter, build_drafters
 from decoding.drafters.base import count_step
 from decoding.history import Histories
+from decoding.latency import StepLoad
 from decoding.request import FinishReason, Request, StepOutput
+from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
+from engine.admission import Admission
 from engine.batch import Work
 from engine.detokenizer import Detokenizer
 from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.loading import LoadedModel, ModelInfo, load_model
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, Share
 from engine.target import LocalTarget
 
 
@@ -44,6 +47,8 @@ class EngineCounts:
     running: int
     waiting: int
     free_slots: int
+    prefix_queries: int = 0  # tokens of requests that might find their KV there, since the start
+    prefix_hits: int = 0  # of these, tokens that did and were not computed
 
 
 class Engine:
@@ -71,6 +76,8 @@ class Engine:
         """
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
+        self._admission = Admission(executor, drafter.memory, scheduler.options.prefix_caching)
+        scheduler.place = self._admission.place
         self._width = 1  # ranks that the drafter drafts for
         self._requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
@@ -100,10 +107,11 @@ class Engine:
         """
         if speculation.max_draft_tokens < 0:
             raise ValueError(f"speculation.max_draft_tokens must not be negative, got {speculation.max_draft_tokens}")
-        drafter = build_drafter(speculation.strategy, speculation.options)
+        drafter = build_drafters(speculation.strategy, speculation.options, speculation.strategies)
         scheduler = Scheduler(options, speculation.max_draft_tokens)
         loaded, runner = load_runner(model, options, speculation, world_size)
-        info = loaded.info(speculation.strategy, speculation.strategy in LOSSLESS)
+        others = tuple(parse_strategy(text).name for text in speculation.strategies)
+        info = loaded.info(speculation.strategy, LOSSLESS.issuperset((speculation.strategy, *others)), others)
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
         return cls(computes, drafter, scheduler, info, loaded.tokenizer)
@@ -118,16 +126,33 @@ class Engine:
         """What past outputs taught the drafter, by tenant; None for a strategy that keeps nothing."""
         return self._drafter.memory
 
+    def remembers(self, request: Request) -> bool:
+        """Whether the output of a request is kept for others of its tenant, if it has one."""
+        return not request.plain and self._drafter.remembers(request)
+
     def counts(self) -> EngineCounts:
         """Requests and slots at this moment."""
-        return EngineCounts(len(self._scheduler.running), self._scheduler.num_waiting, self._scheduler.num_free_slots)
+        scheduler, admission = self._scheduler, self._admission
+        places = len(scheduler.running), scheduler.num_waiting, scheduler.num_free_slots
+        return EngineCounts(*places, admission.queries, admission.hits)
+
+    def check_integrity(self) -> None:
+        """Asserts, between steps, that no slot, no KV entry and no request is lost, and nothing kept of one that has ended."""
+        self._scheduler.check_integrity()
+        live = {request.request_id: request for request in self._scheduler.requests()}
+        assert live == self._requests, (live.keys(), self._requests.keys())
+        assert self._end_tokens.keys() == live.keys(), (self._end_tokens.keys(), live.keys())
+        assert self._detokenizers.keys() == (set() if self.tokenizer is None else live.keys()), self._detokenizers.keys()
+        assert live.keys() >= set(self._drafter.held()), (set(self._drafter.held()), live.keys())
+        self._executor.check_integrity(self._scheduler.running)
 
     def add(self, request: Request) -> None:
         """Takes a request in.
 
         Raises:
             ContextLengthError: prompt and ``max_tokens`` exceed the context.
-            RequestError: a token outside the vocabulary, stop strings without a tokenizer, or an id in use.
+            RequestError: a token outside the vocabulary, stop strings without a tokenizer, an id in use, a priority where there
+                are none, or a strategy that this engine does not have.
             QueueFullError: too many wait.
         """
         params, limit = request.params, self.info.max_model_len
@@ -141,6 +166,7 @@ class Engine:
             )
         if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self.info.vocab_size:
             raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        self.info.check_strategy(request.strategy)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer")
         if params.logit_bias and max(token for token, _ in params.logit_bias) >= self.info.vocab_size:
@@ -202,6 +228,7 @@ class Engine:
         for share in shares:
             if share.request.admitted_s is None:
                 share.request.admitted_s = now
+        self._drafter.plan(_load(shares))
         drafting = [share for share in shares if share.draft_rows > 0]
         trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
         propose_s = time.perf_counter() - now
@@ -233,7 +260,8 @@ class Engine:
         self._count(request, tree, acceptance.rows[:kept])
         emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
         if reason is None:
-            self._drafter.observe(request, tree, outcome.target, acceptance)
+            if not request.plain:
+                self._drafter.observe(request, tree, outcome.target, acceptance)
             return StepOutput(request.request_id, emitted, text, logprobs=logprobs)
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs)
@@ -274,4 +302,18 @@ class Engine:
         del self._requests[request.request_id]
         del self._end_tokens[request.request_id]
         self._detokenizers.pop(request.request_id, None)
-        self._drafter.finish(request)
+        if not request.plain:
+            self._drafter.finish(request)
+
+
+def _load(shares: Sequence[Share]) -> StepLoad:
+    """What a step computes before anything is drafted."""
+    rows = context = prefill_rows = 0
+    for share in shares:
+        request = share.request
+        computed = share.end - request.num_computed
+        rows += computed
+        context += request.num_computed
+        if request.num_computed < request.num_tokens - 1:
+            prefill_rows += computed
+    return StepLoad(len(shares), rows, context, prefill_rows)

@@ -10,9 +10,12 @@ import torch
 
 from decoding.drafters.base import TargetRows
 from decoding.penalties import LogitRules
+from decoding.philox import compile_philox
+from decoding.ranking import compile_ranking
 from decoding.request import Acceptance, Request, RequestState, TokenLogprob
 from decoding.sampling import argmax_rows, choose, token_logprobs
 from decoding.tree import DraftTree, Int32Array
+from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
 from engine.batch import Work, pack
 from engine.runner import ModelRunner
@@ -34,6 +37,25 @@ class Executor(Protocol):
     @property
     def width(self) -> int:
         """Ranks that will share the trees of the next step: 1 where there is one replica."""
+        ...
+
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """The slot of a request that begins, or goes on after a preemption, and how many of its first tokens are there already.
+
+        Such tokens count as computed. The last one never does: there is always a row to compute.
+
+        Args:
+            request: with its ``scope`` set.
+            free: slots to choose from, at least one, the one that was released longest ago first.
+        """
+        ...
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """Asserts that what is known of the slots is right, between steps.
+
+        Args:
+            running: all requests that have a slot.
+        """
         ...
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
@@ -71,7 +93,7 @@ class Verifier:
         request, tree, params = work.request, work.tree, work.request.params
         assert tree is not None
         if params.greedy and not params.alters_logits:
-            acceptance = verify_exact(tree, lambda row: int(greedy[row]), request.remaining, work.end_tokens)
+            acceptance = verify_exact(tree, greedy.tolist().__getitem__, request.remaining, work.end_tokens)
         else:
             acceptance = self._walk(work, tree, logits)
         logprobs = None
@@ -113,25 +135,49 @@ class LocalExecutor:
     """The executor of one replica: one model in this process."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+        self.runner, self._cache = runner, runner.cache
         self._verifier = Verifier()
+        compile_rows()
+        compile_philox()
+        compile_ranking(runner.model.dtype)
 
     width = 1
+
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """See ``Executor``."""
+        found = self._cache.prefixes.place(request.tokens, request.scope, free)
+        if found.source is not None:
+            self._cache.copy(found.source, found.slot, found.length, found.start)
+        return found.slot, found.length
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        """See ``Executor``."""
+        self._cache.prefixes.check_integrity(self._cache.capacity)
+        for request in running:
+            assert request.slot is not None, request.request_id
+            kept = self._cache.prefixes.tokens(request.slot)
+            assert len(kept) <= request.num_computed, (request.request_id, len(kept), request.num_computed)
+            assert (kept == request.tokens[: len(kept)]).all(), (request.request_id, request.slot)
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
         batch = pack(works)
+        prefixes = self._cache.prefixes
+        for segment in batch.segments:
+            prefixes.cut(segment.slot, segment.start)
         logits = self.runner.forward(batch)
         greedy = argmax_rows(logits)
         outcomes: list[Outcome | None] = []
-        for work, first in zip(works, batch.logit_starts, strict=True):
+        for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
+            # Not beyond ``end``: what is accepted here may not be what a group of ranks commits.
+            prefixes.keep(segment.slot, work.request.scope, work.request.tokens[: work.end])
             if first is None:
                 outcomes.append(None)
                 continue
-            assert work.tree is not None and work.request.slot is not None, work.request.request_id
+            assert work.tree is not None, work.request.request_id
             rows = slice(first, first + len(work.tree))
             outcome = self._verifier.verify(work, logits[rows], greedy[rows])
             # Entries behind ``end - 1``: the root's, then the tree's rows in order.
-            self.runner.cache.compact(work.request.slot, work.end - 1, (0, *outcome.acceptance.rows))
+            self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes

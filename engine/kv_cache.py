@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.prefix_cache import PrefixCache
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -39,7 +41,8 @@ class SlotCache:
         size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
         self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self.capacity = capacity
+        self.shape, self.slots, self.capacity = shape, slots, capacity
+        self.prefixes = PrefixCache(slots)
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -62,16 +65,26 @@ class SlotCache:
         slot_values[:, start:end] = values
         return slot_keys[:, :end], slot_values[:, :end]
 
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Of a layer's keys and values, [slots, kv_heads, capacity, head_dim] each, without gaps."""
+        behind = layer * self._keys.stride(0) * self._keys.element_size()
+        return self._keys.data_ptr() + behind, self._values.data_ptr() + behind
+
     def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Moves accepted rows together: entry ``start + rows[i]`` becomes entry ``start + i``, in all layers.
 
         Rows increase. Nothing is copied when they already lie at ``start``.
         """
-        if list(rows) == list(range(len(rows))):
+        if rows[-1] == len(rows) - 1:
             return
-        source = torch.tensor(rows, device=self._keys.device) + start
+        source = torch.tensor([start + row for row in rows], device=self._keys.device)
         for entries in (self._keys[:, slot], self._values[:, slot]):
             entries[:, :, start : start + len(rows)] = entries.index_select(2, source)
+
+    def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""
+        for entries in (self._keys, self._values):
+            entries[:, target, :, start:length] = entries[:, source, :, start:length]
 
     def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""

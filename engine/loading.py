@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from configs.slices import ModelOptions
+from decoding.request import PLAIN
 from engine.attention import TREE_ATTENTION
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, RequestError
 from engine.packed_linear import pack_linears
 from engine.revisions import model_revision, tokenizer_revision
 
@@ -43,6 +44,18 @@ class ModelInfo:
     lossless: bool
     model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
     tokenizer_revision: str
+    strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Every strategy that a request may ask for, first the one that it gets when it asks for none."""
+        return tuple(dict.fromkeys((self.strategy, *self.strategies, PLAIN)))
+
+    def check_strategy(self, strategy: str | None) -> None:
+        """Raises ``RequestError`` for a strategy that requests may not ask for."""
+        if strategy is not None and strategy not in self.choices:
+            allowed = ", ".join(self.choices)
+            raise RequestError("speculation.strategy", f"{strategy!r} cannot be asked for here; allowed: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,8 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
-    def info(self, strategy: str, lossless: bool) -> ModelInfo:
-        """What an engine with this model and a strategy says of itself."""
+    def info(self, strategy: str, lossless: bool, strategies: tuple[str, ...] = ()) -> ModelInfo:
+        """What an engine with this model and a strategy, and further ones that requests may ask for, says of itself."""
         return ModelInfo(
             served_name=self.served_name,
             max_model_len=self.max_model_len,
@@ -69,6 +82,7 @@ class LoadedModel:
             lossless=lossless,
             model_revision=model_revision(self.model),
             tokenizer_revision=tokenizer_revision(self.tokenizer),
+            strategies=strategies,
         )
 
 

@@ -6,9 +6,8 @@ and range are right, and built again, with a warning, when they are not.
 
 from __future__ import annotations
 
+import io
 import logging
-import os
-import tempfile
 import time
 import tokenize
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 from decoding.tree import Int32Array
 from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
+from engine.kept_files import keep_file
 from engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,9 @@ def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, bu
         logger.warning("the table at %s cannot be used and is built again: %s", path, error)
     table = _checked(build(), shape, limit)
     try:
-        _write(path, table)
+        written = io.BytesIO()
+        np.save(written, table, allow_pickle=False)
+        keep_file(path, written.getbuffer())
     except OSError as error:
         logger.warning("a table could not be kept and will be built again at the next start: %s", error)
     return table
@@ -93,21 +95,6 @@ def _checked(table: npt.NDArray[np.int32], shape: tuple[int, ...], limit: int) -
     if table.size and not (table.min() >= 0 and table.max() < limit):
         raise ValueError(f"entries must be between 0 and {limit - 1}, got {table.min()} to {table.max()}")
     return table
-
-
-def _write(path: Path, table: Int32Array) -> None:
-    """Puts a file in place whole: other processes see the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, table, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | None) -> Int32Array:

@@ -26,7 +26,7 @@ class PackedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
 
 
 def can_pack(model: PreTrainedModel) -> bool:

@@ -10,6 +10,8 @@ from engine.attention import StepContext
 from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.kv_cache import KVShape, SlotCache
+from engine.row_attention import RowAttention
+from engine.thin_modules import thin_modules
 
 
 class ModelRunner:
@@ -18,7 +20,8 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
         """
         Args:
-            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode.
+            model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode. Some modules are replaced in place: see
+                ``engine.thin_modules``.
             slots: sequences held at once.
             capacity: entries of one slot: longest sequence and draft rows.
 
@@ -43,6 +46,9 @@ class ModelRunner:
             size = shape.bytes_per_token() * slots * capacity / 2**30
             need = f"the KV slots need {size:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+        thin_modules(model)
+        self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
+        self._compiled = RowAttention.over(self.cache)
         self._probe(shape)
 
     def _probe(self, shape: KVShape) -> None:
@@ -65,8 +71,8 @@ class ModelRunner:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
 
     def _context(self, batch: Batch) -> StepContext:
-        positions = torch.from_numpy(batch.positions).to(self.model.device)
-        return StepContext(batch, self.cache, positions, self.model.dtype)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        return StepContext(batch, self.cache, positions, self._dtype, self._compiled)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -75,7 +81,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _forward(self, context: StepContext, token_ids: np.ndarray, logit_rows: np.ndarray) -> torch.Tensor:
-        device = self.model.device
+        device = self._device
         output = self.model(
             input_ids=torch.from_numpy(token_ids)[None].to(device),
             position_ids=context.positions[None],

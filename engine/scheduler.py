@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.slices import EngineOptions
 from decoding.request import Request, RequestState
-from engine.errors import QueueFullError
+from engine.errors import QueueFullError, RequestError
+from engine.prefix_cache import WORTH_COPYING, common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +23,31 @@ class Share:
     draft_rows: int
 
 
+def _oldest_slot(request: Request, free: Sequence[int]) -> tuple[int, int]:
+    return free[0], request.num_computed
+
+
 class Scheduler:
     """Admission by slots, order by priority and arrival, one row budget per step.
 
-    Decoding requests come first, one row and their drafts each; what is left of ``max_step_tokens``, and at least a quarter of
-    it, goes to prefills in order of admission, in chunks. A more urgent request that finds no slot preempts the least urgent one,
-    which later computes its tokens again: with position-keyed choices its output is the same.
+    *Decoding* requests are in every step, one row and their drafts each: none waits for a prefill. What is left of
+    ``max_step_tokens``, and at least a quarter of it, goes to *prefills* in chunks. The one that was admitted first has at least
+    half of these rows, so each is the first one day and ends; the other half is for those that may pass it: more urgent ones,
+    and those as urgent that lack at most half as many tokens, so that a question does not wait for a book. Who needs tokens that
+    another one of its scope computes in this step waits for them and copies them: what came at once is computed once.
+
+    Under the policy ``priority`` a more urgent request that finds no slot preempts the least urgent one, which later computes its
+    tokens again: with position-keyed choices its output is the same. Nobody starves: who has waited ``max_wait_s``, all waits
+    added, takes the next free slot whatever the priorities, in order of arrival, and is not preempted again. Under ``fcfs`` all
+    are alike urgent, and nobody is preempted.
     """
 
-    def __init__(self, options: EngineOptions, max_draft_rows: int) -> None:
+    def __init__(self, options: EngineOptions, max_draft_rows: int, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             options: of the engine.
             max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
+            clock: seconds, by which waits are measured.
 
         Raises:
             ValueError: a value below 1, or too few rows for all requests to decode in one step.
@@ -40,16 +56,22 @@ class Scheduler:
             raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
         if options.max_waiting < 0:
             raise ValueError(f"engine.max_waiting must not be negative, got {options.max_waiting}")
+        if options.max_wait_s < 0:
+            raise ValueError(f"engine.max_wait_s must not be negative, got {options.max_wait_s}")
         if options.max_step_tokens < 2 * options.max_running:
             raise ValueError(
                 f"engine.max_step_tokens must be at least twice engine.max_running, "
                 f"got {options.max_step_tokens} and {options.max_running}"
             )
-        self._options, self._max_draft_rows = options, max_draft_rows
+        self.options, self._max_draft_rows, self._clock = options, max_draft_rows, clock
+        self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival)
         self._arrivals = 0
-        self._free_slots = list(range(options.max_running))[::-1]
+        self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
+        self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
+        # Which of some slots a request gets, its own if it has one, and how many of its first tokens are computed there by now.
+        self.place: Callable[[Request, Sequence[int]], tuple[int, int]] = _oldest_slot
 
     @property
     def num_waiting(self) -> int:
@@ -61,28 +83,40 @@ class Scheduler:
         """Slots that no request holds."""
         return len(self._free_slots)
 
+    def requests(self) -> Iterator[Request]:
+        """All that run or wait."""
+        yield from self.running
+        yield from (request for _, _, request in self._waiting)
+
     def add(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
             QueueFullError: no slot is free for it and ``max_waiting`` requests wait already.
+            RequestError: it has a priority, and the policy knows none.
         """
-        if len(self._waiting) >= self._options.max_waiting + len(self._free_slots):
+        if request.priority and self.options.scheduling_policy != "priority":
+            raise RequestError("priority", "all requests are alike urgent here (engine.scheduling_policy is fcfs): leave it out")
+        if len(self._waiting) >= self.options.max_waiting + len(self._free_slots):
             raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
         self._arrivals += 1
-        request.arrival = self._arrivals
+        request.arrival, request.queued_s = self._arrivals, self._clock()
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
     def remove(self, request: Request) -> None:
         """Takes a request out, waiting or running; its slot is free at once."""
         if request.slot is None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
+            self._withdraw(request)
         else:
             self.running.remove(request)
             self._free_slots.append(request.slot)
             request.slot = None
         request.state = RequestState.FINISHED
+
+    def _withdraw(self, request: Request) -> None:
+        """Takes a request out of those that wait."""
+        self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+        heapq.heapify(self._waiting)
 
     def preempt(self, request: Request) -> None:
         """Takes the slot from a running request, which waits in its old place in the order and recomputes its tokens."""
@@ -91,6 +125,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot, request.num_computed, request.state = None, 0, RequestState.WAITING
         request.stats.preemptions += 1
+        request.queued_s = self._clock()
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
     def schedule(self, width: int = 1) -> list[Share]:
@@ -106,33 +141,124 @@ class Scheduler:
         Args:
             width: ranks that share the step's trees, at least 1.
         """
-        self._admit()
+        for request in self._followers:
+            if request.slot is not None:
+                request.num_computed = self.place(request, (request.slot,))[1]
+        self._followers = []
+        if self._waiting:
+            self._admit()
         decoding = [request for request in self.running if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in self.running if request.num_computed < request.num_tokens - 1]
-        budget = self._options.max_step_tokens
+        budget = self.options.max_step_tokens
         for_decoding = budget - budget // 4 if prefilling else budget
-        draft_rows = min(self._max_draft_rows, for_decoding // len(decoding) - 1) if decoding else 0  # on each rank
-        # The bonus token takes the last place: a request that may emit one token needs no draft.
-        drafts = [max(0, draft_rows) if request.remaining > 1 else 0 for request in decoding]
+        draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
+        drafts = [_bounded(request, draft_rows) for request in decoding]
         shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
-        budget -= len(decoding) + sum(drafts)
-        for request in prefilling:
-            end = min(request.num_tokens, request.num_computed + budget)
-            if end == request.num_computed:
-                break
-            shares.append(Share(request, end, 0))
-            budget -= end - request.num_computed
+        if prefilling:
+            shares += self._prefill_shares(prefilling, budget - len(decoding) - sum(drafts))
         return shares
 
+    def _prefill_shares(self, prefilling: Sequence[Request], budget: int) -> list[Share]:
+        rows = _prefill(prefilling, budget)
+        self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
+        return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]
+
     def _admit(self) -> None:
+        now = self._clock()
         while self._waiting:
-            priority, _, request = self._waiting[0]
+            request = self._next(now)
             if not self._free_slots:
-                victim = max(self.running, key=lambda other: (other.priority, other.arrival))
-                if victim.priority <= priority:
+                victim = self._victim(request)
+                if victim is None:
                     return
                 self.preempt(victim)
-            heapq.heappop(self._waiting)
-            request.slot = self._free_slots.pop()
-            request.state = RequestState.RUNNING
+            if request is self._waiting[0][2]:
+                heapq.heappop(self._waiting)
+            else:
+                self._withdraw(request)
+            slot, computed = self.place(request, self._free_slots)
+            self._free_slots.remove(slot)
+            request.slot, request.num_computed, request.state = slot, computed, RequestState.RUNNING
+            request.waited_s += now - request.queued_s
             self.running.append(request)
+
+    def _next(self, now: float) -> Request:
+        """Who is to run next of those that wait."""
+        if self._free_slots and self._max_wait_s < math.inf:
+            overdue = [one for _, _, one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
+            if overdue:
+                return min(overdue, key=lambda one: one.arrival)
+        return self._waiting[0][2]
+
+    def _victim(self, request: Request) -> Request | None:
+        """Who gives its slot to a request that waits: the least urgent and latest, if that is less urgent, and has not waited
+        for too long before."""
+        below = (one for one in self.running if one.priority > request.priority and one.waited_s < self._max_wait_s)
+        return max(below, key=lambda one: (one.priority, one.arrival), default=None)
+
+    def check_integrity(self) -> None:
+        """Asserts that every slot is free or has one request, and that requests are where their state says."""
+        held = [request.slot for request in self.running]
+        slots = sorted((*self._free_slots, *(-1 if slot is None else slot for slot in held)))
+        assert slots == list(range(self.options.max_running)), (self._free_slots, held)
+        waiting = [request for _, _, request in self._waiting]
+        for request in self.running:
+            assert request.state is RequestState.RUNNING, (request.request_id, request.state)
+            assert 0 <= request.num_computed < request.num_tokens, (request.request_id, request.num_computed, request.num_tokens)
+        for request in waiting:
+            assert request.state is RequestState.WAITING, (request.request_id, request.state)
+            assert request.slot is None and not request.num_computed, (request.request_id, request.slot, request.num_computed)
+        everyone = {id(request) for request in (*self.running, *waiting)}
+        assert len(everyone) == len(self.running) + len(waiting), [request.request_id for request in (*self.running, *waiting)]
+        assert len(waiting) <= self.options.max_waiting + self.options.max_running, len(waiting)
+
+
+def _bounded(request: Request, rows: int) -> int:
+    """The rows to draft for a request on each rank, of those that there are for each."""
+    if request.remaining <= 1:  # the bonus token takes the last place: a request that may emit one token needs no draft
+        return 0
+    return rows if request.max_draft_tokens is None else min(rows, request.max_draft_tokens)
+
+
+def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
+    """The rows of prefills, given in order of admission. See ``Scheduler``.
+
+    Example: 16 rows, and prefills that lack 100, 40 and 6 tokens: the third may pass, and so may the second, but the third lacks
+    less. It gets 6 rows of the 8, the second gets 2, the first 8.
+    """
+    first, left = requests[0], [request.num_tokens - request.num_computed for request in requests]
+    rows = [0] * len(requests)
+
+    def give(at: int, most: int) -> int:
+        if rows[at] or not any(rows[other] and _computes_for(requests[other], rows[other], requests[at]) for other in earlier):
+            more = min(left[at] - rows[at], most)
+            rows[at] += more
+            return more
+        return 0
+
+    earlier: list[int] = []  # that were given rows
+    if sum(left) > budget:
+        passing = [
+            at
+            for at, request in enumerate(requests)
+            if request.priority < first.priority or (request.priority == first.priority and 2 * left[at] <= left[0])
+        ]
+        half = budget // 2
+        for at in sorted(passing, key=lambda at: (requests[at].priority, left[at])):
+            given = give(at, half)
+            earlier.append(at)
+            half -= given
+            budget -= given
+    for at in range(len(requests)):
+        budget -= give(at, budget)
+        earlier.append(at)
+    return rows
+
+
+def _computes_for(one: Request, rows: int, other: Request) -> bool:
+    """Whether one request with so many rows in a step computes tokens that the other lacks and can copy afterwards."""
+    if one.scope is None or one.scope != other.scope:
+        return False
+    reached = one.num_computed + rows
+    wanted = other.num_computed + WORTH_COPYING
+    return reached >= wanted and common_prefix(one.tokens[:reached], other.tokens[:-1]) >= wanted

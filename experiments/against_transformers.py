@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         PromptFileError: a workload cannot be read, or no record of any fits.
     """
     model_options = ModelOptions(args.model, dtype=args.dtype, device=args.device, threads=args.threads)
-    options = EngineOptions(max_running=args.batch_size, max_waiting=args.batch_size)
+    options = EngineOptions(max_running=args.batch_size, max_waiting=args.batch_size, prefix_caching=False)
     loaded = load_model(model_options)
     shared = SharedModel(loaded, options, SpeculationOptions().max_draft_tokens)
     device, end_tokens = str(loaded.model.device), loaded.eos_token_ids

@@ -153,7 +153,7 @@ def contestants(
             skipped[assisted.name] = f"transformers could not run it: {error}"
         else:
             theirs.append(assisted)
-    shared = SharedModel(loaded, EngineOptions(max_running=1), args.budget, args.guided)
+    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget, args.guided)
     guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
     ours = [EngineContestant(partial(shared.engine, choice), max_tokens, guide) for choice in choices]
     return [*theirs, *ours], skipped

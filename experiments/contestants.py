@@ -48,6 +48,22 @@ class Contestant(Protocol):
         ...
 
 
+def make_request(prompt: Prompt, max_tokens: int, guide: GuidedExecutor | None, tenant: str = "local") -> Request:
+    """A greedy request for a prompt.
+
+    Args:
+        prompt: what to continue.
+        max_tokens: of the output; of a known one, its length counts.
+        guide: the executor that is to follow the known output, where there is one.
+        tenant: whose the request is.
+    """
+    if prompt.known is not None:
+        assert guide is not None, prompt.id
+        guide.known[prompt.id] = prompt.known
+        max_tokens = len(prompt.known)
+    return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references, tenant=tenant)
+
+
 class EngineContestant:
     """Our engine with one strategy."""
 
@@ -68,7 +84,7 @@ class EngineContestant:
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """See ``Contestant``."""
-        requests = {prompt.id: self._request(prompt) for prompt in prompts}
+        requests = {prompt.id: make_request(prompt, self._max_tokens, self._guide) for prompt in prompts}
         for request in requests.values():
             self.engine.add(request)
         first_s: dict[str, float] = {}  # seconds in forwards when the first token came
@@ -89,11 +105,3 @@ class EngineContestant:
             sum(entry.drafted for entry in stats),
             by_source,
         )
-
-    def _request(self, prompt: Prompt) -> Request:
-        max_tokens = self._max_tokens
-        if prompt.known is not None:
-            assert self._guide is not None, prompt.id
-            self._guide.known[prompt.id] = prompt.known
-            max_tokens = len(prompt.known)
-        return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references, tenant="local")

@@ -33,7 +33,8 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from actors.transport_actors import TRANSPORTS, Case, Ranks, own_ray
+from actors.own_ray import own_ray
+from actors.transport_actors import TRANSPORTS, Case, Ranks
 from actors.transports import ANSWER_BYTES, COMMAND_BYTES, Step
 from decoding.request import Request, RequestState, SamplingParams
 from decoding.tree import DraftTree

@@ -81,9 +81,14 @@ class GuidedVerifier(Verifier):
 class GuidedExecutor(LocalExecutor):
     """Computes every row and commits the known tokens. Requests are greedy."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]] | None = None) -> None:
+        """
+        Args:
+            runner: of the model.
+            known: request id -> output to commit; set before the request is added. A new one when absent.
+        """
         super().__init__(runner)
-        self.known: dict[str, Sequence[int]] = {}  # request id -> output to commit; set before the request is added
+        self.known: dict[str, Sequence[int]] = {} if known is None else known
         self._verifier = GuidedVerifier(self.known)
 
 

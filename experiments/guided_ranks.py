@@ -28,7 +28,7 @@ from engine.runner import ModelRunner
 from experiments.guided import SIZES, GuidedExecutor, random_model
 
 # A machine that measures is busy on purpose: no rank is given up because others had the processor.
-PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=300.0)
+PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=30.0, step_timeout_s=300.0, adaptive=False)
 _CONNECT_S = 60.0
 
 

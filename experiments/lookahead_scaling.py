@@ -37,7 +37,6 @@ from experiments.competition import Tally, compete, progress_bar
 from experiments.guided_ranks import FollowerGroup, executor_over
 from experiments.record import write_record
 from experiments.scaling_bench import (
-    CURVE_ROWS,
     Entry,
     ScalingBench,
     ScalingContestant,
@@ -107,10 +106,9 @@ def run(args: argparse.Namespace, choices: Sequence[StrategyChoice]) -> dict[str
         progress = stack.enter_context(progress_bar())
         chosen, sweep = _sweep(bench, args, choices, texts.sweep, known, progress)
         results = _measure(bench, args, chosen, texts.measured, known, progress)
-        rows = [count for count in CURVE_ROWS if count < model.context]
-        seconds = bench.target(1).step_seconds(rows)
-    curve = {count: round(1e3 * value, 2) for count, value in zip(rows, seconds, strict=True)}
-    return {"curve_ms": curve, "sweep": sweep, "num_parameters": loaded.model.num_parameters()} | results
+        curve = bench.curve()
+    curve_ms = {count: round(1e3 * value, 2) for count, value in zip(curve.rows, curve.rows_s, strict=True)}
+    return {"curve_ms": curve_ms, "sweep": sweep, "num_parameters": loaded.model.num_parameters()} | results
 
 
 def _sweep(
@@ -156,7 +154,7 @@ def _measure(
     total: dict[str, dict[str, list[float]]] = {entry.label: {} for entry in entries}
     rows: dict[str, Any] = {}
     splits: dict[str, list[dict[str, Any]]] = {entry.label: [] for entry in entries}
-    costs, row_s = bench.curve()
+    curve = bench.curve()
     for workload in workloads:
         contestants = [ScalingContestant(bench, entry, args.max_tokens) for entry in entries]
         expected, tallies = compete(contestants, workload.prompts, args.repeats, 1, progress, known)
@@ -166,7 +164,7 @@ def _measure(
             label, tally = contestant.name, tallies[contestant.name]
             decode[label][workload.name] = decode_rates(tally, args.repeats, prompts)
             total[label][workload.name] = total_rates(tally, args.repeats)
-            split = step_split(tally, prompts * args.repeats, contestant.steps, costs, row_s)
+            split = step_split(tally, prompts * args.repeats, contestant.steps, curve)
             splits[label].append(split)
             named[label] = _row(tally, decode[label][workload.name], prompts) | {"ms": split}
         rows[workload.name] = {"records": prompts, "entries": named, "output_tokens": sum(map(len, expected.values()))}

@@ -158,6 +158,34 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
     return save_figure(figure, out)
 
 
+def plain_decoding(results: Mapping[str, Any], out: Path) -> Path:
+    """Results of ``experiments.plain_decoding``: tokens per second against batch size, a line a contestant, with spreads.
+
+    Args:
+        results: the ``results`` of a record.
+        out: the file; its name says which kind of picture.
+    """
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for number, (name, by_batch) in enumerate(results["tokens_per_s"].items()):
+        rates = list(by_batch.values())
+        medians = [statistics.median(rate) for rate in rates]
+        spread = [
+            [m - min(r) for m, r in zip(medians, rates, strict=True)],
+            [max(r) - m for m, r in zip(medians, rates, strict=True)],
+        ]
+        colour = matplotlib.colormaps["tab10"](number % 10)
+        axes.errorbar(list(map(int, by_batch)), medians, yerr=spread, fmt="o-", capsize=3, color=colour, label=name)
+    batches = sorted({int(batch) for by_batch in results["tokens_per_s"].values() for batch in by_batch})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, list(map(str, batches)))
+    axes.set_xlabel("requests at a time")
+    axes.set_ylabel("tokens per second after the first")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return save_figure(figure, out)
+
+
 def _smooth(series: Sequence[float]) -> list[float]:
     """The mean of each entry and its neighbours, up to ``_NEIGHBOURS`` on either side."""
     return [statistics.fmean(series[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]) for at in range(len(series))]

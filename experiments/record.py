@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from engine.device_name import cpu_name
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 _PACKAGES = ("torch", "transformers", "outrider")
@@ -106,23 +108,13 @@ def describe_device(device: str) -> dict[str, Any]:
     """What computed: the processor always, and the GPU where ``device`` is one."""
     described: dict[str, Any] = {
         "type": device,
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
     if device.startswith("cuda"):
         described["gpu"] = torch.cuda.get_device_name(device)
     return described
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _portable_path(path: Path) -> str:

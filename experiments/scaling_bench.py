@@ -16,8 +16,8 @@ from actors.lookahead_parallel import StepTimes
 from actors.pinning import pin_thread
 from cluster.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
-from decoding.budget import RowCosts
 from decoding.drafters import LOSSLESS
+from decoding.latency import LatencyCurve, StepLoad
 from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import LoadedModel
@@ -27,8 +27,6 @@ from experiments.competition import Tally
 from experiments.contestants import EngineContestant, Prompt, Run
 from experiments.guided import GuidedExecutor
 from experiments.guided_ranks import FollowerGroup, leader_over
-
-CURVE_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,9 @@ class ScalingBench:
             self._group.lead(self.leader, entry.ranks)
             self._led = entry.ranks
 
-    def curve(self) -> tuple[RowCosts, float]:
-        """Time of a step on one thread by its rows, relative to one row's; and that one's seconds."""
-        rows = [count for count in CURVE_ROWS if count < self.loaded.max_model_len]
-        seconds = self.target(1).step_seconds(rows)
-        return RowCosts(rows, seconds), min(seconds)
+    def curve(self) -> LatencyCurve:
+        """How long a step on one thread takes."""
+        return self.target(1).latency()
 
 
 class ScalingContestant(EngineContestant):
@@ -133,7 +129,7 @@ def total_rates(tally: Tally, repeats: int) -> list[float]:
     return [tally.tokens / repeats / wall for wall in tally.wall_s]
 
 
-def step_split(tally: Tally, prefills: int, steps: Sequence[StepTimes], costs: RowCosts, row_s: float) -> dict[str, Any]:
+def step_split(tally: Tally, prefills: int, steps: Sequence[StepTimes], curve: LatencyCurve) -> dict[str, Any]:
     """Milliseconds of one step after the first token, on average.
 
     ``recompute`` is what tokens that others had computed add to the slowest rank's rows by the measured curve, ``compute`` what
@@ -146,8 +142,7 @@ def step_split(tally: Tally, prefills: int, steps: Sequence[StepTimes], costs: R
         tally: of all runs.
         prefills: requests that it ran.
         steps: of the group; empty for one rank.
-        costs: the curve of one rank.
-        row_s: seconds of its cost 1.
+        curve: of one rank.
 
     Returns:
         Those five; for a group also ``exchange_share`` of the step, ``rows`` and ``recomputed`` of a rank, ``balance``, the
@@ -162,7 +157,8 @@ def step_split(tally: Tally, prefills: int, steps: Sequence[StepTimes], costs: R
     if steps:
         slowest = [int(np.argmax(step.rank_s)) for step in steps]
         rows = np.array([[step.rows[at], step.recomputed[at]] for step, at in zip(steps, slowest, strict=True)], np.float64)
-        recompute = row_s * float((costs.of(rows[:, 0]) - costs.of(rows[:, 0] - rows[:, 1])).mean())
+        one = StepLoad(1, 1, curve.context)
+        recompute = float((curve.seconds(rows[:, 0], one) - curve.seconds(rows[:, 0] - rows[:, 1], one)).mean())
         exchange = statistics.fmean(step.exchange_s for step in steps)
         extra = {
             "exchange_share": round(exchange / (forward + propose + rest), 4),

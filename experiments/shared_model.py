@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cluster.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from decoding.drafters import LOSSLESS
@@ -28,10 +30,13 @@ class SharedModel:
         self.loaded, self._options, self._budget = loaded, options, budget
         self._runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget)
         self._target: LocalTarget | None = None  # one for all engines: what it measured is the same for each
-        self.executor: LocalExecutor = GuidedExecutor(self._runner) if guided else LocalExecutor(self._runner)
+        self.executor = self._new_executor(guided, {})  # takes the known outputs of guided runs, for all engines
+
+    def _new_executor(self, guided: bool, known: dict[str, Sequence[int]]) -> LocalExecutor:
+        return GuidedExecutor(self._runner, known) if guided else LocalExecutor(self._runner)
 
     def engine(self, choice: StrategyChoice) -> Engine:
-        """A new engine with a new drafter, which knows no earlier request. It gives token ids and no text.
+        """A new engine with a new drafter and executor, which know no earlier request. It gives token ids and no text.
 
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
@@ -41,4 +46,6 @@ class SharedModel:
         if self._target is None:
             self._target = LocalTarget(self._runner, info, self.loaded.tokenizer)
         drafter.prepare(self._target)
-        return Engine(self.executor, drafter, Scheduler(self._options, self._budget), info)
+        guide = self.executor if isinstance(self.executor, GuidedExecutor) else None
+        executor = self._new_executor(guide is not None, {} if guide is None else guide.known)
+        return Engine(executor, drafter, Scheduler(self._options, self._budget), info)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,7 +31,8 @@ from transformers import (
 )
 
 from configs.slices import EngineOptions
-from decoding.drafters import Drafter
+from decoding.drafters import ByRequest, Drafter
+from decoding.latency import LatencyCurve
 from decoding.tree import Int32Array
 from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
@@ -126,9 +126,9 @@ class TinyTarget:
         """See ``decoding.drafters.base.Target``."""
         return self._unigrams[:width].copy()
 
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
+    def latency(self) -> LatencyCurve:
         """A step of many rows costs little more than one of few, as on a GPU."""
-        return [0.01 + 0.0001 * count for count in rows]
+        return LatencyCurve((1, 64), (0.0101, 0.0164), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,7 @@ def engine_over(
     step_tokens: int = 256,
     strategy: str = "test",
     executor: Executor | None = None,
+    prefix_caching: bool = True,
 ) -> Engine:
     """An engine over a model that others use as well, one after another; token ids in, token ids out.
 
@@ -186,13 +187,18 @@ def engine_over(
         step_tokens: rows of one forward.
         strategy: the name to show.
         executor: of the runner, where it is not the plain one.
+        prefix_caching: whether requests of a tenant reuse each other's KV.
     """
     info = ModelInfo(
         served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
         device="cpu", num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
         model_revision="tiny", tokenizer_revision="none",
+        strategies=drafter.strategies if isinstance(drafter, ByRequest) else (),
     )  # fmt: skip
-    scheduler = Scheduler(EngineOptions(max_running=batch, max_step_tokens=step_tokens), MAX_DRAFT)
+    options = EngineOptions(
+        max_running=batch, max_step_tokens=step_tokens, scheduling_policy="priority", prefix_caching=prefix_caching
+    )
+    scheduler = Scheduler(options, MAX_DRAFT)
     return Engine(executor or LocalExecutor(runner), drafter, scheduler, info)
 
 

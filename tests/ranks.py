@@ -34,7 +34,7 @@ MOST_RANKS = 5
 CAPACITY = CONTEXT + MAX_DRAFT * MOST_RANKS
 CONNECT_S = 60.0
 # Threads of one process wait for each other and for the compiler: nobody is lost for that.
-PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, step_timeout_s=120.0, check_steps=8)
+PATIENT = ParallelismOptions(mode="lookahead", rank_timeout_s=60.0, step_timeout_s=120.0, check_steps=8, adaptive=False)
 
 # Forked from a process that has imported everything: a rank is there in half a second, not in ten.
 _forks = multiprocessing.get_context("forkserver")

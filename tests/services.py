@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,11 +16,11 @@ from ray import serve
 
 from cluster.app import application
 from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
 from decoding.tree import Int32Array
 from engine.engine import Engine
-from tests.models import SENTENCES
+from tests.models import SENTENCES, llama_config, save_model
 
 PROMPT = SENTENCES[0]
 BEGUN = 30  # events of a stream that show that it has begun
@@ -115,3 +116,36 @@ def serving(api_url: str, name: str, config: Config, params: SamplingParams) -> 
         yield Service(f"{api_url}/{name}", name, params, expected)
     finally:
         serve.delete(name)
+
+
+@contextlib.contextmanager
+def serving_tiny(
+    api_url: str,
+    name: str,
+    folder: Path,
+    tokens: int,
+    speculation: SpeculationOptions,
+    server: ServerOptions,
+    parallelism: ParallelismOptions | None = None,
+) -> Iterator[Service]:
+    """As ``serving``, of a random model that is saved first.
+
+    Args:
+        api_url: of a Serve that runs.
+        name: of the application.
+        folder: of the model, not there yet.
+        tokens: of the sampled answer to ``PROMPT``.
+        speculation: of the service.
+        server: of the service.
+        parallelism: of the service; None is one rank a replica.
+    """
+    save_model(folder, llama_config(max_position_embeddings=2048))
+    config = Config(
+        model=ModelOptions(path=str(folder), dtype="float32", threads=1),
+        engine=EngineOptions(max_running=4),
+        speculation=speculation,
+        parallelism=parallelism or ParallelismOptions(),
+        server=server,
+    )
+    with serving(api_url, name, config, SamplingParams(tokens, temperature=1.0, seed=77, ignore_eos=True)) as made:
+        yield made

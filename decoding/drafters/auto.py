@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decoding.acceptance import AcceptanceTable
-from decoding.budget import Pricing, RowCosts
+from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
 from decoding.expansion import Pool, Ranked, Rows, grow
 from decoding.history import Histories, History
+from decoding.latency import StepLoad
+from decoding.pause import Pause
 from decoding.request import Acceptance, Request, SamplingParams
+from decoding.selection import Selection
 from decoding.successors import LearningSteps, SuccessorTables
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
@@ -29,10 +31,11 @@ _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, 
 _MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
 _RECYCLED_SOURCE = SOURCES.index("recycling")
-_TIMED_ROWS = 64  # steps of up to so many rows are timed at the start
 _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
-_NOTHING = np.zeros((0, 0), np.int32)
+_LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
+_NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
 _ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
+_ROOT_FEATURES = np.zeros(1, np.int32)
 _ANY = SamplingParams(max_tokens=8)
 
 
@@ -49,7 +52,8 @@ class _RequestState:
         self.edition = edition  # of the tenant's history when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
         self.told = 0  # tokens of the output that the tenant's history was told
-        self.features = np.zeros(1, np.int32)  # [n] of the tree that was proposed last
+        self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
+        self.pause = Pause()
         self.accepted = 0  # drafted tokens that the last step kept
 
 
@@ -114,10 +118,11 @@ class AutoDrafter(Drafter):
         self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
         self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
-        self._table, self._pool = AcceptanceTable(), Pool.empty()
+        self._tables, self._pool = TenantTables(), Pool.empty()
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
-        self._pricing: Pricing | None = None
+        self._selection: Selection | None = None
+        self._load: StepLoad | None = None
         self._learning, self._proposed = LearningSteps(), 1  # requests of the last proposal
         self._states: dict[str, _RequestState] = {}
 
@@ -128,15 +133,15 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
-            self._pricing = Pricing(RowCosts.measured(target, min(_TIMED_ROWS, target.max_model_len)))
-            self._pricing.scale(self._ranks)
+            self._selection = Selection(target.latency())
+            self._selection.scale(self._ranks)
         self._compile()
 
     def _compile(self) -> None:
         """Calls what is compiled at its first call, so that no request waits for it."""
         request = Request("", [0, 0], _ANY)
-        (tree,) = self.propose([request], [4])
-        AcceptanceTable().observe(tree.parents, self._states[""].features, ())
+        self.propose([request], [4])
+        TenantTable(AcceptanceTable()).compile()
         self.finish(request)
         compile_log()
 
@@ -149,22 +154,32 @@ class AutoDrafter(Drafter):
         """More rows pay where ranks share a step, there are more to choose from, and time has another price."""
         self._ranks = ranks
         self._caps, self._least_chance = _CAPS + (ranks - 1) * _MORE, _LEAST_CHANCE / ranks
-        if self._pricing is not None:
-            self._pricing.scale(ranks)
+        if self._selection is not None:
+            self._selection.scale(ranks)
+
+    def plan(self, load: StepLoad) -> None:
+        """What a row costs depends on what the step computes besides."""
+        self._load = load
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""
-        grown = [self._grow(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        self._proposed = len(requests)
-        if self._pricing is not None and grown:
-            accepted = sum(self._states[request.request_id].accepted for request in requests)
-            counts = self._pricing.rows_to_draft([rows.chances for rows in grown], [rows.depths for rows in grown], accepted)
-            grown = [rows.first(count) for rows, count in zip(grown, counts, strict=True)]
-        return [self._tree(request, rows) for request, rows in zip(requests, grown, strict=True)]
+        count = self._proposed = len(requests)
+        states = [self._state(request) for request in requests]
 
-    def _grow(self, request: Request, budget: int) -> Rows:
+        def grown(at: int, least_chance: float = 0.0) -> Rows:
+            return self._grow(requests[at], states[at], budgets[at], max(least_chance, self._least_chance))
+
+        if self._selection is None or not requests:
+            rows = [grown(at) for at in range(count)]
+        else:
+            load = self._load or StepLoad(count, count, sum(request.num_tokens - 1 for request in requests))
+            pauses, everyone = [state.pause for state in states], [state.pause for state in self._states.values()]
+            rows = self._selection.rows(load, pauses, everyone, sum(state.accepted for state in states), grown)
+        self._load = None
+        return [self._tree(*each) for each in zip(requests, states, rows, strict=True)]
+
+    def _grow(self, request: Request, state: _RequestState, budget: int, least_chance: float) -> Rows:
         history = self._history(request)
-        state = self._state(request, history)
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
@@ -175,14 +190,18 @@ class AutoDrafter(Drafter):
                 self._recycled.set_apart(request)
         if self.memory is not None and request.public:
             public = self.memory.public.log
+        table = self._tables.of(request.tenant)
+        chances, aside = table.chances(), table.set_aside
+        if aside and HISTORY in aside and HISTORY_FRESH in aside:
+            tenant = public = self._nothing
         rows = Rows.empty(budget)
-        recycled = None if self._recycled is None else self._recycled.known(request, edition)
-        frequent = state.frequent[: self._num_frequent * self._ranks]
+        recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
+        frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self._ranks]
         ranked = Ranked(frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams)
         count = grow(
             state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
-            public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, self._table.chances, self._weights,
-            _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), self._least_chance, self._pool,
+            public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, chances, self._weights,
+            _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), least_chance, self._pool,
             rows,
         )  # fmt: skip
         return rows.first(count)
@@ -190,9 +209,9 @@ class AutoDrafter(Drafter):
     def _history(self, request: Request) -> History | None:
         return None if self.memory is None else self.memory.of(request.tenant)
 
-    def _state(self, request: Request, history: History | None) -> _RequestState:
+    def _state(self, request: Request) -> _RequestState:
         """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
-        state = self._states.get(request.request_id)
+        state, history = self._states.get(request.request_id), self._history(request)
         edition = None if history is None else history.edition
         if state is None:
             if history is not None:
@@ -208,11 +227,14 @@ class AutoDrafter(Drafter):
         history.extend(request.text, state.told, request.output_ids[state.told :], final)
         state.told = request.num_output
 
-    def _tree(self, request: Request, rows: Rows) -> DraftTree:
+    def _tree(self, request: Request, state: _RequestState, rows: Rows) -> DraftTree:
+        if not len(rows.tokens):
+            state.features = _ROOT_FEATURES
+            return DraftTree.chain(request.root, ())
         tokens = np.concatenate((request.tokens[-1:], rows.tokens))
         parents = np.concatenate((_ROOT_PARENT, rows.parents))
         sources = np.concatenate((_ROOT_SOURCE, _SOURCE_OF_KIND[rows.kinds]))
-        self._states[request.request_id].features = np.concatenate((_ROOT_SOURCE, rows.features), dtype=np.int32)
+        state.features = np.concatenate((_ROOT_SOURCE, rows.features), dtype=np.int32)
         return DraftTree(tokens, parents, sources, len(tokens))
 
     def _frequent(self, request: Request, history: History | None) -> Int32Array:
@@ -232,10 +254,10 @@ class AutoDrafter(Drafter):
         if state is not None:
             state.accepted = len(acceptance.rows)
             if len(tree) == len(state.features):
-                if self._pricing is not None:
-                    self._pricing.emitted(acceptance.count)
-                self._table.observe(tree.parents, state.features, acceptance.rows)
-        if self._recycled is None:
+                if self._selection is not None:
+                    self._selection.emitted(acceptance.count)
+                self._tables.of(request.tenant).observe(tree.parents, state.features, acceptance.rows)
+        if self._recycled is None or (len(tree) == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         hits = int((tree.sources[list(acceptance.rows)] == _RECYCLED_SOURCE).sum())
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
@@ -243,6 +265,10 @@ class AutoDrafter(Drafter):
             table = self._recycled.of(request, None if history is None else history.edition)
             rows = list(range(len(tree)))[::-1]  # right ones or not; of equal tokens the likeliest stays, which comes last
             table.learn(tree.tokens[rows], target.top_k(rows, table.width))
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._states
 
     def finish(self, request: Request) -> None:
         """Keeps the output for other requests of the tenant, and forgets the rest."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from decoding.history import Histories
+from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Int32Array
 
@@ -77,10 +76,9 @@ class TargetRows:
                 f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
             )
             return self._ranked[list(rows), :k]
-        if not len(rows):
-            return np.zeros((0, k), np.int32)
-        top: Int32Array = self._logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
-        return top
+        from decoding.ranking import top_rows  # needs torch, which is there where logits are
+
+        return top_rows(self._logits, rows, k)
 
 
 class Target(Protocol):
@@ -98,8 +96,8 @@ class Target(Protocol):
         """[width] int32: tokens by the distance of their output embedding from the mean, the nearest first."""
         ...
 
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        """Seconds of one forward over so many rows of one request, for each of ``rows``."""
+    def latency(self) -> LatencyCurve:
+        """How long its steps take on this device."""
         ...
 
 
@@ -108,6 +106,10 @@ class Drafter(ABC):
 
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
     memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
+
+    def remembers(self, request: Request) -> bool:
+        """Whether the output of a request is kept for others of its tenant, if it has one."""
+        return self.memory is not None
 
     @property
     def top_k(self) -> int:
@@ -131,6 +133,10 @@ class Drafter(ABC):
             ranks: that share the next steps, at least 1. Called before ``propose`` whenever the number has changed.
         """
 
+    def plan(self, load: StepLoad) -> None:  # noqa: B027  a strategy as published drafts the same under any load
+        """What the next step computes besides drafted rows. Called before each ``propose`` of the engine; a drafter that was not
+        told goes by the requests that it is asked for."""
+
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request, in order.
@@ -152,5 +158,10 @@ class Drafter(ABC):
             acceptance: what was kept of ``tree``.
         """
 
+    def held(self) -> Collection[str]:
+        """The ids of requests of which something is held, as far as the strategy can tell: they have not been finished."""
+        return ()
+
     def finish(self, request: Request) -> None:  # noqa: B027
-        """Forgets a request, which holds its whole output. Called once for each request, whatever became of it."""
+        """Forgets a request, which holds its whole output. Called once for each request that is not ``Request.plain``, whatever
+        became of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,6 +212,10 @@ class JacobiDrafter(Drafter):
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Moves the guesses on by what the target said about them."""
         self._state(request).observe(request, tree, target.ids, acceptance)
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._states
 
     def finish(self, request: Request) -> None:
         """Drops window and pool of the request."""

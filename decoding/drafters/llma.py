@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -186,6 +186,10 @@ class LlmaDrafter(Drafter):
         stream = np.random.Philox(key=request.params.seed, counter=[0, request.num_tokens, _STREAM, 0])
         first = int(stream.random_raw() % count)
         return [*range(first, count), *range(first)]
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._indices
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

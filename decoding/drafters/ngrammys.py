@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -104,6 +104,10 @@ class NgrammysDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """A tree of at most k rows for each rank per request."""
         return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._contexts
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

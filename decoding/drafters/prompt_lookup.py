@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from decoding.drafters.base import SOURCES, Drafter
@@ -99,6 +99,10 @@ class PromptLookupDrafter(Drafter):
         looked_at = islice(positions, LOOKED_AT * self._ranks)
         rows = ((request.tokens[at : at + count].tolist(), _SOURCE) for at in looked_at)
         return tree_of(request.root, rows, budget, self._ranks)
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._indices
 
     def finish(self, request: Request) -> None:
         """Drops the index of the request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, takewhile
 
 from decoding.drafters.base import SOURCES, Drafter
@@ -139,6 +139,10 @@ class SuffixDrafter(Drafter):
         for start, length in texts.matches(self._min_match_length, self._occurrence):
             wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
             yield texts.copy(start, min(wanted, most)) if wanted > 0 else []
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._texts
 
     def finish(self, request: Request) -> None:
         """Drops the automaton of the request."""

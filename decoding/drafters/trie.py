@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -192,6 +192,10 @@ class TrieDrafter(Drafter):
         history.extend(request.text, own.told, request.output_ids[own.told :], final)
         own.told = request.num_output
         return history
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._own
 
     def finish(self, request: Request) -> None:
         """Completes the request's output in the trie of its tenant, and eliminates its prompt and references."""

@@ -31,7 +31,9 @@ ENGINE = EngineOptions(max_running=4)
 SPECULATION = SpeculationOptions(strategy="jacobi", max_draft_tokens=24)
 CORES = sorted(os.sched_getaffinity(0))
 PINNED = len(CORES) >= 2
-OPTIONS = ParallelismOptions(mode="lookahead", world_size=2, rank_timeout_s=1.0, check_steps=4, pin_threads=PINNED)
+OPTIONS = ParallelismOptions(
+    mode="lookahead", world_size=2, rank_timeout_s=1.0, check_steps=4, adaptive=False, pin_threads=PINNED
+)  # fmt: skip
 TOKENS = 96
 
 

@@ -137,7 +137,7 @@ def api_server(circle_model: Path) -> Iterator[Server]:
     config = Config(
         model=ModelOptions(path=str(circle_model), dtype="float32", threads=1),
         engine=EngineOptions(max_running=MAX_RUNNING, max_waiting=MAX_WAITING),
-        speculation=SpeculationOptions(strategy="llma", max_draft_tokens=8),
+        speculation=SpeculationOptions(strategy="llma", max_draft_tokens=8, strategies=("prompt_lookup",)),
         server=ServerOptions(port=port, cpus_per_replica=0.5),
     )
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)

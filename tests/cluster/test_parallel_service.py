@@ -7,18 +7,15 @@ import functools
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.preflight import LaunchError, check_processors, check_reservation
 from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
-from decoding.request import SamplingParams
+from configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
 from tests import waiting
-from tests.models import llama_config, save_model
-from tests.services import Service, processes, serving
+from tests.services import Service, processes, serving_tiny
 
 eventually = functools.partial(waiting.eventually, timeout_s=90.0)
 TOKENS = 1000  # of an answer: seconds, so that what happens after its beginning happens in its middle
@@ -34,16 +31,11 @@ def is_whole(service: Service) -> bool:
 @pytest.fixture(scope="module")
 def service(api_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One group."""
-    folder: Path = save_model(tmp_path_factory.mktemp("models") / "tiny", llama_config(max_position_embeddings=2048))
-    config = Config(
-        model=ModelOptions(path=str(folder), dtype="float32", threads=1),
-        engine=EngineOptions(max_running=4),
-        speculation=SpeculationOptions("recycling", max_draft_tokens=8),
-        parallelism=ParallelismOptions(mode="lookahead", world_size=2, check_steps=8),
-        server=ServerOptions(cpus_per_replica=0.25, stop_timeout_s=1.0),
-    )
-    params = SamplingParams(TOKENS, temperature=1.0, seed=78, ignore_eos=True)
-    with serving(api_server.url, "parallel", config, params) as made:
+    speculation = SpeculationOptions("recycling", max_draft_tokens=8)
+    server = ServerOptions(cpus_per_replica=0.25, stop_timeout_s=1.0)
+    parallelism = ParallelismOptions(mode="lookahead", world_size=2, check_steps=8)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    with serving_tiny(api_server.url, "parallel", folder, TOKENS, speculation, server, parallelism) as made:
         yield made
 
 

@@ -9,7 +9,6 @@ import functools
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,12 +18,11 @@ from ray import serve
 from cluster.errors import ApiError
 from cluster.generation import Job
 from cluster.handle_engine import HandleEngine
-from configs.schema import Config
-from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
-from decoding.request import FinishReason, SamplingParams, StepOutput
+from configs.slices import ServerOptions, SpeculationOptions
+from decoding.request import FinishReason, StepOutput
 from tests import waiting
-from tests.models import VOCAB, llama_config, save_model
-from tests.services import Service, serving
+from tests.models import VOCAB
+from tests.services import Service, serving_tiny
 
 eventually = functools.partial(waiting.eventually, timeout_s=90.0)
 TOKENS = 1200  # of an answer: seconds, so that what happens after its beginning happens in its middle
@@ -39,15 +37,10 @@ def is_whole(service: Service) -> bool:
 @pytest.fixture(scope="module")
 def service(api_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two replicas."""
-    folder: Path = save_model(tmp_path_factory.mktemp("models") / "tiny", llama_config(max_position_embeddings=2048))
-    config = Config(
-        model=ModelOptions(path=str(folder), dtype="float32", threads=1),
-        engine=EngineOptions(max_running=4),
-        speculation=SpeculationOptions("prompt_lookup", max_draft_tokens=4),
-        server=ServerOptions(replicas=2, cpus_per_replica=0.25, stop_timeout_s=1.0),
-    )
-    params = SamplingParams(TOKENS, temperature=1.0, seed=77, ignore_eos=True)
-    with serving(api_server.url, "resume", config, params) as made:
+    speculation = SpeculationOptions("prompt_lookup", max_draft_tokens=4)
+    server = ServerOptions(replicas=2, cpus_per_replica=0.25, stop_timeout_s=1.0)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    with serving_tiny(api_server.url, "resume", folder, TOKENS, speculation, server) as made:
         yield made
 
 
@@ -106,6 +99,28 @@ def test_a_request_that_makes_steps_fail_ends_alone(service: Service) -> None:
             assert [token for output in outputs for token in output.token_ids] == service.expected.ids[:FEW]
 
     asyncio.run(asyncio.wait_for(run(), 180))
+
+
+@pytest.mark.slow
+def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_with_it(service: Service) -> None:
+    eventually(lambda: is_whole(service))
+    engine = HandleEngine(serve.get_deployment_handle("engine", service.name), resume_timeout_s=120.0)
+    params = dataclasses.replace(service.params, max_tokens=FEW)
+
+    async def collect(name: str, strategy: str | None, strike: bool) -> StepOutput:
+        tokens: list[int] = []
+        async for output in engine.generate(Job(name, service.expected.prompt_ids, params, strategy=strategy)):
+            if strike and len(tokens) < 30 <= len(tokens) + len(output.token_ids):
+                kill(service.engines())
+            tokens += output.token_ids
+        assert tokens == service.expected.ids[:FEW]
+        return output
+
+    for name, strategy, strike in (("drafts", None, False), ("plain", "autoregressive", True)):
+        last = asyncio.run(asyncio.wait_for(collect(f"{name}/0", strategy, strike), 240))
+        assert last.stats is not None and (last.stats.drafted > 0) == (strategy is None)
+        assert (last.stats.steps < FEW) or not strike  # the counters are those of the last replica
+    eventually(lambda: is_whole(service))
 
 
 async def lost_with_its_replica(service: Service) -> ApiError:

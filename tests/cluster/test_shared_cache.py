@@ -40,7 +40,8 @@ from tests import waiting
 from tests.models import SENTENCES, llama_config, save_model
 
 eventually = functools.partial(waiting.eventually, timeout_s=60.0)
-TENANTS = ("modes", "seen", "unseen", "removed", "gone", "quiet", "source", "target", "streams")  # tests share none of them
+# Tests share none of them.
+TENANTS = ("modes", "seen", "unseen", "removed", "gone", "quiet", "plain", "source", "target", "streams")
 OPERATOR = "key of the operator"
 TOKENS = 40  # of an answer
 PROMPTS = [sentence[at:] for sentence in SENTENCES for at in range(0, 20, 2)]
@@ -192,6 +193,22 @@ def test_private_requests_leave_nothing(shared: Shared) -> None:
     after = shared.stats()
     assert shared.texts("quiet") == [last.choices[0].text]
     assert {name for name in after if after[name]["tokens"] != before[name]["tokens"]} == {"quiet"}
+
+
+def test_plain_requests_leave_nothing(shared: Shared) -> None:
+    before = shared.stats()
+    with shared.client("plain") as client:
+        for speculation in ({"strategy": "autoregressive"}, {"max_draft_tokens": 0}):
+            client.completions.create(
+                model="tiny", prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0,
+                extra_body={"ignore_eos": True, "speculation": speculation},
+            )  # fmt: skip
+    last = shared.ask("plain", PROMPTS[1])
+    eventually(lambda: shared.stats()["plain"]["tokens"] >= TOKENS)
+    time.sleep(0.5)  # for what must not come
+    assert shared.texts("plain") == [last.choices[0].text]
+    after = shared.stats()
+    assert {name for name in after if after[name]["tokens"] != before[name]["tokens"]} == {"plain"}
 
 
 def test_export_import_preload_verify(shared: Shared, outrider: Callable[..., Result], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from cluster.generation import Job
 from cluster.tenancy import Sharing, Tenancy
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from decoding.request import Request, StepOutput
+from engine.engine import EngineCounts
 from engine.loading import load_tokenizer
 
 ACME, ACME_NEW, UMBRELLA, ADMIN = "outrider-acme", "outrider-acme-2", "outrider-ümbrella", "outrider-admin"
@@ -126,7 +128,9 @@ class LocalEngine:
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
-        request = Request(job.request_id, job.prompt_ids, job.params, job.references, tenant=job.tenant, public=job.public)
+        request = Request(
+            job.request_id, job.prompt_ids, job.params, job.references, job.priority, tenant=job.tenant, public=job.public
+        )
         async with contextlib.aclosing(self._replica.generate(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -134,11 +138,15 @@ class LocalEngine:
     async def describe(self) -> list[Description]:
         return [self._replica.describe()]
 
+    def counts(self) -> EngineCounts:
+        return self._replica.describe().counts
+
 
 @pytest.fixture(scope="module")
 def engine(circle_model: Path) -> Iterator[LocalEngine]:
     model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
-    replica = Replica(model, EngineOptions(max_running=2), SpeculationOptions(strategy="llma", max_draft_tokens=8))
+    options = EngineOptions(max_running=2, scheduling_policy="priority")
+    replica = Replica(model, options, SpeculationOptions(strategy="llma", max_draft_tokens=8))
     yield LocalEngine(replica)
     replica.stop()
 
@@ -169,6 +177,37 @@ def test_what_the_engine_is_told(engine: LocalEngine, url: str) -> None:
         engine.jobs.clear()
         client.chat.completions.create(**CHAT, extra_body={"cache": "off"})
         assert (engine.jobs[0].tenant, engine.jobs[0].public) == (None, False)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_that_a_tenant_has_sent_before_is_reused_for_no_other(engine: LocalEngine, url: str, streamed: bool) -> None:
+    prompt = f"{'>-' * 30}{streamed}"
+
+    def cached(key: str | None, cache: str | None = None, path: str = "completions") -> int:
+        body = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
+        body |= {"model": "circle", "max_tokens": 2, "temperature": 0} | ({} if cache is None else {"cache": cache})
+        if streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
+        text = httpx.post(f"{url}/v1/{path}", json=body, headers=headers, timeout=60).raise_for_status().text
+        answer = text.removesuffix("data: [DONE]\n\n").strip().rpartition("data: ")[2] if streamed else text
+        usage = json.loads(answer)["usage"]
+        assert usage["prompt_tokens"] >= len(prompt)
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    hits = engine.counts().prefix_hits
+    assert [cached(ACME), cached(ACME_NEW), cached(UMBRELLA), cached(UMBRELLA)] == [0, len(prompt) - 1, 0, len(prompt) - 1]
+    assert [cached(None), cached(ACME, "private"), cached(ACME, "off")] == [0, 0, 0]
+    chat = cached(ACME, path="chat/completions"), cached(ACME, path="chat/completions")
+    assert chat[0] == 0 and chat[1] == len(f"[user]{prompt}>") - 1
+    assert engine.counts().prefix_hits == hits + 2 * (len(prompt) - 1) + chat[1]
+
+
+def test_a_priority_reaches_the_engine(engine: LocalEngine, url: str) -> None:
+    for body, priority in (({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3)):
+        engine.jobs.clear()
+        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT | body, timeout=60).status_code == 200
+        assert [job.priority for job in engine.jobs] == [priority]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])

@@ -90,6 +90,8 @@ def test_unknown_key_in_file(tmp_path: Path) -> None:
         ("parallelism.rank_timeout_s=0.1", ["parallelism.rank_timeout_s is 0.1", "0.2 to 100"]),
         ("parallelism.rank_timeout_s=61", ["parallelism.step_timeout_s is 60.0", "at least parallelism.rank_timeout_s", "61"]),
         ("parallelism.check_steps=0", ["parallelism.check_steps is 0", "1 to"]),
+        ("speculation.strategies=llma", ["speculation.strategies is 'llma'", "allowed: a list"]),
+        ("speculation.strategies=[llma, 3]", ["speculation.strategies.1 is 3", "allowed: a valid string"]),
         ("parallelism.placement=pack", ["parallelism.placement is 'pack'", "'STRICT_PACK'"]),
     ],
 )
@@ -100,6 +102,13 @@ def test_wrong_value_names_key_given_and_allowed(override: str, said: list[str])
     assert "\n" not in message
     for part in said:
         assert part in message
+
+
+def test_further_strategies(tmp_path: Path) -> None:
+    assert load_config().speculation.strategies == ()
+    config = load_config(write(tmp_path, "speculation: {strategies: [llma, 'trie:capacity=100,branch_length=3']}\n"))
+    assert config.speculation.strategies == ("llma", "trie:capacity=100,branch_length=3")
+    assert load_config(None, ["speculation.strategies=[llma, trie]"]).speculation.strategies == ("llma", "trie")
 
 
 def test_parallelism(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.acceptance import AcceptanceTable, prior
-from decoding.evidence import COPY, MATCH_BUCKETS, NUM_FEATURES, RECYCLING, SHARE_BUCKETS, UNIGRAM, feature
+from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables, prior
+from decoding.evidence import COPY, HISTORY, KIND_FEATURES, MATCH_BUCKETS, NUM_FEATURES, RECYCLING, SHARE_BUCKETS, UNIGRAM, feature
 
 HALF = feature(COPY, 0, SHARE_BUCKETS - 1)  # a copy that agrees in one token and has no rival: prior 0.5
 
 
 def observe(table: AcceptanceTable, parents: Sequence[int], features: Sequence[int], accepted: tuple[int, ...]) -> None:
-    table.observe(np.array(parents, np.int32), np.array(features, np.int32), accepted)
+    table.observe(np.array(parents, np.int32), np.array(features, np.int32), np.array((0, *accepted), np.int32))
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -90,3 +90,93 @@ def test_the_prior_orders_evidence() -> None:
     assert (np.diff(base[:4], axis=1) >= 0).all() and (np.diff(base[:4], axis=2) >= 0).all()  # longer, and a larger share
     assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=1) < 0).all()  # of ranks the first
     assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=2) < 0).all()  # where occurrences agree, they know better
+
+
+def tell(table: TenantTable, entry: int, hit: bool, times: int = 1) -> None:
+    """A drafted row of a feature, so often."""
+    for _ in range(times):
+        table.observe(np.array([-1, 0], np.int32), np.array([0, entry], np.int32), (1,) if hit else ())
+
+
+LONG = feature(HISTORY, 8, SHARE_BUCKETS - 1)  # a history that agrees in more than twelve tokens
+OF_HISTORY = slice(HISTORY * KIND_FEATURES, (HISTORY + 1) * KIND_FEATURES)
+
+
+def test_a_tenant_begins_with_what_all_taught() -> None:
+    tables = TenantTables()
+    tell(tables.of("acme"), HALF, True, 20)
+    everyone = (20 + 4 * 0.5) / 24
+    assert tables.of("other").chances()[HALF] == pytest.approx(everyone)
+    assert tables.of("acme").chances()[HALF] == pytest.approx(everyone)  # what it saw itself counts once
+    tell(tables.of("other"), HALF, False, 10)
+    tell(tables.of("acme"), LONG, True)  # from its next step on it goes by what the other has taught since
+    assert tables.of("acme").chances()[HALF] == pytest.approx((20 + 4 * (4 * 0.5 / 14)) / 24)
+    everyone = (20 + 4 * 0.5) / 34
+    assert tables.of(None).chances()[HALF] == pytest.approx(everyone)
+
+
+def test_what_one_tenant_teaches_hardly_moves_one_that_knows_better() -> None:
+    tables = TenantTables()
+    tell(tables.of("acme"), HALF, True, 200)
+    before = tables.of("acme").chances()[HALF]
+    tell(tables.of("flood"), HALF, False, 4000)
+    assert tables.of("flood").chances()[HALF] < 0.01
+    assert tables.of("acme").chances()[HALF] > before - 0.05
+
+
+def test_a_source_that_keeps_failing_is_set_aside_and_tried_again() -> None:
+    table = TenantTable(AcceptanceTable())
+    first = float(prior()[LONG])
+    needed = int(16 / first) + 1
+    tell(table, LONG, False, needed - 1)
+    assert table.set_aside == () and table.chances()[LONG] > 0
+    tell(table, LONG, False)
+    assert table.set_aside == (HISTORY,)
+    assert (table.chances()[OF_HISTORY] == 0).all() and table.chances()[HALF] == pytest.approx(0.5)
+    tell(table, HALF, True, 255)  # steps in which nothing of the history is drafted
+    assert table.set_aside == (HISTORY,) and (table.chances()[OF_HISTORY] == 0).all()
+    tell(table, HALF, True)
+    assert table.set_aside == ()
+    assert table.chances()[LONG] == pytest.approx(first)  # what made it fail is forgotten
+    tell(table, LONG, False, needed)
+    assert table.set_aside == (HISTORY,)
+    tell(table, HALF, True, 511)
+    assert table.set_aside == (HISTORY,)  # twice as long
+    tell(table, HALF, True)
+    tell(table, LONG, True, needed)
+    assert table.set_aside == () and table.chances()[LONG] > 0.7
+    tell(table, LONG, False, needed)
+    assert table.set_aside == (HISTORY,)
+    tell(table, HALF, True, 256)
+    assert table.set_aside == ()  # it worked in between: as long as at first
+
+
+def test_a_source_that_works_now_and_then_is_kept() -> None:
+    table = TenantTable(AcceptanceTable())
+    for step in range(400):
+        tell(table, LONG, step % 10 == 0)
+        assert table.set_aside == ()
+    assert table.chances()[LONG] == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_tenants_failures_set_nothing_aside_for_others() -> None:
+    tables = TenantTables()
+    tell(tables.of("poisoned"), LONG, False, 100)
+    tables.of("healthy")
+    assert tables.of("poisoned").set_aside == (HISTORY,) and tables.of("healthy").set_aside == ()
+    tell(tables.of("healthy"), LONG, True, 10)
+    assert tables.of("healthy").chances()[LONG] > 0.5
+
+
+def test_the_tables_of_a_thousand_tenants_are_kept() -> None:
+    tables = TenantTables()
+    tell(tables.of("first"), HALF, True, 50)
+    tell(tables.of("second"), HALF, False, 50)
+    tell(tables.of("first"), LONG, True)
+    high = tables.of("first").chances()[HALF]
+    for number in range(1022):
+        tables.of(f"tenant {number}")
+    assert tables.of("first").chances()[HALF] == pytest.approx(high)
+    for number in range(1024):
+        tables.of(f"tenant {number}")
+    assert tables.of("first").chances()[HALF] < high  # everyone's

@@ -10,115 +10,76 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget import Pricing, RowCosts, Sharing, Throughput
+from decoding.budget import Pricing, Sharing, TokenTime, rows_to_draft
+from decoding.latency import LatencyCurve, StepLoad
 from decoding.tree import DraftTree, Int32Array
 
+ONE, TWO = StepLoad(1, 1, 0), StepLoad(2, 2, 0)
 
-class Timed:
-    """A target of a known step time."""
 
-    vocab_size = 8
-    end_token_ids = (2,)
-    max_model_len = 64
+def curve(rows: Sequence[int], seconds: Sequence[float]) -> LatencyCurve:
+    """Without a price for sequences and context."""
+    return LatencyCurve(tuple(rows), tuple(seconds), 0, 0.0, 0.0)
 
-    def __init__(self, per_row: float) -> None:
-        self._per_row = per_row
-        self.asked: list[int] = []
 
-    def bigram_table(self, width: int) -> Int32Array:
-        return np.zeros((self.vocab_size, width), np.int32)
-
-    def unigram_ranking(self, width: int) -> Int32Array:
-        return np.arange(width, dtype=np.int32)
-
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        self.asked = list(rows)
-        return [0.01 * (1 + self._per_row * (count - 1)) for count in rows]
+EXAMPLE = curve([1, 2, 3], [1.0, 1.1, 1.8])
 
 
 def test_the_example_of_the_docstring() -> None:
-    costs = RowCosts([1, 2, 3], [2.0, 2.2, 3.6])
-    assert costs.of(np.array([1.0, 2.0, 3.0])) == pytest.approx([1.0, 1.1, 1.8])
-    assert costs.rows_to_draft([np.array([0.5, 0.4])], 1.3) == ([1], pytest.approx(1.1))
-
-
-def test_costs_between_and_beyond_the_measurements() -> None:
-    costs = RowCosts([1, 4, 8], [1.0, 1.3, 2.1])
-    assert costs.of(np.array([2.0, 6.0, 8.0, 10.0, 108.0])) == pytest.approx([1.1, 1.7, 2.1, 2.5, 22.1])
-
-
-def test_noise_does_not_make_more_rows_cheaper() -> None:
-    costs = RowCosts([1, 2, 4, 8], [1.0, 0.8, 1.5, 1.2])
-    assert costs.of(np.array([1.0, 2.0, 4.0, 8.0, 100.0])) == pytest.approx([1.0, 1.0, 1.5, 1.5, 1.5])
-
-
-@given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=6))
-def test_costs_never_fall(seconds: list[float]) -> None:
-    costs = RowCosts([2**power for power in range(len(seconds))], seconds).of(np.arange(1.0, 100.0))
-    assert (np.diff(costs) >= -1e-12 * costs[1:]).all() and costs[0] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("rows", "seconds", "field"),
-    [
-        ([1], [1.0], "rows"), ([2, 4], [1.0, 1.0], "rows"), ([1, 4, 2], [1.0, 1.0, 1.0], "rows"), ([1, 1], [1.0, 1.0], "rows"),
-        ([1, 2], [1.0], "rows"), ([1, 2], [1.0, 0.0], "seconds"), ([1, 2], [-1.0, 1.0], "seconds"),
-    ],
-)  # fmt: skip
-def test_measurements_are_checked(rows: list[int], seconds: list[float], field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        RowCosts(rows, seconds)
-
-
-@pytest.mark.parametrize(("most", "rows"), [(64, [1, 2, 4, 8, 16, 32, 64]), (10, [1, 2, 4, 8, 10]), (2, [1, 2]), (1, [1, 2])])
-def test_the_target_is_timed_up_to_the_most_rows(most: int, rows: list[int]) -> None:
-    target = Timed(0.5)
-    costs = RowCosts.measured(target, most)
-    assert target.asked == rows
-    assert costs.of(np.array([1.0, 2.0, 3.0])) == pytest.approx([1.0, 1.5, 2.0])
+    assert rows_to_draft(EXAMPLE, ONE, [np.array([0.5, 0.4])], 0.8) == ([1], pytest.approx(1.1))
 
 
 def test_rows_that_cost_nothing_all_pay() -> None:
-    costs = RowCosts([1, 64], [1.0, 1.0])
-    assert costs.rows_to_draft([np.array([0.5, 0.001])], 1.0)[0] == [2]
-    assert costs.rows_to_draft([np.array([0.5]), np.array([0.3, 0.2])], 2.0)[0] == [1, 2]
+    free = curve([1, 64], [1.0, 1.0])
+    assert rows_to_draft(free, ONE, [np.array([0.5, 0.001])], 1.0)[0] == [2]
+    assert rows_to_draft(free, TWO, [np.array([0.5]), np.array([0.3, 0.2])], 0.5)[0] == [1, 2]
 
 
 def test_no_row_pays_where_it_costs_more_than_it_gives() -> None:
-    costs = RowCosts([1, 2], [1.0, 2.0])
-    assert costs.rows_to_draft([np.array([0.9, 0.8])], 1.0)[0] == [0]
-    assert costs.rows_to_draft([np.zeros(0), np.zeros(0)], 1.0)[0] == [0, 0]
+    dear = curve([1, 2], [1.0, 2.0])
+    assert rows_to_draft(dear, ONE, [np.array([0.9, 0.8])], 1.0)[0] == [0]
+    assert rows_to_draft(dear, TWO, [np.zeros(0), np.zeros(0)], 1.0)[0] == [0, 0]
 
 
 def test_rows_that_pay_together_but_not_alone() -> None:
     # The second row costs as much as a step, those behind it nothing.
-    assert RowCosts([1, 2, 64], [1.0, 2.0, 2.0]).rows_to_draft([np.full(10, 0.9)], 1.0)[0] == [10]
+    assert rows_to_draft(curve([1, 2, 64], [1.0, 2.0, 2.0]), ONE, [np.full(10, 0.9)], 1.0)[0] == [10]
 
 
-def test_the_faster_steps_are_the_more_a_row_must_give() -> None:
-    costs, chances = RowCosts([1, 11], [1.0, 2.0]), [np.linspace(0.9, 0.0, 10)]
-    drafted = [costs.rows_to_draft(chances, rate)[0][0] for rate in (0.5, 1.0, 2.0, 4.0, 8.0)]
+def test_the_less_time_a_token_takes_the_more_a_row_must_give() -> None:
+    device, chances = curve([1, 11], [1.0, 2.0]), [np.linspace(0.9, 0.0, 10)]
+    drafted = [rows_to_draft(device, ONE, chances, token_s)[0][0] for token_s in (2.0, 1.0, 0.5, 0.25, 0.125)]
     assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] > drafted[-1]
+
+
+def test_what_else_a_step_computes_moves_it_along_the_curve() -> None:
+    """Up to eight rows are free: a step that has them already drafts none where another drafts six."""
+    device, chances = curve([1, 8, 9], [1.0, 1.0, 2.0]), [np.full(6, 0.5)]
+    assert rows_to_draft(device, ONE, chances, 1.0)[0] == [6]
+    assert rows_to_draft(device, StepLoad(2, 5, 0, prefill_rows=4), chances, 1.0)[0] == [3]
+    assert rows_to_draft(device, StepLoad(2, 8, 0, prefill_rows=7), chances, 1.0)[0] == [0]
 
 
 @given(
     st.lists(st.lists(st.floats(0.0, 1.0), max_size=8), min_size=1, max_size=3),
     st.lists(st.floats(1.0, 4.0), min_size=4, max_size=4),
-    st.floats(0.5, 5.0),
+    st.floats(0.2, 2.0),
 )
-def test_the_most_tokens_after_the_price_of_time(chances: list[list[float]], seconds: list[float], rate: float) -> None:
-    costs = RowCosts([1, 2, 8, 16], seconds)
+def test_the_highest_gain_of_all_selections(chances: list[list[float]], seconds: list[float], token_s: float) -> None:
+    device, load = curve([1, 2, 8, 16], seconds), StepLoad(len(chances), len(chances), 0)
     sorted_chances = [np.array(sorted(each, reverse=True)) for each in chances]
-    drafted, cost = costs.rows_to_draft(sorted_chances, rate)
-    base = len(chances)
+    drafted, step_s = rows_to_draft(device, load, sorted_chances, token_s)
 
-    def gain(counts: tuple[int, ...]) -> float:
+    def took(counts: Sequence[int]) -> float:
+        return float(device.seconds(np.array([load.rows + sum(counts)], np.float64), load)[0])
+
+    def gain(counts: Sequence[int]) -> float:
         tokens = sum(float(each[:count].sum()) for each, count in zip(sorted_chances, counts, strict=True))
-        return tokens - rate * float(costs.of(np.array([base + sum(counts)], np.float64))[0])
+        return tokens * token_s - took(counts)
 
     every = itertools.product(*(range(len(each) + 1) for each in chances))
-    assert gain(tuple(drafted)) == pytest.approx(max(map(gain, every)))
-    assert cost == pytest.approx(float(costs.of(np.array([base + sum(drafted)], np.float64))[0]))
+    assert gain(drafted) == pytest.approx(max(map(gain, every)))
+    assert step_s == pytest.approx(took(drafted))
 
 
 def dealt(tree: DraftTree, ranks: int) -> int:
@@ -129,7 +90,7 @@ def dealt(tree: DraftTree, ranks: int) -> int:
 def shared(tree: DraftTree, ranks: int) -> float:
     """What ``Sharing`` takes the largest part for."""
     drafted, deepest = np.array([len(tree) - 1.0]), np.array([float(tree.depths().max())])
-    return float(Sharing(ranks).rows(1, drafted, deepest)[0])
+    return float(1 + Sharing(ranks).rows(drafted, deepest)[0])
 
 
 def tree_of(parents: Sequence[int]) -> DraftTree:
@@ -142,10 +103,10 @@ def test_the_rows_of_a_rank() -> None:
     for ranks in (1, 2, 3, 4, 8):
         assert shared(chain, ranks) == dealt(chain, ranks) == 61
         assert shared(star, ranks) == pytest.approx(dealt(star, ranks), abs=0.5)
-    example = Sharing(4).rows(1, np.array([60.0]), np.array([8.0]))
-    assert example == pytest.approx([1 + 18.0])
-    assert Sharing(4, spine=5).rows(1, np.array([60.0]), np.array([8.0])) == pytest.approx(example + 5)
-    assert Sharing(1, spine=5).rows(1, np.array([60.0]), np.array([8.0])) == [61.0]  # its KV is here
+    drafted, deepest = np.array([60.0]), np.array([8.0])
+    assert Sharing(4).rows(drafted, deepest) == pytest.approx([18.0])
+    assert Sharing(4, spine=5).rows(drafted, deepest) == pytest.approx([18.0 + 5])
+    assert Sharing(1, spine=5).rows(drafted, deepest) == [60.0]  # its KV is here
 
 
 @given(st.lists(st.floats(0.0, 0.999), min_size=1, max_size=200), st.sampled_from([2, 3, 4, 8]))
@@ -158,45 +119,99 @@ def test_the_rows_of_a_rank_are_near_those_of_the_largest_part(places: list[floa
 
 
 def test_more_ranks_draft_more_branches_and_no_longer_chains() -> None:
-    costs, chances = RowCosts([1, 11], [1.0, 2.0]), np.linspace(0.9, 0.0, 100)
+    device, chances = curve([1, 11], [1.0, 2.0]), np.linspace(0.9, 0.0, 100)
     branches, chain = np.ones(100, np.int32), np.arange(1, 101, dtype=np.int32)
-    wide = [costs.rows_to_draft([chances], 4.0, [branches], Sharing(ranks))[0][0] for ranks in (1, 2, 4, 8)]
+
+    def drafted(depths: Int32Array, ranks: int) -> int:
+        return rows_to_draft(device, ONE, [chances], 0.25, [depths], Sharing(ranks))[0][0]
+
+    wide = [drafted(branches, ranks) for ranks in (1, 2, 4, 8)]
     assert wide[0] < wide[1] < wide[2] < wide[3]
-    deep = [costs.rows_to_draft([chances], 4.0, [chain], Sharing(ranks))[0][0] for ranks in (1, 2, 4, 8)]
-    assert deep == [wide[0]] * 4
-    (few, many), _ = costs.rows_to_draft([chances, chances], 4.0, [chain, branches], Sharing(4))
+    assert [drafted(chain, ranks) for ranks in (1, 2, 4, 8)] == [wide[0]] * 4
+    (few, many), _ = rows_to_draft(device, TWO, [chances, chances], 0.25, [chain, branches], Sharing(4))
     assert few <= many  # of rows that are as likely the order is the same: what differs is who comes first
-    assert costs.rows_to_draft([np.array([0.5, 0.4])], 1.3, [np.array([1, 1], np.int32)], Sharing(2))[0] == [2]
+    assert rows_to_draft(EXAMPLE, ONE, [np.array([0.5, 0.4])], 0.8, [np.array([1, 1], np.int32)], Sharing(2))[0] == [2]
 
 
 def test_what_was_accepted_elsewhere_costs_rows() -> None:
-    costs = RowCosts([1, 8, 16], [1.0, 1.0, 30.0])  # free up to eight rows
+    device = curve([1, 8, 16], [1.0, 1.0, 30.0])  # free up to eight rows
     chances, depths = [np.full(40, 0.1)], [np.ones(40, np.int32)]
-    drafted = [costs.rows_to_draft(chances, 1.0, depths, Sharing(2, spine))[0][0] for spine in (0, 3, 6)]
+    drafted = [rows_to_draft(device, ONE, chances, 1.0, depths, Sharing(2, spine))[0][0] for spine in (0, 3, 6)]
     assert drafted == [13, 7, 1]  # seven rows of each rank beside the root, or what the spine leaves of them
 
 
-def test_each_number_of_ranks_has_its_own_price_of_time() -> None:
-    chances, depths = [np.full(10, 0.3)], [np.ones(10, np.int32)]
+def planned(pricing: Pricing, requests: int, prefill_rows: int = 0) -> int:
+    """Rows of a chance of 0.3 that one of so many requests drafts."""
+    sequences = requests + (prefill_rows > 0)
+    pricing.plan(StepLoad(sequences, requests + prefill_rows, 0, prefill_rows))
+    chances = [np.full(10, 0.3), *[np.zeros(0)] * (requests - 1)]
+    return pricing.rows_to_draft(chances, [np.ones(len(each), np.int32) for each in chances], 0)[0]
 
-    def drafted(pricing: Pricing) -> int:
-        return pricing.rows_to_draft(chances, depths, 0)[0]
 
-    pricing = Pricing(RowCosts([1, 2, 64], [1.0, 1.2, 13.6]))
-    alone = drafted(pricing)
+def test_each_number_of_ranks_has_its_own_price() -> None:
+    pricing = Pricing(curve([1, 2, 64], [1.0, 1.2, 13.6]))
+    alone = planned(pricing, 1)
+    assert alone == 10
     pricing.scale(4)
-    assert drafted(pricing) >= alone
+    assert planned(pricing, 1) == 10
     for _ in range(3000):
-        drafted(pricing)
+        planned(pricing, 1)
         pricing.emitted(60)  # much faster than a row of 0.3 tokens
-    assert drafted(pricing) == 0
+    assert planned(pricing, 1) == 0
     pricing.scale(1)
-    assert drafted(pricing) == alone
+    assert planned(pricing, 1) == alone
 
 
-def test_throughput_follows_the_steps() -> None:
-    throughput = Throughput()
-    assert throughput.rate == 1.0
+def test_a_load_that_went_leaves_its_price_behind() -> None:
+    """Among 32 a token takes little of a step; alone it is worth a whole one again at once, and among 32 as little as before."""
+    pricing = Pricing(curve([1, 2, 64], [1.0, 1.1, 7.3]))
+    alone = planned(pricing, 1)
+    assert alone == 10
+    for _ in range(2000):
+        assert planned(pricing, 32) == 0
+        for _ in range(32):
+            pricing.emitted(1)
+    assert planned(pricing, 1) == alone
+    assert planned(pricing, 32) == 0
+
+
+def test_the_time_of_a_prefill_is_not_a_tokens() -> None:
+    """Steps that prefill take long: were that the price of a token, rows would be drafted that cost more than they bring."""
+    device = curve([1, 2, 64], [1.0, 1.5, 32.5])
+    alone, mixed = Pricing(device), Pricing(device)
+    for _ in range(3000):
+        planned(alone, 1)
+        alone.emitted(3)
+        planned(mixed, 1, prefill_rows=63)
+        mixed.emitted(3)
+    assert planned(alone, 1) == 0
+    assert planned(mixed, 1) == 0
+
+
+def test_rows_below_the_least_chance_never_pay() -> None:
+    device = curve([1, 2, 64], [1.0, 1.2, 13.6])
+    for requests in (1, 2, 8, 30):
+        pricing = Pricing(device)
+        planned(pricing, requests)
+        least = pricing.least_chance()
+        load = StepLoad(requests, requests, 0)
+        token_s = float(device.seconds(np.array([float(requests)]), load)[0]) / requests
+        for chance, pays in ((least * 0.99, False), (least * 1.01, True)):
+            counts, _ = rows_to_draft(device, load, [np.full(16, min(chance, 1.0))], token_s)
+            assert bool(counts[0]) == (pays and chance <= 1.0)
+
+
+def test_the_time_of_a_token_follows_the_steps() -> None:
+    time = TokenTime(1.0)
+    assert time.seconds == 1.0
     for _ in range(5000):
-        throughput.add(3.0, 1.5)
-    assert throughput.rate == pytest.approx(2.0, rel=0.01)
+        time.add(3.0, 1.5)
+    assert time.seconds == pytest.approx(0.5, rel=0.01)
+
+
+def test_shares_of_a_step_are_the_step() -> None:
+    whole, parts = TokenTime(1.0), TokenTime(1.0)
+    whole.add(8.0, 2.0)
+    for _ in range(4):
+        parts.add(8.0, 2.0, 0.25)
+    assert parts.seconds == pytest.approx(whole.seconds, rel=1e-3)

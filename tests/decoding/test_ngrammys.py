@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from decoding.drafters import SOURCES
 from decoding.drafters.ngrammys import NgrammysDrafter
+from decoding.latency import LatencyCurve
 from decoding.ngrams import ContextNgrams
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
@@ -40,8 +41,8 @@ class Tables:
         self.asked.append(("unigram", width))
         return np.array([7, 1, 0, 2, 3, 4, 5, 6], np.int32)[:width]
 
-    def step_seconds(self, rows: list[int]) -> list[float]:
-        return [1.0] * len(rows)
+    def latency(self) -> LatencyCurve:
+        return LatencyCurve((1, 64), (1.0, 1.0), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 def prepared(**options: object) -> NgrammysDrafter:

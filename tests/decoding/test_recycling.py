@@ -11,6 +11,7 @@ import torch
 from decoding.drafters import SOURCES
 from decoding.drafters.base import TargetRows
 from decoding.drafters.recycling import RecyclingDrafter
+from decoding.latency import LatencyCurve
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.successors import SuccessorTable
 from decoding.tree import DraftTree, Int32Array
@@ -33,8 +34,8 @@ class Small:
     def unigram_ranking(self, width: int) -> Int32Array:
         return np.arange(width, dtype=np.int32)
 
-    def step_seconds(self, rows: list[int]) -> list[float]:
-        return [1.0] * len(rows)
+    def latency(self) -> LatencyCurve:
+        return LatencyCurve((1, 64), (1.0, 1.0), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 def prepared(vocab_size: int = VOCAB, **options: object) -> RecyclingDrafter:

@@ -14,6 +14,7 @@ from decoding.drafters import STRATEGIES, Drafter, build_drafter
 from decoding.drafters.base import TargetRows
 from decoding.drafters.branches import tree_of
 from decoding.drafters.llma import agreements
+from decoding.latency import LatencyCurve
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
 from decoding.verify import verify_exact
@@ -46,8 +47,8 @@ class Circle:
     def unigram_ranking(self, width: int) -> Int32Array:
         return np.arange(width, dtype=np.int32)
 
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        return [1.0 + 0.02 * count for count in rows]
+    def latency(self) -> LatencyCurve:
+        return LatencyCurve((1, 64), (1.02, 2.28), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 def built(name: str) -> Drafter:

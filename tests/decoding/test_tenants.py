@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from decoding.drafters import SOURCES, Drafter, build_drafter
 from decoding.drafters.base import TargetRows
 from decoding.history import Histories, History
+from decoding.latency import LatencyCurve
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams, request_hash
 from decoding.successors import MAX_TENANTS, SuccessorTables
@@ -38,8 +39,8 @@ class Small:
     def unigram_ranking(self, width: int) -> Int32Array:
         return np.arange(width, dtype=np.int32)
 
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        return [1.0] * len(rows)
+    def latency(self) -> LatencyCurve:
+        return LatencyCurve((1, 64), (1.0, 1.0), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 def auto(**options: object) -> Drafter:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.trie import TrieDrafter
+from decoding.latency import LatencyCurve
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
 from decoding.trie import FrequencyTrie, Mode
@@ -38,8 +39,8 @@ class Small:
     def unigram_ranking(self, width: int) -> Int32Array:
         return np.arange(width, dtype=np.int32)
 
-    def step_seconds(self, rows: Sequence[int]) -> list[float]:
-        return [1.0] * len(rows)
+    def latency(self) -> LatencyCurve:
+        return LatencyCurve((1, 64), (1.0, 1.0), context=0, sequence_s=0.0, entry_s=0.0)
 
 
 @dataclass

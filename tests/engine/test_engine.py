@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config()))
 
 
-def load(folder: str, strategy: str = "llma", **options: int) -> Engine:
+def load(folder: str, strategy: str = "llma", **options: Any) -> Engine:
     return Engine.load(ModelOptions(folder, dtype="float64"), EngineOptions(**options), SpeculationOptions(strategy))
 
 
@@ -157,7 +158,7 @@ def test_preempted_requests_give_the_same_output(folder: str) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)
     undisturbed = Request("a", PROMPT, params)
     run(load(folder), undisturbed)
-    engine = load(folder, max_running=1)
+    engine = load(folder, max_running=1, scheduling_policy="priority")
     slow = Request("slow", PROMPT, params, priority=1)
     engine.add(slow)
     for number in range(3):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from configs.slices import EngineOptions
 from decoding.request import Request, RequestState, SamplingParams
-from engine.errors import QueueFullError
+from engine.errors import QueueFullError, RequestError
 from engine.scheduler import Scheduler
 
 
@@ -14,8 +18,26 @@ def request(name: str, prompt: int = 4, priority: int = 0, max_tokens: int = 50)
     return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
 
 
-def scheduler(running: int = 2, step_tokens: int = 16, waiting: int = 10, drafts: int = 3) -> Scheduler:
-    return Scheduler(EngineOptions(max_running=running, max_step_tokens=step_tokens, max_waiting=waiting), drafts)
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def scheduler(
+    running: int = 2,
+    step_tokens: int = 16,
+    waiting: int = 10,
+    drafts: int = 3,
+    clock: Clock | None = None,
+    max_wait_s: float = 30.0,
+) -> Scheduler:
+    options = EngineOptions(running, step_tokens, waiting, scheduling_policy="priority", max_wait_s=max_wait_s)
+    return Scheduler(options, drafts, clock or Clock())
 
 
 def plan(of: Scheduler) -> dict[str, tuple[int, int]]:
@@ -29,6 +51,7 @@ def compute(of: Scheduler) -> dict[str, tuple[int, int]]:
         share.request.num_computed = share.end
         if share.end == share.request.num_tokens:
             share.request.commit([1])
+    of.check_integrity()
     return {share.request.request_id: (share.end, share.draft_rows) for share in shares}
 
 
@@ -177,8 +200,217 @@ def test_a_waiting_request_can_be_removed() -> None:
 
 @pytest.mark.parametrize(
     ("field", "options"),
-    [("max_running", {"max_running": 0}), ("max_waiting", {"max_waiting": -1}), ("max_step_tokens", {"max_step_tokens": 9})],
+    [
+        ("max_running", {"max_running": 0}),
+        ("max_waiting", {"max_waiting": -1}),
+        ("max_step_tokens", {"max_step_tokens": 9}),
+        ("max_wait_s", {"max_wait_s": -1}),
+    ],
 )
-def test_options_out_of_range_name_the_field(field: str, options: dict[str, int]) -> None:
+def test_options_out_of_range_name_the_field(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=field):
         Scheduler(EngineOptions(**options), 4)
+
+
+def test_first_come_first_served_knows_no_priorities() -> None:
+    s = Scheduler(EngineOptions(max_running=1), 3)
+    s.add(request("a"))
+    with pytest.raises(RequestError, match="scheduling_policy") as refused:
+        s.add(request("b", priority=-1))
+    assert refused.value.field == "priority" and s.num_waiting == 1
+    s.add(request("c"))
+    assert list(compute(s)) == ["a"] and s.num_waiting == 1
+
+
+def test_who_waited_for_too_long_takes_the_next_free_slot_and_keeps_it() -> None:
+    clock = Clock()
+    s = scheduler(running=1, clock=clock)
+    s.add(request("urgent0", priority=-1))
+    compute(s)
+    s.add(request("later", priority=5))
+    s.add(request("patient", priority=9))
+    for at in range(1, 4):
+        clock.now_s = 10.0 * at
+        s.add(request(f"urgent{at}", priority=-1))
+        assert list(compute(s)) == [f"urgent{at - 1}"]  # who runs is not put out by one as urgent
+        s.remove(s.running[0])
+        if at == 3:
+            break
+        compute(s)
+    assert list(compute(s)) == ["later"]  # it came before patient: all waits are over at 30 s
+    s.add(request("urgent4", priority=-100))
+    assert list(compute(s)) == ["later"]
+    s.remove(s.running[0])
+    assert list(compute(s)) == ["patient"]
+    s.remove(s.running[0])
+    assert list(compute(s)) == ["urgent4"]
+
+
+def test_waits_add_up_over_preemptions() -> None:
+    clock = Clock()
+    s = scheduler(running=1, clock=clock)
+    a = request("a", priority=1)
+    s.add(a)
+    compute(s)
+    for at in range(3):
+        urgent = request(f"urgent{at}", priority=0)
+        s.add(urgent)
+        assert list(compute(s)) == [urgent.request_id]
+        clock.now_s += 10.0
+        s.remove(urgent)
+        assert list(compute(s)) == ["a"]
+    assert a.waited_s == 30.0
+    s.add(request("urgent3", priority=0))
+    assert list(compute(s)) == ["a"] and a.stats.preemptions == 3
+
+
+def test_a_stream_of_urgent_requests_starves_nobody() -> None:
+    clock = Clock()
+    s = scheduler(running=2, clock=clock, waiting=1000)
+    patient = [request(f"patient{at}", priority=1 + at, max_tokens=6) for at in range(4)]
+    for one in patient:
+        s.add(one)
+    for second in range(300):
+        clock.now_s = float(second)
+        s.add(request(f"urgent{second}", priority=0, max_tokens=6))
+        compute(s)
+        for one in list(s.running):
+            if one.remaining == 0:
+                s.remove(one)
+    assert all(one.state is RequestState.FINISHED for one in patient)
+
+
+def test_short_prompts_pass_a_long_one_that_keeps_half_of_the_rows() -> None:
+    s = scheduler(running=4, step_tokens=16)
+    s.add(request("book", prompt=1000))
+    assert compute(s) == {"book": (16, 0)}
+    for name, prompt in (("chapter", 400), ("page", 40), ("line", 6)):
+        s.add(request(name, prompt=prompt))
+    assert compute(s) == {"book": (24, 0), "page": (2, 0), "line": (6, 0)}
+    assert compute(s) == {"line": (7, 3), "book": (30, 0), "page": (8, 0)}  # 4 rows decode, 12 are left
+    while (left := {r.request_id: r.num_computed for r in s.running})["page"] < 39:
+        compute(s)
+    assert left["book"] < 100 and left["chapter"] < 40  # what the shortest leaves of their half is the next one's
+
+
+def test_a_more_urgent_prefill_passes_and_the_first_goes_on() -> None:
+    s = scheduler(running=2, step_tokens=16)
+    s.add(request("first", prompt=100, priority=1))
+    compute(s)
+    s.add(request("urgent", prompt=100, priority=0))
+    assert compute(s) == {"first": (24, 0), "urgent": (8, 0)}
+    s = scheduler(running=2, step_tokens=16)
+    s.add(request("first", prompt=100))
+    compute(s)
+    s.add(request("less urgent", prompt=10, priority=1))
+    assert compute(s) == {"first": (32, 0)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_prefill_ends_and_no_decoding_request_ever_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    s = scheduler(running=6, step_tokens=20, waiting=1000)
+    for number in range(120):
+        s.add(request(str(number), prompt=rng.choice((1, 3, 30, 300)), priority=rng.randrange(3), max_tokens=rng.randint(1, 20)))
+    for _ in range(5000):
+        decoding = {one.request_id for one in s.running if one.num_computed == one.num_tokens - 1}
+        shares = compute(s)
+        live = {one.request_id for one in s.running}
+        assert decoding & live <= shares.keys()
+        for one in list(s.running):
+            if one.remaining == 0:
+                s.remove(one)
+        if not s.running and not s.num_waiting:
+            break
+    assert not s.running and not s.num_waiting and s.num_free_slots == 6
+
+
+def test_a_request_bounds_its_own_drafts() -> None:
+    s = scheduler(running=3, step_tokens=64, drafts=5)
+    for name, limit in (("a", None), ("b", 2), ("c", 0)):
+        s.add(Request(name, [1] * 4, SamplingParams(max_tokens=50), max_draft_tokens=limit))
+    compute(s)
+    assert plan(s) == {"a": (5, 5), "b": (5, 2), "c": (5, 0)}
+    assert [share.draft_rows for share in s.schedule(3)] == [15, 6, 0]
+
+
+def test_slots_are_given_by_whom_knows_what_they_hold() -> None:
+    s = scheduler(running=3)
+    asked: list[tuple[str, list[int]]] = []
+
+    def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
+        asked.append((one.request_id, list(free)))
+        return free[-1], one.num_prompt - 2
+
+    s.place = place
+    for name in "abc":
+        s.add(request(name, prompt=10))
+    assert compute(s) == {"a": (10, 0), "b": (10, 0), "c": (10, 0)}  # two rows each
+    assert asked == [("a", [0, 1, 2]), ("b", [0, 1]), ("c", [0])]
+    s.remove(s.running[1])
+    s.remove(s.running[0])
+    s.add(request("d"))
+    compute(s)
+    assert asked[-1] == ("d", [1, 2])  # the one that was released longest ago first
+
+
+def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
+    s = scheduler(running=4, step_tokens=32)
+    asked: list[tuple[str, int | None]] = []
+
+    def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
+        asked.append((one.request_id, one.slot))
+        others = [other.num_computed for other in s.running if other is not one and other.scope == one.scope]
+        return free[0], max([one.num_computed, *(min(count, 69) for count in others)])
+
+    s.place = place
+    for name, scope in (("a", "s"), ("b", "s"), ("c", "t")):
+        one = request(name, prompt=70)
+        one.scope = scope
+        s.add(one)
+    assert compute(s) == {"a": (32, 0)}
+    assert compute(s) == {"a": (64, 0)}
+    assert compute(s) == {"a": (70, 0), "b": (70, 0), "c": (20, 0)}  # 6 tokens are not worth waiting for
+    assert asked == [("a", None), ("b", None), ("c", None), ("b", 1), ("c", 2), ("b", 1), ("c", 2)]
+
+
+def test_who_waits_for_another_does_not_keep_its_rows() -> None:
+    s = scheduler(running=3, step_tokens=64)
+    for name, scope in (("a", "s"), ("b", "s"), ("c", None)):
+        one = request(name, prompt=40)
+        one.scope = scope
+        s.add(one)
+    assert compute(s) == {"a": (40, 0), "c": (24, 0)}
+    assert compute(s) == {"a": (41, 3), "b": (40, 0), "c": (40, 0)}
+
+
+def _lose_slot(s: Scheduler) -> None:
+    s.running[0].slot = None
+
+
+def _lend_slot_twice(s: Scheduler) -> None:
+    s.running[0].slot = s.running[1].slot
+
+
+def _compute_too_much(s: Scheduler) -> None:
+    s.running[0].num_computed = s.running[0].num_tokens
+
+
+def _end_in_the_queue(s: Scheduler) -> None:
+    next(one for one in s.requests() if one.slot is None).state = RequestState.FINISHED
+
+
+def _run_twice(s: Scheduler) -> None:
+    s.running.append(s.running[0])
+
+
+@pytest.mark.parametrize("harm", [_lose_slot, _lend_slot_twice, _compute_too_much, _end_in_the_queue, _run_twice])
+def test_check_integrity_finds_what_is_lost(harm: Callable[[Scheduler], None]) -> None:
+    s = scheduler(running=3)
+    for name in "abcd":
+        s.add(request(name))
+    compute(s)
+    s.check_integrity()
+    harm(s)
+    with pytest.raises(AssertionError):
+        s.check_integrity()

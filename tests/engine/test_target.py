@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
@@ -107,37 +105,12 @@ def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> N
     assert target.bigram_table(VOCAB).shape == (VOCAB, VOCAB)
 
 
-def test_step_seconds_are_one_number_for_each(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    forward = runner.forward
-
-    def recorded(batch: object) -> torch.Tensor:
-        logits = forward(batch)  # type: ignore[arg-type]
-        shapes.append((batch.segments[0], len(logits), int(batch.positions.max())))  # type: ignore[attr-defined]
-        return logits
-
-    monkeypatch.setattr(runner, "forward", recorded)
+def test_latency_is_measured_once_and_kept(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = LocalTarget(runner, info(), None, tmp_path)
-    seconds = target.step_seconds([1, 4, 64])
-    assert len(seconds) == 3 and all(0 < value < 60 for value in seconds)
-    assert {count for _, count, _ in shapes} == {1, 4, 64}
-    assert all(segment.start == 100 - 64 and segment.rows == count for segment, count, _ in shapes)  # one context for all
-    assert max(position for *_, position in shapes) == 100 - 64 + 1
-    masks = {count: segment.mask for segment, count, _ in shapes}
-    assert masks[1] is None and (masks[4] == np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])).all()
-    assert target.step_seconds([]) == []
-
-
-@pytest.mark.parametrize("rows", [0, 101])
-def test_step_seconds_refuse_what_does_not_fit(runner: ModelRunner, tmp_path: Path, rows: int) -> None:
-    with pytest.raises(ValueError, match="rows must be between 1 and 100"):
-        LocalTarget(runner, info(), None, tmp_path).step_seconds([1, rows])
-
-
-def test_step_seconds_in_a_context_of_two_tokens(loaded: LoadedModel, tmp_path: Path) -> None:
-    runner = ModelRunner(loaded.model, slots=1, capacity=2)
-    (seconds,) = LocalTarget(runner, info(max_model_len=2), None, tmp_path).step_seconds([2])
-    assert seconds > 0
+    curve = target.latency()
+    assert curve.rows == (1, 2, 4, 8, 16, 32, 51) and curve.context == 49  # what fits slots of 100 entries
+    monkeypatch.setattr(runner, "forward", None)  # asked again, it computes nothing
+    assert target.latency() is curve
 
 
 def test_slots_serve_as_before(folder: str, loaded: LoadedModel) -> None:
@@ -148,7 +121,7 @@ def test_slots_serve_as_before(folder: str, loaded: LoadedModel) -> None:
         engine = Engine.load(ModelOptions(folder, dtype="float64"), options, SpeculationOptions(strategy))
         if asked:
             target = LocalTarget(engine._executor.runner, engine.info, engine.tokenizer)  # type: ignore[attr-defined]
-            target.step_seconds([1, 16])
+            target.latency()
             target.bigram_table(2)
         request = Request("a", [10, 20, 30, 10, 20], SamplingParams(max_tokens=30, ignore_eos=True))
         engine.add(request)

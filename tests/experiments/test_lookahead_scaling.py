@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.lookahead_parallel import StepTimes
-from decoding.budget import RowCosts
+from decoding.latency import LatencyCurve
 from experiments.competition import Tally
 from experiments.contestants import Run
 from experiments.lookahead_scaling import main
@@ -86,12 +86,12 @@ def test_a_prediction_needs_a_measured_exchange(tmp_path: Path) -> None:
 def test_a_step_is_split_by_the_slowest_rank() -> None:
     tally = Tally.empty(1)
     tally.add(0, Run([[1] * 5], 3, prefill_s=1.0, forward_s=0.08, propose_s=0.004, drafted=8), wall_s=1.1)
-    costs = RowCosts([1, 11], [0.010, 0.020])  # a millisecond a row
+    curve = LatencyCurve((1, 11), (0.010, 0.020), 256, 0.0, 0.0)  # a millisecond a row
     steps = [StepTimes((0.030, 0.036), 0.002, (5, 6), (1, 3), 2), StepTimes((0.040, 0.020), 0.002, (6, 2), (1, 0), 2)]
-    split = step_split(tally, 1, steps, costs, 0.010)
+    split = step_split(tally, 1, steps, curve)
     assert [split[name] for name in ("propose", "compute", "recompute", "exchange", "rest")] == [2.0, 36.0, 2.0, 2.0, 8.0]
     assert split["exchange_share"] == 0.04 and split["rows"] == 4.75 and split["shared_steps"] == 1.0
-    alone = step_split(tally, 1, [], costs, 0.010)
+    alone = step_split(tally, 1, [], curve)
     assert alone["compute"] == 40.0 and "exchange_share" not in alone
     assert ratios({"a": [2.0, 3.0], "b": [4.0, 4.0]}, {"a": [1.0, 1.0], "b": [4.0, 2.0]}) == [1.5, 2.5]
 

@@ -306,3 +306,15 @@ def test_parts_take_turns_in_being_right() -> None:
             recomputed = np.array([step.recomputed for step in ranks.times if len(step.recomputed) == world])
             assert len(recomputed) > len(ranks.times) // 2
             assert (recomputed.sum(0) > MAX_TOKENS).all(), recomputed.sum(0)  # every rank, the leader among them
+
+
+def test_steps_that_are_not_shared_change_nothing() -> None:
+    """An adaptive group takes both ways in turns; ranks that have no part of a step keep up and take part in the next."""
+    expected = plain()[0]
+    drafter = prepared(build_drafter("auto", {}), tiny_model("llama", DTYPE))
+    with TinyGroup("llama", drafter, 3, dtype=DTYPE, options=replace(PATIENT, adaptive=True), batch=1) as ranks:
+        for at in range(3):
+            assert ranks.run(requests(expected, prefix=f"{at}/")) == expected
+        wide = [len(step.rank_s) > 1 for step in ranks.times]
+        assert any(wide) and not all(wide) and any(wide[wide.index(True) + 24 :])
+        assert ranks.state.ready == (0, 1, 2) and ranks.state.losses == ranks.state.disagreements == 0

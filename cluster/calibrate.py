@@ -1,0 +1,176 @@
+"""``outrider doctor --calibrate``: how long steps take here, as a table and a figure, kept where servers look for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from cluster.preflight import LaunchError, check_model
+from cluster.terminal import fail, fail_input
+
+if TYPE_CHECKING:
+    from configs.schema import Config
+    from engine.calibration import Calibration, CalibrationFile
+    from engine.latency import Case, Report
+
+_SLACK = 1.2  # a step of the critical decoding length takes so many times as long as one of a single row
+
+
+def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: bool) -> None:
+    """Measures a model and tells about it. Ends the command in one line where that cannot be.
+
+    Args:
+        config: a yaml file as of ``outrider serve``; the one that ``serve`` takes when absent.
+        overrides: ``key=value`` on top of it.
+        out: folder of the figure.
+        as_json: one JSON object on stdout instead of a table.
+    """
+    from configs.schema import REPOSITORY, ConfigError, load_config
+
+    try:
+        settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
+        check_model(settings.model.path)
+    except (ConfigError, LaunchError) as error:
+        fail_input(str(error))
+    if out.exists() and not out.is_dir():
+        fail_input(f"--out {out} is not a folder")
+    name, file = _load(settings)
+    with _progress(f"timing the steps of {name}") as report:
+        found = file.measure(report)
+    kept = file.keep(found)
+    told = summary(name, found) | {"kept": str(file.path) if kept else None, "figure": None}
+    figure = _draw(told, out / f"latency-{name}-{told['dtype']}.svg")
+    told["figure"] = None if figure is None else str(figure)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _print(told)
+    if found.disturbed:
+        typer.echo("warning: the machine was busy, so that times are unreliable: calibrate again when it is quiet", err=True)
+
+
+def server_threads(config: Config) -> int | None:
+    """Torch threads of a replica on a CPU; None where it uses what torch uses here.
+
+    Ray gives a replica as many as the CPUs that it reserves for it, unless the environment says otherwise.
+    """
+    if config.model.threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return config.model.threads
+    return max(1, int(config.server.cpus_per_replica))
+
+
+def summary(name: str, found: Calibration) -> dict[str, Any]:
+    """What ``--json`` prints: the setting, the critical decoding length, the curve, and each step beside what the curve says."""
+    curve = found.curve
+    steps = [
+        {
+            "sequences": case.sequences,
+            "rows": case.rows,
+            "context": case.context,
+            "ms": round(1e3 * seconds, 4),
+            "curve_ms": round(1e3 * _expected(found, case), 4),
+        }
+        for case, seconds in sorted(found.seconds.items())
+    ]
+    setting = {key: value for key, value in found.setting.items() if key not in ("model", "code")}
+    return {
+        "model": name, **setting, "critical_rows": curve.critical_rows(_SLACK), "slack": _SLACK, "spread": round(found.spread, 3),
+        "curve": curve.to_json(), "steps": steps,
+    }  # fmt: skip
+
+
+def _expected(found: Calibration, case: Case) -> float:
+    """Seconds of a step by the curve."""
+    import numpy as np
+
+    from decoding.latency import StepLoad
+
+    load = StepLoad(case.sequences, case.sequences, case.sequences * case.context)
+    return float(found.curve.seconds(np.array([float(case.sequences * case.rows)]), load)[0])
+
+
+def _load(config: Config) -> tuple[str, CalibrationFile]:
+    """The model as a server of this configuration has it: its name, and the file of its curve."""
+    from decoding.jit import cache_folder
+    from engine.calibration import CalibrationFile
+    from engine.engine import load_runner
+    from engine.errors import ModelLoadError
+
+    model = dataclasses.replace(config.model, threads=server_threads(config))
+    try:
+        loaded, runner = load_runner(model, config.engine, config.speculation, 1)
+    except ModelLoadError as error:
+        fail(str(error))
+    info = loaded.info(config.speculation.strategy, lossless=True)
+    return loaded.served_name.replace("/", "-"), CalibrationFile(cache_folder(), runner, info)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Report]:
+    """A bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(what)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _draw(told: dict[str, Any], out: Path) -> Path | None:
+    """The figure, drawn by ``experiments.latency_figure`` in a process of its own; None, with a line, where that cannot be."""
+    if find_spec("matplotlib") is None or find_spec("experiments") is None:
+        typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
+        return None
+    command = [sys.executable, "-m", "experiments.latency_figure", "-", "--out", str(out)]
+    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        typer.echo(f"no figure at {out}: {reason}", err=True)
+        return None
+    return out
+
+
+def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    curve, first = told["curve"], told["curve"]["rows_s"][0] * 1e3
+    threads = f", {told['threads']} thread{'s' * (told['threads'] > 1)}" if told["threads"] else ""
+    table = Table(title=f"{told['model']}, {told['dtype']}, {told['device']}{threads}", title_justify="left")
+    for heading in ("requests", "rows of each", "tokens before", "ms", "x one row", "ms (curve)"):
+        table.add_column(heading, justify="right")
+    ordered = sorted(told["steps"], key=_group)
+    for at, step in enumerate(ordered):
+        last = at + 1 < len(ordered) and _group(step)[0] != _group(ordered[at + 1])[0]
+        cells = step["sequences"], step["rows"], step["context"]
+        times = f"{step['ms']:.2f}", f"{step['ms'] / first:.2f}", f"{step['curve_ms']:.2f}"
+        table.add_row(*map(str, cells), *times, end_section=last)
+    Console().print(table)
+    rows, most, slack = told["critical_rows"], curve["rows"][-1], told["slack"]
+    typer.echo(f"critical decoding length: {rows}{' or more' if rows == most else ''}")
+    drafted = f"the committed token and {rows - 1} drafted"
+    typer.echo(f"  Up to {rows} rows of a request, {drafted}, take at most {slack} times as long as one.")
+    request_ms, entries_ms, rows_ms = 1e3 * curve["sequence_s"], 1e6 * curve["entry_s"], 1e6 * curve["row_entry_s"]
+    beside = f"1,000 more tokens before it {entries_ms:.3g} ms, and {rows_ms:.3g} ms for each row"
+    typer.echo(f"  A further request adds {request_ms:.3g} ms; {beside}.")
+    if told["kept"]:
+        typer.echo(f"kept in {told['kept']}: servers with this model, dtype and number of threads read it when they start.")
+    if told["figure"]:
+        typer.echo(f"figure: {told['figure']}")
+
+
+def _group(step: dict[str, Any]) -> tuple[int, ...]:
+    """The order of the table: rows of one request, its contexts, several requests."""
+    several = step["sequences"] > 1
+    return 2 if several else 0, step["sequences"], step["context"], step["rows"]

@@ -1,0 +1,72 @@
+"""When a request is asked for drafts, and when it is left alone because nothing paid of late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_STEPS = 8  # that a request is left alone at a time
+_EXPLORE_EVERY = 16  # proposals
+EXPLORED_ROWS = 2  # that a request drafts then, whatever they cost
+
+
+class Pause:
+    """Of one request. Asking costs time as well: who found nothing that paid, twice in a row and more often, is asked less often.
+
+    How long it is left alone grows with the requests of a step, which pay for the asking together: a request alone is always
+    asked. When the load falls, all are asked at once.
+
+    Example: eight requests decode. One of them drafts nothing in two steps in a row: it is left alone for one step, after the
+    third such step for two, after the fourth for four, which is half of the requests and the most.
+    """
+
+    __slots__ = ("_fruitless", "_left", "drafted_at")
+
+    def __init__(self) -> None:
+        self._fruitless = self._left = 0
+        self.drafted_at = 0  # number of the proposal in which it drafted last
+
+    def asked(self) -> bool:
+        """Whether it is asked in this step; one that is not has one step less to wait."""
+        if self._left > 0:
+            self._left -= 1
+            return False
+        return True
+
+    def end(self) -> None:
+        """It is asked in the next step, and what came before is forgotten."""
+        self._fruitless = self._left = 0
+
+    def drafted(self, rows: int, requests: int, number: int) -> None:
+        """It drafted so many rows in a proposal, by its number, for so many requests."""
+        if rows:
+            self._fruitless, self.drafted_at = 0, number
+            return
+        self._fruitless += 1
+        if self._fruitless > 1:
+            self._left = min(1 << min(self._fruitless - 2, 8), requests // 2, _MOST_STEPS)
+
+
+class Explorer:
+    """Now and then lets a request draft a little that is not expected to pay: what is never drafted is never known to pay again.
+
+    It is one proposal of ``_EXPLORE_EVERY`` in which some request had drafted nothing before, and of those the request that
+    drafted nothing for longest: a fraction of a row a step, and no matter of chance.
+    """
+
+    def __init__(self) -> None:
+        self._without = 0
+
+    def pick(self, pauses: Sequence[Pause], number: int) -> int | None:
+        """The request, by its place, that is to draft ``EXPLORED_ROWS`` rows all the same.
+
+        Args:
+            pauses: of the requests of a proposal.
+            number: of the proposal.
+        """
+        if all(pause.drafted_at >= number - 1 for pause in pauses):
+            return None
+        self._without += 1
+        if self._without < _EXPLORE_EVERY:
+            return None
+        self._without = 0
+        return min(range(len(pauses)), key=lambda at: pauses[at].drafted_at)

@@ -1,0 +1,70 @@
+"""One selection of drafted rows over all requests of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decoding.budget import Pricing
+from decoding.expansion import Rows
+from decoding.latency import LatencyCurve, StepLoad
+from decoding.pause import EXPLORED_ROWS, Explorer, Pause
+
+_NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
+_EASED = 0.75  # the load has fallen when no more than that share of the requests is left
+
+# Grows the rows of a request, by its place, that have at least a chance; without one all that a drafter looks at.
+Grow = Callable[[int, float], Rows]
+_NO_ROWS = Rows.empty(0)
+
+
+class Selection:
+    """Which rows of which requests a step drafts: those that pay by their chances and the device's latency curve.
+
+    Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chance``),
+    requests without any that pay are asked less often (``Pause``), and now and then one drafts without a prospect (``Explorer``).
+    When the number of requests falls by a quarter, all are asked again at once.
+    """
+
+    def __init__(self, curve: LatencyCurve) -> None:
+        self._pricing, self._explorer = Pricing(curve), Explorer()
+        self._number, self._busiest = 0, 1
+
+    def scale(self, ranks: int) -> None:
+        """From now on so many ranks share each step."""
+        self._pricing.scale(ranks)
+
+    def rows(self, load: StepLoad, pauses: Sequence[Pause], everyone: Sequence[Pause], accepted: int, grow: Grow) -> list[Rows]:
+        """The rows of each request, none where none pays.
+
+        Args:
+            load: of the step.
+            pauses: of the requests that may draft, at least one.
+            everyone: pauses of all live requests.
+            accepted: tokens that the last step of all of them accepted.
+            grow: see ``Grow``.
+        """
+        count = len(pauses)
+        self._number += 1
+        self._busiest = max(self._busiest, count)
+        if count <= _EASED * self._busiest:
+            self._busiest = count
+            for pause in everyone:
+                pause.end()
+        self._pricing.plan(load)
+        explored = self._explorer.pick(pauses, self._number)
+        asked = [at for at, pause in enumerate(pauses) if pause.asked() or at == explored]
+        grown = [_NO_ROWS] * count
+        if asked:
+            least = _NEAR * self._pricing.least_chance()
+            for at in asked:
+                grown[at] = grow(at, 0.0 if at == explored else least)
+        counts = self._pricing.rows_to_draft([rows.chances for rows in grown], [rows.depths for rows in grown], accepted)
+        for at in asked:
+            pauses[at].drafted(counts[at], count, self._number)
+            if at == explored:
+                counts[at] = max(counts[at], EXPLORED_ROWS)
+        return [rows.first(drafted) for rows, drafted in zip(grown, counts, strict=True)]
+
+    def emitted(self, tokens: int) -> None:
+        """Counts what a request got of the step."""
+        self._pricing.emitted(tokens)

@@ -1,0 +1,56 @@
+"""Which slot a request gets, and whose KV it may find there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from decoding.history import Histories
+from decoding.request import Request
+from engine.executor import Executor
+
+
+class Admission:
+    """Places requests of one engine, and counts what of them did not have to be computed.
+
+    A tenant's requests reuse each other's KV until texts of the tenant are deleted: what was computed before then is not reused
+    any more, as its history's ``edition`` is another. Requests of no tenant reuse nothing.
+    """
+
+    def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
+        """
+        Args:
+            executor: that has the slots.
+            memory: of the tenants; None where nothing is kept that could be deleted.
+            reuses: whether anything is reused at all.
+        """
+        self._executor, self._memory, self._reuses = executor, memory, reuses
+        self._engine = uuid.uuid4().hex  # a rank may follow several engines, whose editions have nothing to do with each other
+        self._scopes: dict[str, tuple[object, int]] = {}  # by tenant: edition, and which one it is
+        self.queries = self.hits = 0  # tokens of admitted requests that might reuse some, and of these the reused ones
+
+    def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
+        """The slot of a request, one of ``free``, and how many of its first tokens are computed there: see ``Executor.place``.
+
+        A request that has a slot is asked for again, with that slot alone, when others may have computed what it lacks.
+        """
+        if request.slot is None:
+            request.scope = self._scope(request.tenant)
+        slot, computed = self._executor.place(request, free)
+        assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
+        if request.scope is not None and not request.stats.preemptions:  # what it computed itself before is no hit
+            self.queries += request.num_tokens if request.slot is None else 0
+            self.hits += computed - request.num_computed
+            request.stats.cached_tokens += min(computed, request.num_prompt) - min(request.num_computed, request.num_prompt)
+        return slot, computed
+
+    def _scope(self, tenant: str | None) -> str | None:
+        if tenant is None or not self._reuses:
+            return None
+        history = None if self._memory is None else self._memory.of(tenant)
+        edition = None if history is None else history.edition
+        former, number = self._scopes.get(tenant, (edition, 0))
+        if former is not edition:
+            number += 1
+        self._scopes[tenant] = edition, number
+        return f"{self._engine}/{number}/{tenant}"

@@ -1,0 +1,223 @@
+"""How long steps take on this device: forwards over made-up sequences, and the curve that is fitted to their times."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from decoding.latency import LatencyCurve, StepLoad
+from decoding.request import Request, SamplingParams
+from decoding.sampling import argmax_rows
+from decoding.tree import DraftTree
+from engine.batch import Batch, Work, pack
+from engine.model_tables import Progress
+from engine.runner import ModelRunner
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of one sequence
+_CONTEXT = 256  # entries before those rows
+_NEAR, _FAR = 64, (1024, 2048)  # further ones
+_WIDE = 64  # rows of a tree far behind
+_TREE_ROWS = 8  # of each sequence, where several have trees
+_LONG_S, _FEW = 0.5, 8  # where a step takes longer, larger ones than that and than so many rows are left out
+_TIMING_S = 2.0  # what all rounds should take
+_LEAST_ROUNDS, _ROUNDS = 2, 8
+_TURN_S, _MOST_OFTEN = 0.02, 4  # a step that takes less is made several times in a round
+_PARTS = 1000  # of the whole, for the log
+
+Report = Callable[[int, int], None]  # forwards done, forwards in all
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """A step that is timed: sequences alike, each with a tree of so many rows behind so many entries."""
+
+    sequences: int
+    rows: int
+    context: int
+
+
+def cases(slots: int, capacity: int, max_model_len: int) -> list[Case]:
+    """What is timed, the smallest steps first.
+
+    Example: 4 slots of 2112 entries for a context of 2048: 1, 2, 4, ... 256 rows of one sequence behind 256 entries, one row
+    behind 64, and one row and 64 rows behind 1024 and 2046; of 2 and of 4 sequences, 1 row and 8 rows each behind 256 and one row
+    behind 1024.
+
+    Args:
+        slots: sequences at once.
+        capacity: entries of a slot; at least 2.
+        max_model_len: tokens of prompt and output together; at least 2.
+    """
+    most = min(_ROWS[-1], capacity // 2 + 1)
+    context = max(0, min(_CONTEXT, max_model_len - 2, capacity - most))
+    rows = (*(count for count in _ROWS if count < most), most)
+    deepest = min(max_model_len - 2, capacity - min(_WIDE, most))
+    far = {min(each, deepest) for each in _FAR if deepest > context}
+    found = {Case(1, count, context) for count in rows} | {Case(1, 1, min(_NEAR, context))}
+    found |= {Case(1, count, each) for each in far for count in (1, min(_WIDE, most))}
+    for count in {min(2**power, slots) for power in range(1, slots.bit_length() + 1)} - {1}:
+        found |= {Case(count, 1, context), Case(count, min(_TREE_ROWS, most), context)}
+        found |= {Case(count, 1, min(far))} if far else set()
+    return sorted(found, key=lambda case: (case.sequences * case.rows, case.sequences * case.context))
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of steps, round by round."""
+
+    rounds: dict[Case, list[float]]
+
+    @property
+    def seconds(self) -> dict[Case, float]:
+        """The shortest of each step: the one that was least disturbed."""
+        return {case: min(taken) for case, taken in self.rounds.items()}
+
+    @property
+    def spread(self) -> float:
+        """How much longer than the shortest a step took, in the middle: 1.0 on a quiet machine."""
+        return statistics.median(statistics.median(taken) / min(taken) for taken in self.rounds.values())
+
+
+def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None) -> Timings:
+    """Times forwards, the argmax of all rows included, which waits for a GPU.
+
+    The steps take turns, so that what else the machine does falls on all alike. A few rounds are made, fewer where they take
+    long, and on slow devices the largest steps are left out; in a round, short steps are made several times. One thread on a CPU
+    is timed by the time that it computes, whatever else runs on its core.
+
+    Args:
+        runner: of the model, while no request has a slot: the slots are written to.
+        wanted: at least one, the smallest first; each fits the slots.
+        report: is told after each forward.
+    """
+    alone = runner.model.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
+
+    def timed(batch: Batch) -> float:
+        started = clock()
+        argmax_rows(runner.forward(batch))
+        return clock() - started
+
+    _clear(runner, wanted)
+    turns: list[tuple[Case, Batch]] = []
+    slow, pass_s = False, 0.0
+    for number, case in enumerate(wanted, start=1):
+        if slow and case.sequences * case.rows > _FEW:
+            continue
+        batch = _batch(case)
+        seconds = timed(batch)  # memory is taken, kernels are chosen and compiled
+        if seconds > _TURN_S:
+            seconds = timed(batch)
+        slow = slow or seconds > _LONG_S
+        often = max(1, min(_MOST_OFTEN, int(_TURN_S / seconds)))
+        turns += [(case, batch)] * often
+        pass_s += seconds * often
+        if report is not None:
+            report(number, (_LEAST_ROUNDS + 1) * len(wanted))
+    rounds = max(_LEAST_ROUNDS, min(_ROUNDS, int(_TIMING_S / pass_s)))
+    taken: dict[Case, list[float]] = {case: [] for case, _ in turns}
+    for done, (case, batch) in enumerate(turns * rounds, start=1):
+        taken[case].append(timed(batch))
+        if report is not None:
+            report(len(turns) + done, len(turns) * (rounds + 1))
+    return Timings(taken)
+
+
+def measure(runner: ModelRunner, max_model_len: int, report: Report | None = None) -> Timings:
+    """Times the steps that ``fit`` needs.
+
+    Args:
+        runner: see ``time_steps``.
+        max_model_len: tokens of prompt and output together.
+        report: is told after each forward. Without it the log has a line every few seconds, where it takes long.
+    """
+    wanted = cases(runner.cache.slots, runner.cache.capacity, max_model_len)
+    if report is None:
+        progress = Progress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
+
+        def report(done: int, total: int) -> None:
+            if done < 0.9 * total:  # else it is over before anyone has read it
+                progress.update(_PARTS * done // total)
+
+    return time_steps(runner, wanted, report)
+
+
+def fit(seconds: Mapping[Case, float]) -> LatencyCurve:
+    """The curve of measured steps.
+
+    The rows of one sequence behind the context with the most of them are the curve as they are. What the other steps take beyond
+    it is shared out between further sequences, further KV entries and what each row looks at: by least squares, relative to the
+    time of each step, none negative.
+
+    Raises:
+        ValueError: no context has two steps of one sequence, one of them with a single row.
+    """
+    contexts = [case.context for case in seconds if case.sequences == 1]
+    context = max(contexts, key=contexts.count, default=0)
+    own = sorted(case for case in seconds if case.sequences == 1 and case.context == context)
+    curve = LatencyCurve(tuple(case.rows for case in own), tuple(seconds[case] for case in own), context, 0.0, 0.0)
+    others = [case for case in seconds if case not in own]
+    if not others:
+        return curve
+    base = np.array([curve.seconds(np.array([case.rows * case.sequences]), StepLoad(1, 1, context))[0] for case in others])
+    parts = np.array([_parts(case, context) for case in others], np.float64)
+    weights = 1.0 / np.array([seconds[case] for case in others])
+    sequence_s, entry_s, row_entry_s = _non_negative(parts * weights[:, None], 1.0 - base * weights)
+    return replace(curve, sequence_s=sequence_s, entry_s=entry_s, row_entry_s=row_entry_s)
+
+
+def _parts(case: Case, context: int) -> tuple[int, int, int]:
+    """What ``LatencyCurve.seconds`` multiplies ``sequence_s``, ``entry_s`` and ``row_entry_s`` with."""
+    rows = case.sequences * case.rows
+    return case.sequences - 1, case.sequences * case.context - context, rows * max(case.context - context, 0)
+
+
+def _non_negative(parts: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> list[float]:
+    """The factors of the columns, none negative, whose sum is nearest to what is wanted; every choice of columns is tried.
+
+    Example: columns ``1 0`` and ``1 1`` and wanted ``1 -1``: exact are 2 and -1, but of those allowed 1 and 0 come nearest.
+    """
+    columns = range(parts.shape[1])
+    best, least = [0.0 for _ in columns], float(wanted @ wanted)
+    for chosen in itertools.chain.from_iterable(itertools.combinations(columns, count) for count in range(1, len(columns) + 1)):
+        picked = list(chosen)
+        factors = np.linalg.lstsq(parts[:, picked], wanted, rcond=None)[0]
+        off = parts[:, picked] @ factors - wanted
+        if (factors >= 0).all() and float(off @ off) < least:
+            least, best = float(off @ off), [0.0 for _ in columns]
+            for column, factor in zip(picked, factors, strict=True):
+                best[column] = float(factor)
+    return best
+
+
+def _batch(case: Case) -> Batch:
+    """A step as the engine packs it. Each tree is a root and branches of one token, so that there is a mask."""
+    parents = np.minimum(np.arange(-1, case.rows - 1, dtype=np.int32), 0)
+    tree = DraftTree(np.zeros(case.rows, np.int32), parents, np.zeros(case.rows, np.int8), case.rows)
+    works = []
+    for slot in range(case.sequences):
+        request = Request(str(slot), np.zeros(case.context + 1, np.int32), SamplingParams(max_tokens=2))
+        request.slot = slot
+        works.append(Work(request, case.context, case.context + 1, tree, frozenset()))
+    return pack(works)
+
+
+def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
+    """Zeroes the entries that rows look at: unwritten memory may hold numbers that are slow to compute with."""
+    lengths: dict[int, int] = {}
+    for case in wanted:
+        lengths |= {slot: max(case.context, lengths.get(slot, 0)) for slot in range(case.sequences)}
+    cache = runner.cache
+    cache.prefixes.clear()
+    layers, heads, _, size = cache.entries(0, 0)[0].shape
+    for slot, length in lengths.items():
+        zeros = torch.zeros(1, dtype=runner.model.dtype, device=runner.model.device).expand(heads, length, size)
+        for layer in range(layers):
+            cache.write(layer, slot, 0, zeros, zeros)

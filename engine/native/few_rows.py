@@ -1,0 +1,339 @@
+"""Attention of the few rows of decoding steps over KV slots: one call computes a layer for all requests.
+
+torch's kernels are made for many rows. A decoding step has one row for each request, or a tree of some tens, before hundreds of
+keys: the work is to read keys and values once, and a call for each request costs more than that. Here a work item is one KV head
+of one request. Threads take items in turn; an item stores the new keys and values and attends to them and to those before. A
+row's result depends on what it sees alone, not on the other rows or requests of the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, from_dtype, types
+
+from decoding.jit import compiled, compiled_callback
+from engine.native.lanes import (
+    WIDTH,
+    add,
+    address_of,
+    byte_at,
+    bytes_of,
+    claim,
+    exponential,
+    int_at,
+    keep,
+    largest,
+    load,
+    load_splat,
+    maximum,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    total,
+    totals,
+)
+
+BLOCK = 16  # rows that go through the keys together
+_FLOAT = np.float32(0)  # names the type
+_HIDDEN = np.float32(-3e38)
+
+
+class Rows(ctypes.Structure):
+    """The rows of one request. They see its first ``start`` entries and, of each other, what ``mask`` says."""
+
+    _fields_ = (
+        ("slot", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("offset", ctypes.c_int64),  # first row in the batch
+        ("rows", ctypes.c_int64),
+        ("mask", ctypes.c_int64),  # address of [rows, rows] bytes; 0 for plain causality
+    )
+
+
+class Layer(ctypes.Structure):
+    """A layer's work. Addresses are those of the first element, strides count bytes; elements of one head lie side by side."""
+
+    _fields_ = (
+        ("query", ctypes.c_int64),  # [heads, rows, head_dim]
+        ("query_head", ctypes.c_int64),
+        ("query_row", ctypes.c_int64),
+        ("key", ctypes.c_int64),  # [kv_heads, rows, head_dim]
+        ("key_head", ctypes.c_int64),
+        ("key_row", ctypes.c_int64),
+        ("value", ctypes.c_int64),
+        ("value_head", ctypes.c_int64),
+        ("value_row", ctypes.c_int64),
+        ("output", ctypes.c_int64),  # [rows, heads, head_dim], contiguous
+        ("keys", ctypes.c_int64),  # [slots, kv_heads, capacity, head_dim], contiguous
+        ("values", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("group", ctypes.c_int64),  # heads that share a KV head
+        ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
+        ("window", ctypes.c_int64),  # 0 without one
+        ("positions", ctypes.c_int64),  # of the batch's rows, int64
+        ("requests", ctypes.c_int64),  # address of ``Rows``
+        ("num_requests", ctypes.c_int64),
+        ("taken", ctypes.c_int64),  # work items that threads have taken: 0 at the start
+        ("scale", ctypes.c_double),
+    )
+
+
+_LAYER, _ROWS = np.dtype(Layer), np.dtype(Rows)
+_TAKEN = Layer.taken.offset
+_SIGNATURE = types.void(types.CPointer(from_dtype(_LAYER)))
+
+
+@compiled
+def _copy(source: int, source_stride: int, target: int, target_stride: int, rows: int, size: int, like: Any, into: Any) -> None:
+    """Copies rows of ``size`` numbers, from one type to another."""
+    for row in range(rows):
+        for first in range(0, size, WIDTH):
+            numbers = load(source + row * source_stride + first * bytes_of(like), like)
+            store(target + row * target_stride + first * bytes_of(into), numbers, into)
+
+
+@compiled
+def _score(query: int, keys: int, stride: int, size: int, scores: int, like: Any) -> None:
+    """Products of a row with sixteen keys. The sums stay in sixteen registers and are added up together."""
+    zero = splat(_FLOAT)
+    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
+    s8, s9, s10, s11, s12, s13, s14, s15 = zero, zero, zero, zero, zero, zero, zero, zero
+    for first in range(0, size, WIDTH):
+        row, key = load(query + first * 4, _FLOAT), keys + first * bytes_of(like)
+        s0 = multiply_add(row, load(key, like), s0)
+        s1 = multiply_add(row, load(key + stride, like), s1)
+        s2 = multiply_add(row, load(key + 2 * stride, like), s2)
+        s3 = multiply_add(row, load(key + 3 * stride, like), s3)
+        s4 = multiply_add(row, load(key + 4 * stride, like), s4)
+        s5 = multiply_add(row, load(key + 5 * stride, like), s5)
+        s6 = multiply_add(row, load(key + 6 * stride, like), s6)
+        s7 = multiply_add(row, load(key + 7 * stride, like), s7)
+        s8 = multiply_add(row, load(key + 8 * stride, like), s8)
+        s9 = multiply_add(row, load(key + 9 * stride, like), s9)
+        s10 = multiply_add(row, load(key + 10 * stride, like), s10)
+        s11 = multiply_add(row, load(key + 11 * stride, like), s11)
+        s12 = multiply_add(row, load(key + 12 * stride, like), s12)
+        s13 = multiply_add(row, load(key + 13 * stride, like), s13)
+        s14 = multiply_add(row, load(key + 14 * stride, like), s14)
+        s15 = multiply_add(row, load(key + 15 * stride, like), s15)
+    store(scores, totals(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15), _FLOAT)
+
+
+@compiled
+def _score_one(query: int, key: int, size: int, like: Any) -> np.float32:
+    """The product of a row with one key, added up in the order of ``_score``."""
+    products = splat(_FLOAT)
+    for first in range(0, size, WIDTH):
+        products = multiply_add(load(query + first * 4, _FLOAT), load(key + first * bytes_of(like), like), products)
+    return total(products)
+
+
+@compiled
+def _mix(weights: int, values: int, stride: int, count: int, size: int, mixed: int, like: Any) -> None:
+    """Adds ``count`` weighted values to what is mixed already, in their order; four registers at a time hold the sums."""
+    first = 0
+    while first + 4 * WIDTH <= size:
+        at, value = mixed + first * 4, values + first * bytes_of(like)
+        step = WIDTH * bytes_of(like)
+        a, b, c, d = load(at, _FLOAT), load(at + 64, _FLOAT), load(at + 128, _FLOAT), load(at + 192, _FLOAT)
+        for key in range(count):
+            weight = load_splat(weights + key * 4)
+            a = multiply_add(weight, load(value, like), a)
+            b = multiply_add(weight, load(value + step, like), b)
+            c = multiply_add(weight, load(value + 2 * step, like), c)
+            d = multiply_add(weight, load(value + 3 * step, like), d)
+            value += stride
+        store(at, a, _FLOAT)
+        store(at + 64, b, _FLOAT)
+        store(at + 128, c, _FLOAT)
+        store(at + 192, d, _FLOAT)
+        first += 4 * WIDTH
+    while first < size:
+        at, value = mixed + first * 4, values + first * bytes_of(like)
+        a = load(at, _FLOAT)
+        for key in range(count):
+            a = multiply_add(load_splat(weights + key * 4), load(value, like), a)
+            value += stride
+        store(at, a, _FLOAT)
+        first += WIDTH
+
+
+@compiled
+def _hide(scores: Any, row: int, low: int, rows: Any, layer: Any) -> None:
+    """Hides from one row the scores of the keys that it must not see; those before ``low`` are not there."""
+    start, count = rows.start, rows.rows
+    first = row + 1  # causality: the rows behind it
+    if rows.mask:
+        mask, own, hidden = rows.mask + row * count, scores.ctypes.data + (start - low) * 4, splat(_HIDDEN)
+        first = count // WIDTH * WIDTH
+        for other in range(0, first, WIDTH):
+            store(own + other * 4, keep(load(own + other * 4, _FLOAT), mask + other, hidden), _FLOAT)
+    for other in range(first, count):
+        if rows.mask == 0 or byte_at(rows.mask + row * count + other) == 0:
+            scores[start + other - low] = _HIDDEN
+    if layer.window:
+        position = int_at(layer.positions + (rows.offset + row) * 8)
+        for key in range(low, min(start, position - layer.window + 1)):
+            scores[key - low] = _HIDDEN
+        for other in range(count):
+            if position - int_at(layer.positions + (rows.offset + other) * 8) >= layer.window:
+                scores[start + other - low] = _HIDDEN
+
+
+@compiled
+def _weigh(scores: int, count: int) -> np.float32:
+    """Makes scores weights, not yet divided by their sum, and returns one over the sum. ``count`` is a multiple of ``WIDTH``."""
+    top = load(scores, _FLOAT)
+    for first in range(WIDTH, count, WIDTH):
+        top = maximum(top, load(scores + first * 4, _FLOAT))
+    down, sums = splat(-largest(top)), splat(_FLOAT)
+    for first in range(0, count, WIDTH):
+        weights = exponential(add(load(scores + first * 4, _FLOAT), down))
+        sums = add(sums, weights)
+        store(scores + first * 4, weights, _FLOAT)
+    return np.float32(1) / total(sums)
+
+
+@compiled
+def _lowest(rows: Any, layer: Any) -> int:
+    """The first key that any row of a request sees, rounded down so that blocks of keys lie alike whatever the window."""
+    if not layer.window:
+        return 0
+    low = rows.start
+    for row in range(rows.rows):
+        low = min(low, int_at(layer.positions + (rows.offset + row) * 8) - layer.window + 1)
+    return max(low, 0) // WIDTH * WIDTH
+
+
+@compiled
+def _read(queries: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
+    """Scaled queries of the places from ``first`` on."""
+    scale, step = splat(np.float32(layer.scale)), bytes_of(like)
+    for place in range(queries.shape[0]):
+        source = layer.query + (head * layer.group + (first + place) // rows.rows) * layer.query_head
+        source += (rows.offset + (first + place) % rows.rows) * layer.query_row
+        for at in range(0, queries.shape[1], WIDTH):
+            store(
+                queries.ctypes.data + (place * queries.shape[1] + at) * 4, multiply(load(source + at * step, like), scale), _FLOAT
+            )
+
+
+@compiled
+def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, block: Any, like: Any) -> None:
+    """Products of each query with each key; the places behind the last key are hidden."""
+    count, size = queries.shape
+    stride, wide = size * bytes_of(like), count > 1 and bytes_of(like) == 2  # widened once for all rows
+    for key in range(0, num_keys - WIDTH + 1, WIDTH):
+        if wide:
+            _copy(keys + key * stride, stride, block.ctypes.data, size * 4, WIDTH, size, like, _FLOAT)
+        for place in range(count):
+            query, into = queries.ctypes.data + place * size * 4, scores.ctypes.data + (place * scores.shape[1] + key) * 4
+            if wide:
+                _score(query, block.ctypes.data, size * 4, size, into, _FLOAT)
+            else:
+                _score(query, keys + key * stride, stride, size, into, like)
+    for place in range(count):
+        for key in range(num_keys // WIDTH * WIDTH, num_keys):
+            scores[place, key] = _score_one(queries.ctypes.data + place * size * 4, keys + key * stride, size, like)
+        scores[place, num_keys:] = _HIDDEN
+
+
+@compiled
+def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, block: Any, like: Any) -> None:
+    """Adds up the weighted values of each row."""
+    count, size = mixed.shape
+    stride, wide = size * bytes_of(like), count > 1 and bytes_of(like) == 2
+    for key in range(0, num_keys, WIDTH):
+        here = min(WIDTH, num_keys - key)
+        if wide:
+            _copy(values + key * stride, stride, block.ctypes.data, size * 4, here, size, like, _FLOAT)
+        for place in range(count):
+            weights, into = scores.ctypes.data + (place * scores.shape[1] + key) * 4, mixed.ctypes.data + place * size * 4
+            if wide:
+                _mix(weights, block.ctypes.data, size * 4, here, size, into, _FLOAT)
+            else:
+                _mix(weights, values + key * stride, stride, here, size, into, like)
+
+
+@compiled
+def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
+    """Divides by the sums of the weights and writes the outputs of the places from ``first`` on."""
+    count, size = mixed.shape
+    for place in range(count):
+        row = rows.offset + (first + place) % rows.rows
+        row = row * layer.kv_heads * layer.group + head * layer.group + (first + place) // rows.rows
+        for at in range(0, size, WIDTH):
+            numbers = multiply(load(mixed.ctypes.data + (place * size + at) * 4, _FLOAT), splat(shares[place]))
+            store(layer.output + (row * size + at) * bytes_of(like), numbers, like)
+
+
+@compiled
+def _attend(layer: Any, rows: Any, head: int, first: int, count: int, like: Any) -> None:
+    """``count`` rows from ``first`` on, of the group's heads one after another, over all keys of one KV head.
+
+    Place ``p`` is row ``p % rows`` of head ``p // rows`` of the group.
+    """
+    size, low = layer.head_dim, _lowest(rows, layer)
+    entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + low) * size * bytes_of(like)
+    num_keys = rows.start + rows.rows - low
+    padded = (num_keys + WIDTH - 1) // WIDTH * WIDTH
+    queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
+    scores, shares = np.empty((count, padded), np.float32), np.empty(count, np.float32)
+    block = np.empty((WIDTH, size), np.float32)
+    _read(queries, layer, rows, head, first, like)
+    _score_all(queries, layer.keys + entry, num_keys, scores, block, like)
+    for place in range(count):
+        if rows.rows > 1 or layer.window:
+            _hide(scores[place], (first + place) % rows.rows, low, rows, layer)
+        shares[place] = _weigh(scores.ctypes.data + place * padded * 4, padded)
+    _mix_all(scores, layer.values + entry, num_keys, mixed, block, like)
+    _write(mixed, shares, layer, rows, head, first, like)
+
+
+@compiled
+def _work(layer: Any, taken: int, requests: Any, like: Any) -> None:
+    """Takes items until none is left: what every thread does."""
+    size = layer.head_dim
+    while True:
+        item = claim(taken)
+        if item >= layer.num_requests * layer.kv_heads:
+            return
+        rows, head = requests[item // layer.kv_heads], item % layer.kv_heads
+        stride = size * bytes_of(like)
+        entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start) * stride
+        source = layer.key + head * layer.key_head + rows.offset * layer.key_row
+        _copy(source, layer.key_row, layer.keys + entry, stride, rows.rows, size, like, like)
+        source = layer.value + head * layer.value_head + rows.offset * layer.value_row
+        _copy(source, layer.value_row, layer.values + entry, stride, rows.rows, size, like, like)
+        for first in range(0, layer.group * rows.rows, BLOCK):
+            _attend(layer, rows, head, first, min(BLOCK, layer.group * rows.rows - first), like)
+
+
+def _bfloat16(job: Any) -> None:
+    layers = carray(job, 1)
+    layer = layers[0]
+    _work(layer, layers.ctypes.data + _TAKEN, carray(address_of(layer.requests), layer.num_requests, _ROWS), np.uint16(0))
+
+
+def _float32(job: Any) -> None:
+    layers = carray(job, 1)
+    layer = layers[0]
+    _work(layer, layers.ctypes.data + _TAKEN, carray(address_of(layer.requests), layer.num_requests, _ROWS), _FLOAT)
+
+
+@cache
+def entry_point(dtype: str) -> Any:
+    """The C function ``void (Layer *)`` that computes a layer, with its ``address``.
+
+    Compiled at the first call, which takes some seconds, and kept on disk.
+
+    Args:
+        dtype: of queries, keys, values and outputs: bfloat16 or float32.
+    """
+    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float32": _float32}[dtype])

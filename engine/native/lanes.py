@@ -1,0 +1,297 @@
+"""Sixteen float32 numbers at a time, for compiled code: what LLVM's vector types offer and numba does not.
+
+LLVM turns a vector of sixteen into one register where the processor has such (AVX-512), into two (AVX2) or four (SSE, NEON) where
+not. Addresses are plain integers. ``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, which is the
+upper half of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+
+_FLOAT, _INT, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
+_FLOATS, _INTS, _HALVES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH), ir.VectorType(_HALF, WIDTH)
+_FLAGS = ("reassoc", "contract", "nsz")  # sums in any order, fused products; infinities and NaN keep their meaning
+
+Generator = Callable[[Any, Any, Any, Any], Any]
+
+
+def _primitive(defined: Callable[..., tuple[Any, Generator]]) -> Callable[..., Any]:
+    """numba's ``intrinsic``, for type checkers the function that compiled code sees."""
+    primitive: Callable[..., Any] = intrinsic(defined)
+    return primitive
+
+
+class LanesType(types.Type):
+    """numba's type of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+LANES = LanesType()
+
+
+@register_model(LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, lanes: LanesType) -> None:
+        super().__init__(manager, lanes, _FLOATS)
+
+
+def _floats(value: float) -> ir.Constant:
+    return ir.Constant(_FLOATS, [value] * WIDTH)
+
+
+def _ints(values: list[int]) -> ir.Constant:
+    return ir.Constant(_INTS, values)
+
+
+def _same(value: int) -> ir.Constant:
+    return _ints([value] * WIDTH)
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, _INT(0)), undefined, _same(0))
+
+
+def _rounded(builder: Any, numbers: Any) -> Any:
+    """Bits whose upper halves are the numbers in bfloat16."""
+    bits = builder.bitcast(numbers, _INTS)
+    odd = builder.and_(builder.lshr(bits, _same(16)), _same(1))
+    return builder.add(bits, builder.add(odd, _same(0x7FFF)))
+
+
+@_primitive
+def bytes_of(typing: Any, like: Any) -> tuple[Any, Generator]:
+    """Bytes of one number of a type."""
+    size = 4 if like == types.float32 else 2
+    return types.int64(like), lambda context, builder, signature, args: ir.IntType(64)(size)
+
+
+@_primitive
+def load(typing: Any, address: Any, like: Any) -> tuple[Any, Generator]:
+    """Sixteen numbers that lie side by side at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            return builder.load(builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
+        halves = builder.load(builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
+        return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _same(16)), _FLOATS)
+
+    return LANES(types.int64, like), generate
+
+
+@_primitive
+def store(typing: Any, address: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
+    """Writes sixteen numbers side by side; to bfloat16 they are rounded to the nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            builder.store(args[1], builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
+            return context.get_dummy_value()
+        halves = builder.trunc(builder.lshr(_rounded(builder, args[1]), _same(16)), _HALVES)
+        builder.store(halves, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, LANES, like), generate
+
+
+@_primitive
+def stored(typing: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
+    """The numbers as they would be read back after a ``store``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.float32:
+            return args[0]
+        return builder.bitcast(builder.and_(_rounded(builder, args[0]), _same(0xFFFF0000)), _FLOATS)
+
+    return LANES(LANES, like), generate
+
+
+@_primitive
+def splat(typing: Any, number: Any) -> tuple[Any, Generator]:
+    """One float32 sixteen times."""
+    return LANES(types.float32), lambda context, builder, signature, args: _spread(builder, args[0])
+
+
+@_primitive
+def load_splat(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """The float32 at an address sixteen times."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _spread(builder, builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()), align=4))
+
+    return LANES(types.int64), generate
+
+
+@_primitive
+def add(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+    """Sums."""
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fadd(*args, flags=_FLAGS)
+
+
+@_primitive
+def multiply(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+    """Products."""
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fmul(*args, flags=_FLAGS)
+
+
+@_primitive
+def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> tuple[Any, Generator]:
+    """``left * right + addend``, rounded once where the processor can."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(builder.fmul(args[0], args[1], flags=_FLAGS), args[2], flags=_FLAGS)
+
+    return LANES(LANES, LANES, LANES), generate
+
+
+@_primitive
+def maximum(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+    """The larger of each pair."""
+    return LANES(LANES, LANES), lambda context, builder, signature, args: _larger(builder, *args)
+
+
+def _larger(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _fold(builder: Any, numbers: Any, operation: Callable[[Any, Any, Any], Any]) -> Any:
+    distance = WIDTH // 2
+    while distance:
+        turned = builder.shuffle_vector(numbers, numbers, _ints([(lane + distance) % WIDTH for lane in range(WIDTH)]))
+        numbers, distance = operation(builder, numbers, turned), distance // 2
+    return builder.extract_element(numbers, _INT(0))
+
+
+@_primitive
+def total(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+    """The sum of all sixteen, a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _fold(builder, args[0], lambda b, left, right: b.fadd(left, right, flags=_FLAGS))
+
+    return types.float32(LANES), generate
+
+
+@_primitive
+def largest(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+    """The largest of all sixteen, a float32."""
+    return types.float32(LANES), lambda context, builder, signature, args: _fold(builder, args[0], _larger)
+
+
+@_primitive
+def totals(
+    typing: Any, s0: Any, s1: Any, s2: Any, s3: Any, s4: Any, s5: Any, s6: Any, s7: Any,
+    s8: Any, s9: Any, s10: Any, s11: Any, s12: Any, s13: Any, s14: Any, s15: Any,
+) -> tuple[Any, Generator]:  # fmt: skip
+    """The sum of each of sixteen vectors, side by side: a third of the work of ``total`` sixteen times.
+
+    Vectors ``v`` and ``v + half`` become one, whose lanes hold half sums of the one and of the other in turns of ``half`` lanes;
+    after four rounds one vector is left.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors, half = list(args), WIDTH // 2
+        while half:
+            lower = [(lane & ~half) + (WIDTH if lane & half else 0) for lane in range(WIDTH)]
+            upper = [lane + half for lane in lower]
+            pairs = list(zip(vectors[:half], vectors[half:], strict=True))
+            vectors = [
+                builder.fadd(
+                    builder.shuffle_vector(left, right, _ints(lower)),
+                    builder.shuffle_vector(left, right, _ints(upper)),
+                    flags=_FLAGS,
+                )
+                for left, right in pairs
+            ]
+            half //= 2
+        return vectors[0]
+
+    return LANES(*([LANES] * WIDTH)), generate
+
+
+@_primitive
+def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+    """e to each number, none of which is positive; 0 below -87, where float32 ends.
+
+    As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits. The error
+    is below 2 units in the last place.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vanishing = builder.fcmp_ordered("<", args[0], _floats(-87.0))
+        x = builder.select(vanishing, _floats(-87.0), args[0])
+        half = builder.fsub(builder.fmul(x, _floats(1.44269504088896341)), _floats(0.5))
+        power = builder.fptosi(half, _INTS)  # cut towards zero, and so rounded to the nearest
+        n = builder.sitofp(power, _FLOATS)
+        r = builder.fsub(x, builder.fmul(n, _floats(0.693359375)))  # log 2 in two parts, the first without rounding
+        r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
+        series = _floats(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            series = builder.fadd(builder.fmul(series, r, flags=_FLAGS), _floats(factor), flags=_FLAGS)
+        series = builder.fadd(builder.fmul(series, builder.fmul(r, r), flags=_FLAGS), r, flags=_FLAGS)
+        series = builder.fadd(series, _floats(1.0))
+        scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
+        return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
+
+    return LANES(LANES), generate
+
+
+@_primitive
+def claim(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """Takes the next number from the int64 counter at an address; threads never get the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@_primitive
+def keep(typing: Any, numbers: Any, seen: Any, otherwise: Any) -> tuple[Any, Generator]:
+    """The numbers where the sixteen bytes at address ``seen`` are not 0, and ``otherwise`` where they are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        octets = ir.VectorType(ir.IntType(8), WIDTH)
+        flags = builder.load(builder.inttoptr(args[1], octets.as_pointer()), align=1)
+        return builder.select(builder.icmp_unsigned("!=", flags, ir.Constant(octets, [0] * WIDTH)), args[0], args[2])
+
+    return LANES(LANES, types.int64, LANES), generate
+
+
+@_primitive
+def byte_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """The byte at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+
+    return types.uint8(types.int64), generate
+
+
+@_primitive
+def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+@_primitive
+def address_of(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """An address as a pointer, for ``numba.carray``."""
+    return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(
+        args[0], ir.IntType(8).as_pointer()
+    )

@@ -1,0 +1,60 @@
+"""RMS norm in one pass over memory: torch takes seven operations, whose calls cost more than the numbers of a few rows."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, from_dtype, types
+
+from decoding.jit import compiled, compiled_callback
+from engine.native.lanes import WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
+
+_FLOAT = np.float32(0)  # names the type
+
+
+class Norm(ctypes.Structure):
+    """Rows to normalise. Addresses are those of the first element; everything is contiguous."""
+
+    _fields_ = (
+        ("input", ctypes.c_int64),  # [rows, size]
+        ("weight", ctypes.c_int64),  # [size]
+        ("output", ctypes.c_int64),  # [rows, size]
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),  # a multiple of ``WIDTH``
+        ("epsilon", ctypes.c_double),
+    )
+
+
+_SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Norm))))
+
+
+@compiled
+def _normalise(norm: Any, like: Any) -> None:
+    """``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded where Llama's module rounds: before the weight and after it."""
+    size, step = norm.size, bytes_of(like)
+    for row in range(norm.rows):
+        squares, at = splat(_FLOAT), row * size * step
+        for first in range(0, size, WIDTH):
+            numbers = load(norm.input + at + first * step, like)
+            squares = multiply_add(numbers, numbers, squares)
+        scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(norm.epsilon)))
+        for first in range(0, size, WIDTH):
+            numbers = stored(multiply(load(norm.input + at + first * step, like), scale), like)
+            store(norm.output + at + first * step, multiply(numbers, load(norm.weight + first * step, like)), like)
+
+
+def _bfloat16(job: Any) -> None:
+    _normalise(carray(job, 1)[0], np.uint16(0))
+
+
+def _float32(job: Any) -> None:
+    _normalise(carray(job, 1)[0], _FLOAT)
+
+
+@cache
+def entry_point(dtype: str) -> Any:
+    """The C function ``void (Norm *)``, with its ``address``; see ``few_rows.entry_point``."""
+    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float32": _float32}[dtype])

@@ -1,0 +1,88 @@
+"""Modules that take the places of a stock model's own, say the same and cost less per call.
+
+A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or the
+list of its layers, can be replaced in the instance as ``engine.packed_linear`` does; nothing of transformers is changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from decoding.jit import NATIVE
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_PROBE_ROWS = 32
+_DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, because they are added up in another order
+
+
+class CompiledNorm(torch.nn.Module):
+    """An RMS norm as Llama's, in one call of compiled code."""
+
+    def __init__(self, norm: torch.nn.Module, epsilon: float) -> None:
+        """Takes over the weight of a norm: [size] bfloat16 or float32 on a CPU, a multiple of sixteen."""
+        from engine.native.norm import Norm, entry_point
+
+        super().__init__()
+        self.weight = norm.weight
+        self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(_DTYPES[self.weight.dtype]).address)
+        self._job, self._size, self._epsilon = Norm, self.weight.shape[0], epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., size] to the same."""
+        assert hidden_states.dtype == self.weight.dtype and hidden_states.shape[-1] == self._size, hidden_states.shape
+        rows = hidden_states.contiguous()
+        output = torch.empty_like(rows)
+        job = self._job(
+            rows.data_ptr(), self.weight.data_ptr(), output.data_ptr(), rows.numel() // self._size, self._size, self._epsilon
+        )
+        self._kernel(ctypes.addressof(job))
+        return output
+
+
+class WholeList(torch.nn.ModuleList):
+    """A list of layers that gives itself where all of it is asked for; torch makes a new list of modules for every slice."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """See ``torch.nn.ModuleList``."""
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
+
+
+@torch.inference_mode()
+def thin_modules(model: PreTrainedModel) -> int:
+    """Replaces RMS norms, on a CPU, and the list of layers of a model in place; returns how many modules."""
+    replaced: dict[str, torch.nn.Module] = {}
+    layers = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.ModuleList and len(module) == layers and len({type(layer) for layer in module}) == 1:
+            replaced[name] = WholeList(module)
+        elif type(module).__name__.endswith("RMSNorm"):
+            compiled = _compiled_norm(module)
+            if compiled is not None:
+                replaced[name] = compiled
+    for name, module in sorted(replaced.items(), key=lambda item: -item[0].count(".")):  # what lies in a list before the list
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+    return len(replaced)
+
+
+def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:
+    """A norm's replacement, where it says the same: there are other kinds under the same name."""
+    weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not NATIVE or not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float):
+        return None
+    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.dim() != 1 or weight.shape[0] % 16:
+        return None
+    compiled = CompiledNorm(norm, epsilon)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(_PROBE_ROWS, weight.shape[0], generator=generator).to(weight.dtype)
+    expected, given = norm(probe), compiled(probe)
+    close = torch.allclose(given, expected, rtol=1e-2 if weight.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    if weight.dtype == torch.bfloat16:
+        close &= (given != expected).double().mean().item() < _DIFFERING
+    return compiled if close else None

@@ -1,0 +1,80 @@
+"""Endurance: thousands of short requests of all kinds through one engine. None is lost, each answer is right, and at the end the
+engine holds what it held at the beginning."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters import STRATEGIES
+from decoding.request import FinishReason
+from engine.engine import Engine
+from engine.executor import Executor, LocalExecutor
+from engine.runner import ModelRunner
+from tests.models import llama_config, save_model
+from tests.traffic import FailingExecutor, Rush, Watch, make_cases
+
+RUNNING = 6
+HISTORY_TOKENS = 4096  # of a tenant: full soon, so that most of the time old texts make room
+FAILS_EVERY = 97  # steps
+TENANTS = ("a", "b", "c", None, "a")
+STRATEGIES_OF_REQUESTS = (None, None, None, "suffix", "recycling", "autoregressive", "jacobi")
+GROWTH_BYTES = 8 * 2**20  # of 500 requests or 5,000: allocators keep some of what was freed
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def load(
+    folder: Path, strategy: str, running: int, executor: Callable[[ModelRunner], Executor] = LocalExecutor, **options: object
+) -> Engine:
+    speculation = SpeculationOptions(
+        strategy,
+        max_draft_tokens=12,
+        options={"history_tokens": HISTORY_TOKENS} if strategy == "auto" else {},
+        strategies=tuple(name for name in STRATEGIES_OF_REQUESTS if name) if strategy == "auto" else (),
+    )
+    assert set(speculation.strategies) <= set(STRATEGIES)
+    engine = EngineOptions(max_running=running, max_step_tokens=64, **options)  # type: ignore[arg-type]
+    return Engine.load(ModelOptions(str(folder), dtype="float32"), engine, speculation, executor=executor)
+
+
+def options_of(number: int) -> dict[str, object]:
+    """Of the request of a number: numbers without a common factor, so that all of them meet."""
+    return {
+        "tenant": TENANTS[number % len(TENANTS)],
+        "priority": (0, 0, 1, 0, -1, 3, 0, 0, 2, 0, 0)[number % 11],
+        "strategy": STRATEGIES_OF_REQUESTS[number % len(STRATEGIES_OF_REQUESTS)],
+        "max_draft_tokens": (None, None, 2)[number % 3],
+    }
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_request_no_slot_and_no_memory_is_lost(tmp_path: Path, count: int) -> None:
+    config = llama_config(tie_word_embeddings=True, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    folder = save_model(tmp_path / "tiny", config, seed=4)
+    cases = make_cases(load(folder, "autoregressive", 1, prefix_caching=False), 90, seed=31, longest_prompt=40, max_tokens=12)
+    failing = functools.partial(FailingExecutor, every=FAILS_EVERY)
+    watch = Watch(load(folder, "auto", RUNNING, failing, scheduling_policy="priority"))
+    Rush(count // 2, most_live=3 * RUNNING).play(watch, cases, seed=count, options=options_of)  # fills what is bounded
+    before = resident_bytes()
+    Rush(count // 2, most_live=3 * RUNNING).play(watch, cases, seed=count + 1, options=lambda n: options_of(n + 2))
+    grown = resident_bytes() - before
+    assert grown < GROWTH_BYTES, f"{grown / 2**20:.1f} MiB more than after the first half"
+    assert watch.ended.total() == count and watch.engine.counts().free_slots == RUNNING
+    assert all(watch.ended[reason] > count // 50 for reason in FinishReason)
+    assert watch.preemptions > count // 100 and watch.accepted > count // 10 and watch.cached > count
+    assert watch.engine.memory is not None
+    for tenant in {*TENANTS} - {None}:
+        history = watch.engine.memory.of(tenant)
+        assert history is not None and 0 < history.num_tokens <= HISTORY_TOKENS
+    assert watch.engine.memory.public.num_tokens == 0
