@@ -150,12 +150,22 @@ class Pricing:
         slope = float(((seconds[1:] - seconds[0]) / _PROBES).min())
         return slope / self._time().seconds
 
-    def rows_to_draft(self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int) -> list[int]:
-        """How many rows pay for each request; see ``rows_to_draft`` and ``Sharing``."""
-        sharing = Sharing(self._ranks, spine)
-        counts, seconds = rows_to_draft(self._curve, self._load, chances, self._time().seconds, depths, sharing)
-        self._decode_s = self._own(seconds)
-        return counts
+    def rows_to_draft(
+        self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int
+    ) -> tuple[list[int], list[float]]:
+        """How many rows pay for each request, and the seconds that they are expected to save.
+
+        See ``rows_to_draft`` and ``Sharing``. What the rows cost together is divided among them alike.
+        """
+        sharing, token_s = Sharing(self._ranks, spine), self._time().seconds
+        counts, seconds = rows_to_draft(self._curve, self._load, chances, token_s, depths, sharing)
+        decode_s = self._own(seconds)
+        row_s = (decode_s - self._decode_s) / max(1, sum(counts))
+        self._decode_s = decode_s
+        return counts, [
+            float(part[:count].sum()) * token_s - count * row_s if count else 0.0
+            for part, count in zip(chances, counts, strict=True)
+        ]
 
     def emitted(self, tokens: int) -> None:
         """Counts what a request got of the step: also of one without a draft, else the price would never fall."""

@@ -14,7 +14,17 @@ import numpy as np
 
 from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.chains import BLOCK, Int64Array, LogArrays, PlainArrays, follower, gather, unigram_bucket
-from decoding.evidence import BIGRAM, MATCH_BUCKETS, RECYCLING, UNIGRAM, context_bucket, feature, match_bucket, share_bucket
+from decoding.evidence import (
+    BIGRAM,
+    MATCH_BUCKETS,
+    NUM_KINDS,
+    RECYCLING,
+    UNIGRAM,
+    context_bucket,
+    feature,
+    match_bucket,
+    share_bucket,
+)
 from decoding.jit import compiled
 from decoding.tree import Int32Array
 
@@ -75,24 +85,25 @@ class Ranked(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A grown tree without its root: row i of these stands at row i + 1 of the tree."""
+    """A grown tree: the first five begin with its root, so that they are the arrays of a ``DraftTree``."""
 
-    tokens: Int32Array  # [budget]
-    parents: Int32Array  # [budget]
-    kinds: Int32Array  # [budget]
-    features: Int32Array  # [budget]
-    depths: Int32Array  # [budget]
-    chances: Float64Array  # [budget] non-increasing
+    tokens: Int32Array  # [budget + 1]
+    parents: Int32Array  # [budget + 1]
+    kinds: Int32Array  # [budget + 1] evidence; NUM_KINDS for the root
+    features: Int32Array  # [budget + 1]; 0 for the root
+    depths: Int32Array  # [budget + 1]
+    chances: Float64Array  # [budget] of the rows below the root, non-increasing
 
     @classmethod
     def empty(cls, budget: int) -> Rows:
-        """Memory for trees of up to ``budget`` rows."""
-        tokens, parents, kinds, features, depths = np.empty((5, budget), np.int32)
+        """Memory for trees of up to ``budget`` rows below the root."""
+        tokens, parents, kinds, features, depths = np.empty((5, budget + 1), np.int32)
         return cls(tokens, parents, kinds, features, depths, np.empty(budget))
 
     def first(self, count: int) -> Rows:
-        """The first rows."""
-        ints = (self.tokens[:count], self.parents[:count], self.kinds[:count], self.features[:count], self.depths[:count])
+        """The root and the first rows below it."""
+        end = count + 1
+        ints = (self.tokens[:end], self.parents[:end], self.kinds[:end], self.features[:end], self.depths[:end])
         return Rows(*ints, self.chances[:count])
 
 
@@ -260,7 +271,7 @@ def grow(
         rows: out.
 
     Returns:
-        How many rows were grown.
+        How many rows were grown below the root.
     """
     own, tenant, public = LogArrays(*own_log), LogArrays(*tenant_log), LogArrays(*public_log)
     first, used = open_root(
@@ -268,6 +279,7 @@ def grow(
     )  # fmt: skip
     count = size = grown = depth = row = 0
     chance, token = 1.0, context[-1]
+    rows.tokens[0], rows.parents[0], rows.kinds[0], rows.features[0], rows.depths[0] = token, -1, NUM_KINDS, 0, 0
     while True:
         if depth < max_depth:
             begin = count
@@ -282,10 +294,11 @@ def grow(
             return grown
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
-        rows.tokens[grown], rows.parents[grown], rows.kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
-        rows.features[grown], rows.depths[grown], rows.chances[grown] = pool.features[best], pool.depths[best], pool.chances[best]
+        rows.chances[grown] = pool.chances[best]
         grown += 1
-        parent = context[-1] if pool.parents[best] == 0 else rows.tokens[pool.parents[best] - 1]
+        rows.tokens[grown], rows.parents[grown], rows.kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
+        rows.features[grown], rows.depths[grown] = pool.features[best], pool.depths[best]
+        parent = rows.tokens[pool.parents[best]]
         row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]
         if depth < max_depth:
             cap = caps[3]

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MOST_STEPS = 8  # that a request is left alone at a time
+_MOST_STEPS = 16  # that a request is left alone at a time
+_WORTH_GAIN = 0.25  # how fast the worth of asking a request follows what its drafts are expected to save
 _EXPLORE_EVERY = 16  # proposals
 EXPLORED_ROWS = 2  # that a request drafts then, whatever they cost
 
 
 class Pause:
-    """Of one request. Asking costs time as well: who found nothing that paid, twice in a row and more often, is asked less often.
+    """Of one request. Asking costs time as well: one whose drafts save less than that is asked less often.
 
-    How long it is left alone grows with the requests of a step, which pay for the asking together: a request alone is always
-    asked. When the load falls, all are asked at once.
+    How long it is left alone grows, from its second such answer on, up to half of the requests of a step, which pay for the
+    asking together: a request alone is always asked. When the load falls, all are asked at once.
 
     Example: eight requests decode. One of them drafts nothing in two steps in a row: it is left alone for one step, after the
     third such step for two, after the fourth for four, which is half of the requests and the most.
     """
 
-    __slots__ = ("_fruitless", "_left", "drafted_at")
+    __slots__ = ("_fruitless", "_left", "_worth_s", "drafted_at")
 
     def __init__(self) -> None:
         self._fruitless = self._left = 0
+        self._worth_s = 0.0
         self.drafted_at = 0  # number of the proposal in which it drafted last
 
     def asked(self) -> bool:
@@ -36,10 +38,21 @@ class Pause:
         """It is asked in the next step, and what came before is forgotten."""
         self._fruitless = self._left = 0
 
-    def drafted(self, rows: int, requests: int, number: int) -> None:
-        """It drafted so many rows in a proposal, by its number, for so many requests."""
+    def drafted(self, rows: int, requests: int, number: int, saved_s: float, asking_s: float) -> None:
+        """It was asked.
+
+        Args:
+            rows: that it drafts.
+            requests: of the proposal.
+            number: of the proposal.
+            saved_s: seconds that these rows are expected to save.
+            asking_s: seconds that asking took.
+        """
+        self._worth_s += (saved_s - self._worth_s) * _WORTH_GAIN
         if rows:
-            self._fruitless, self.drafted_at = 0, number
+            self.drafted_at = number
+        if rows and max(saved_s, self._worth_s) > asking_s:
+            self._fruitless = 0
             return
         self._fruitless += 1
         if self._fruitless > 1:

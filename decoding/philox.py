@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import NATIVE, compiled
+from decoding.jit import compiled
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -29,7 +29,8 @@ def _high(a: np.uint64, b: np.uint64) -> np.uint64:
 
 
 @compiled
-def _fill(key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array) -> None:
+def fill_raw(key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array) -> None:
+    """Fills [n] ``found`` with ``raw_stream(key, position, max(places) + 1)[places]``, at the price of the places alone."""
     first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]
     for at in range(len(places)):
         # numpy counts up before each block, so that its first has the number 1.
@@ -42,21 +43,7 @@ def _fill(key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], fo
         found[at] = a if lane == 0 else b if lane == 1 else c if lane == 2 else d
 
 
-def raw_at(seed: int, position: int, places: npt.NDArray[np.int64]) -> UInt64Array:
-    """``raw_stream(seed, position, max(places) + 1)[places]``, at the price of the places alone where numba is installed."""
-    if not NATIVE:
-        return raw_stream(seed, position, int(places.max(initial=-1)) + 1)[places]
-    found = np.empty(len(places), np.uint64)
-    _fill(np.uint64(seed), np.uint64(position), places, found)
-    return found
-
-
 def raw_stream(seed: int, position: int, count: int) -> UInt64Array:
     """[count] uint64: numpy's stream for the key ``seed`` from the counter ``position * 2**64`` on."""
     raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
     return raw
-
-
-def compile_philox() -> None:
-    """Calls what is compiled once, so that no request waits for the compiler."""
-    raw_at(0, 0, np.zeros(1, np.int64))

@@ -20,8 +20,8 @@ import torch
 from decoding.draws import draw, gumbel
 from decoding.penalties import LogitRules
 from decoding.philox import raw_stream
+from decoding.ranking import argmax_rows
 from decoding.request import SamplingParams, TokenLogprob
-from decoding.tree import Int32Array
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
@@ -66,36 +66,6 @@ def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         beyond = probs.cumsum(-1) - probs >= params.top_p  # the mass before a token already reaches top_p
         scores = scores.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), -torch.inf)
     return scores
-
-
-_HALVES = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # half-precision types, and the bits of their infinity
-_FEW = 1 << 14  # numbers that are converted to float32 sooner than they are looked at as bits
-
-
-def argmax_rows(logits: torch.Tensor) -> Int32Array:
-    """The most likely token of each row, the lowest id among equals.
-
-    Args:
-        logits: [n, vocab] floating point, on any device.
-
-    Returns:
-        [n] int32. On a CPU numpy does it: torch's argmax is many times slower there, above all in bfloat16. Half-precision
-        numbers are compared by their bits: positive ones are ordered like integers of the same bits, and above all negative ones.
-    """
-    best: Int32Array
-    if logits.device.type != "cpu":
-        best = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
-        return best
-    infinity = _HALVES.get(logits.dtype)
-    if infinity is not None and logits.numel() > _FEW:
-        bits = logits.view(torch.int16).numpy()
-        best = bits.argmax(-1).astype(np.int32)
-        largest = bits[np.arange(len(bits)), best]
-        # Where nothing is above zero, or something is not a number, the order of bits is another.
-        if largest.min() > 0 and largest.max() <= infinity and bits.view(np.uint16).max() <= infinity | 0x8000:
-            return best
-    best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
-    return best
 
 
 def choose(

@@ -10,6 +10,7 @@ from decoding.latency import LatencyCurve, StepLoad
 from decoding.pause import EXPLORED_ROWS, Explorer, Pause
 
 _NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
+_ASKING_GAIN = 0.05  # how fast the seconds of asking follow the latest
 _EASED = 0.75  # the load has fallen when no more than that share of the requests is left
 
 # Grows the rows of a request, by its place, that have at least a chance; without one all that a drafter looks at.
@@ -21,13 +22,14 @@ class Selection:
     """Which rows of which requests a step drafts: those that pay by their chances and the device's latency curve.
 
     Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chance``),
-    requests without any that pay are asked less often (``Pause``), and now and then one drafts without a prospect (``Explorer``).
-    When the number of requests falls by a quarter, all are asked again at once.
+    requests whose rows save less than asking costs are asked less often (``Pause``), and now and then one drafts without a
+    prospect (``Explorer``). When the number of requests falls by a quarter, all are asked again at once.
     """
 
     def __init__(self, curve: LatencyCurve) -> None:
         self._pricing, self._explorer = Pricing(curve), Explorer()
-        self._number, self._busiest = 0, 1
+        self._number, self._busiest, self._asked = 0, 1, 0
+        self._asking_s = 0.0  # seconds of asking one request
 
     def scale(self, ranks: int) -> None:
         """From now on so many ranks share each step."""
@@ -54,16 +56,27 @@ class Selection:
         explored = self._explorer.pick(pauses, self._number)
         asked = [at for at, pause in enumerate(pauses) if pause.asked() or at == explored]
         grown = [_NO_ROWS] * count
-        if asked:
-            least = _NEAR * self._pricing.least_chance()
-            for at in asked:
-                grown[at] = grow(at, 0.0 if at == explored else least)
-        counts = self._pricing.rows_to_draft([rows.chances for rows in grown], [rows.depths for rows in grown], accepted)
+        self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
+        if not asked:
+            return grown
+        least = _NEAR * self._pricing.least_chance()
         for at in asked:
-            pauses[at].drafted(counts[at], count, self._number)
-            if at == explored:
-                counts[at] = max(counts[at], EXPLORED_ROWS)
-        return [rows.first(drafted) for rows, drafted in zip(grown, counts, strict=True)]
+            grown[at] = grow(at, 0.0 if at == explored else least)
+        counts, saved = self._pricing.rows_to_draft(
+            [rows.chances for rows in grown], [rows.depths[1:] for rows in grown], accepted
+        )
+        for at in asked:
+            pauses[at].drafted(counts[at], count, self._number, saved[at], self._asking_s)
+            drafted = max(counts[at], EXPLORED_ROWS) if at == explored else counts[at]
+            if drafted < len(grown[at].chances):
+                grown[at] = grown[at].first(drafted)
+        return grown
+
+    def timed(self, seconds: float) -> None:
+        """Counts how long the last proposal took."""
+        if self._asked:
+            self._asking_s += (seconds / self._asked - self._asking_s) * _ASKING_GAIN
+            self._asked = 0
 
     def emitted(self, tokens: int) -> None:
         """Counts what a request got of the step."""

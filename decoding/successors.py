@@ -50,8 +50,8 @@ class SuccessorTable:
             tokens: [n].
             successors: [n, width] the most likely tokens after each, the most likely first.
         """
-        for token, row in zip(tokens.tolist(), successors, strict=True):  # one by one: numpy promises no order of equal indices
-            self.entries[token] = row
+        last = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
+        self.entries[list(last)] = successors[list(last.values())]
 
     def count(self, token: int, follower: int) -> None:
         """Counts at which rank the entry of ``token`` held what the target then emitted."""

@@ -12,6 +12,8 @@ Int32Array = npt.NDArray[np.int32]
 Int8Array = npt.NDArray[np.int8]
 BoolArray = npt.NDArray[np.bool_]
 
+_NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of a root alone
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -41,6 +43,8 @@ class DraftTree:
             source: the id of the drafter (see ``decoding.drafters.base.SOURCES``).
         """
         n = len(draft) + 1
+        if n == 1 and source == 0:  # plain decoding, every step of it
+            return cls(np.array((root,), np.int32), _NO_PARENT, _ROOT_SOURCE, 1)
         tokens = np.empty(n, np.int32)
         tokens[0] = root
         tokens[1:] = draft

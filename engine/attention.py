@@ -136,10 +136,10 @@ def tree_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     tree_step.windows[layer] = sliding_window
     few, others = tree_step.split(query, key, value) if softcap is None else (None, tree_step.segments)
+    attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
     if few is not None:
         few.attend(layer, query, key, value, output, scaling, sliding_window)
-    attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
     for segment in others:
         rows = slice(segment.offset, segment.offset + segment.rows)
         keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])

@@ -53,6 +53,8 @@ class Batch:
 
 def pack(works: Sequence[Work]) -> Batch:
     """Flattens the work of one step. Every request has a slot and at least one row."""
+    if all(work.end - work.start == 1 and work.tree is not None and len(work.tree.tokens) == 1 for work in works):
+        return _pack_roots(works)
     tokens: list[npt.NDArray[np.int32]] = []
     parents: list[npt.NDArray[np.int32]] = []
     sizes: list[int] = []
@@ -80,6 +82,21 @@ def pack(works: Sequence[Work]) -> Batch:
     lay_rows(forest, np.array(sizes, np.int64), starts, ends, positions, logit_rows, chains, masks)
     segments = _segments(works, sizes, chains.tolist(), masks.view(np.bool_))
     return Batch(np.concatenate(tokens, dtype=np.int64), positions, segments, logit_rows, tuple(logit_starts))
+
+
+def _pack_roots(works: Sequence[Work]) -> Batch:
+    """As ``pack``, where each request has its root alone: plain decoding."""
+    segments = []
+    for row, work in enumerate(works):
+        assert work.request.slot is not None and work.start >= 0, (work.request.slot, work.start)
+        segments.append(Segment(work.request.slot, work.start, row, 1, None))
+    return Batch(
+        np.array([work.request.tokens[work.start] for work in works], np.int64),
+        np.array([work.start for work in works], np.int64),
+        tuple(segments),
+        np.arange(len(works)),
+        tuple(range(len(works))),
+    )
 
 
 def _segments(works: Sequence[Work], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray) -> tuple[Segment, ...]:

@@ -232,6 +232,7 @@ class Engine:
         drafting = [share for share in shares if share.draft_rows > 0]
         trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
         propose_s = time.perf_counter() - now
+        self._drafter.timed(propose_s)
         drafts: dict[str, DraftTree] = {}
         for share, tree in zip(drafting, trees, strict=True):
             drafts[share.request.request_id] = tree.clipped(

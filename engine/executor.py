@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from decoding.drafters.base import TargetRows
+from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
-from decoding.philox import compile_philox
-from decoding.ranking import compile_ranking
+from decoding.ranking import argmax_rows, compile_ranking
 from decoding.request import Acceptance, Request, RequestState, TokenLogprob
-from decoding.sampling import argmax_rows, choose, token_logprobs
+from decoding.sampling import choose, token_logprobs
 from decoding.tree import DraftTree, Int32Array
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
@@ -92,7 +92,9 @@ class Verifier:
         """
         request, tree, params = work.request, work.tree, work.request.params
         assert tree is not None
-        if params.greedy and not params.alters_logits:
+        if params.greedy and not params.alters_logits and len(greedy) == 1:
+            acceptance = Acceptance((), int(greedy[0]))
+        elif params.greedy and not params.alters_logits:
             acceptance = verify_exact(tree, greedy.tolist().__getitem__, request.remaining, work.end_tokens)
         else:
             acceptance = self._walk(work, tree, logits)
@@ -138,7 +140,7 @@ class LocalExecutor:
         self.runner, self._cache = runner, runner.cache
         self._verifier = Verifier()
         compile_rows()
-        compile_philox()
+        compile_nucleus()
         compile_ranking(runner.model.dtype)
 
     width = 1
@@ -175,8 +177,11 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            rows = slice(first, first + len(work.tree))
-            outcome = self._verifier.verify(work, logits[rows], greedy[rows])
+            own, best = logits, greedy
+            if len(works) > 1:
+                rows = slice(first, first + len(work.tree))
+                own, best = logits[rows], greedy[rows]
+            outcome = self._verifier.verify(work, own, best)
             # Entries behind ``end - 1``: the root's, then the tree's rows in order.
             self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)

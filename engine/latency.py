@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from decoding.latency import LatencyCurve, StepLoad
+from decoding.ranking import argmax_rows
 from decoding.request import Request, SamplingParams
-from decoding.sampling import argmax_rows
 from decoding.tree import DraftTree
 from engine.batch import Batch, Work, pack
 from engine.model_tables import Progress

@@ -1,12 +1,14 @@
 """Modules that take the places of a stock model's own, say the same and cost less per call.
 
-A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or the
-list of its layers, can be replaced in the instance as ``engine.packed_linear`` does; nothing of transformers is changed.
+A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or
+the list of its layers, can be replaced in the instance as ``engine.packed_linear`` does; nothing of transformers is changed.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,25 +24,29 @@ _DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, 
 class CompiledNorm(torch.nn.Module):
     """An RMS norm as Llama's, in one call of compiled code."""
 
-    def __init__(self, norm: torch.nn.Module, epsilon: float) -> None:
+    def __init__(self, weight: torch.nn.Parameter, epsilon: float) -> None:
         """Takes over the weight of a norm: [size] bfloat16 or float32 on a CPU, a multiple of sixteen."""
-        from engine.native.norm import Norm, entry_point
-
         super().__init__()
-        self.weight = norm.weight
-        self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(_DTYPES[self.weight.dtype]).address)
-        self._job, self._size, self._epsilon = Norm, self.weight.shape[0], epsilon
+        self.weight, self._size, self._epsilon = weight, weight.shape[0], epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
-        assert hidden_states.dtype == self.weight.dtype and hidden_states.shape[-1] == self._size, hidden_states.shape
+        weight, size = self.weight, self._size
+        assert hidden_states.dtype == weight.dtype and hidden_states.shape[-1] == size, hidden_states.shape
         rows = hidden_states.contiguous()
         output = torch.empty_like(rows)
-        job = self._job(
-            rows.data_ptr(), self.weight.data_ptr(), output.data_ptr(), rows.numel() // self._size, self._size, self._epsilon
-        )
-        self._kernel(ctypes.addressof(job))
+        kernel, job_type = _norm_kernel(_DTYPES[weight.dtype])
+        job = job_type(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self._epsilon)
+        kernel(ctypes.addressof(job))
         return output
+
+
+@cache
+def _norm_kernel(dtype: str) -> tuple[Callable[[int], None], Callable[..., ctypes.Structure]]:
+    """The compiled function, which no module holds: a model can be copied and pickled."""
+    from engine.native.norm import Norm, entry_point
+
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(dtype).address), Norm
 
 
 class WholeList(torch.nn.ModuleList):
@@ -74,11 +80,11 @@ def thin_modules(model: PreTrainedModel) -> int:
 def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:
     """A norm's replacement, where it says the same: there are other kinds under the same name."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not NATIVE or not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float):
+    if not NATIVE or not isinstance(weight, torch.nn.Parameter) or not isinstance(epsilon, float):
         return None
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.dim() != 1 or weight.shape[0] % 16:
         return None
-    compiled = CompiledNorm(norm, epsilon)
+    compiled = CompiledNorm(weight, epsilon)
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBE_ROWS, weight.shape[0], generator=generator).to(weight.dtype)
     expected, given = norm(probe), compiled(probe)

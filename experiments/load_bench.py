@@ -143,7 +143,7 @@ class LoadBench:
             return max(concurrency, self._args.requests)
         count = max(_LEAST_REQUESTS // 2, math.ceil(_CALIBRATION * concurrency))
         run = measured(*drive(self.ours[0], self.prompts[:count], ClosedLoop(concurrency)), closed=True)
-        return max(_LEAST_REQUESTS, 2 * concurrency, math.ceil(run["requests_per_s"] * self._args.duration))
+        return max(_LEAST_REQUESTS, _ROUNDS * concurrency, math.ceil(run["requests_per_s"] * self._args.duration))
 
     def _cell(
         self, name: str, prompts: Sequence[Prompt], arrivals: Arrivals, ours: Sequence[EngineServer], theirs: Sequence[Server]

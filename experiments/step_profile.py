@@ -4,9 +4,9 @@ python -m experiments.step_profile --batch 1 4 16 --strategy auto autoregressive
 
 Phases of one step of the engine, in their order: ``schedule`` (who runs), ``propose`` (the drafter, and its trees made valid),
 ``pack`` (trees to flat arrays), ``forward`` (the model), ``verify`` (argmax or draw, the walk, the KV of accepted rows),
-``commit`` (text, counters, what the caller gets) and ``observe`` (what the drafter learns). Times are medians over steps in which every
-request of the batch decodes and nothing is prefilled. ``around`` is all but the forward and the scheduling, the share that
-speculation and serving cost beside the model.
+``commit`` (text, counters, what the caller gets) and ``observe`` (what the drafter learns). Times are medians over steps in which
+every request of the batch decodes and nothing is prefilled. ``around`` is all but the forward and the scheduling: what serving
+costs beside the model.
 
 Methods of the pieces are wrapped from outside, so that the engine pays nothing for being measured. On a GPU the forward returns
 before it is done, and ``verify``, which waits for it, has the rest.
@@ -65,7 +65,7 @@ class PhaseClock:
         """
         self._engine, self._clock = engine, clock
         self._spans: dict[str, list[tuple[float, float]]] = {}
-        self._works: Sequence[Work] = ()
+        self._works: Sequence[Work] = ()  # of the step
         for name, piece, method in (
             ("schedule", scheduler, "schedule"),
             ("execute", executor, "execute"),
@@ -91,11 +91,11 @@ class PhaseClock:
         None where anything was prefilled, or fewer than ``batch`` requests decoded.
         """
         self._spans.clear()
-        self._works = ()
+        self._works = []  # set by ``execute``
         started = self._clock()
         outputs = self._engine.step()
         ended = self._clock()
-        works = self._works
+        works: Sequence[Work] = self._works
         if len(works) != batch or any(work.tree is None or work.end - work.start != 1 for work in works):
             return None
         (execute,), (forward,), (schedule,) = (self._spans[name] for name in ("execute", "forward", "schedule"))
@@ -149,7 +149,7 @@ class Bench:
         for requests in self.requests(batch, params):
             for request in requests:
                 engine.add(request)
-            while engine.has_work and len(found) < args.steps:
+            while engine.counts().running + engine.counts().waiting == batch and len(found) < args.steps:
                 if (seconds := clock.step(batch)) is not None:
                     found.append(seconds)
             for request in requests:
@@ -256,7 +256,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", nargs="+", choices=sorted(STRATEGIES), default=["autoregressive", "auto"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of an output, after which other requests begin")
+    parser.add_argument("--max-tokens", type=int, default=384, help="tokens of an output; when one ends, other requests begin")
     parser.add_argument("--budget", type=int, default=64, help="most drafted rows of a request in a step")
     parser.add_argument("--steps", type=int, default=150, help="that are measured in each case")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests")

@@ -20,7 +20,7 @@ from decoding.successors import LearningSteps, SuccessorTables
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
 
-_SOURCE_OF_KIND = np.zeros(NUM_KINDS, np.int8)
+_SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last one is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
 _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
 _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
@@ -32,9 +32,9 @@ _MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
 _RECYCLED_SOURCE = SOURCES.index("recycling")
 _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
+_PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # among more requests, so many tokens of one are told to the others together
 _LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
 _NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
-_ROOT_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)
 _ROOT_FEATURES = np.zeros(1, np.int32)
 _ANY = SamplingParams(max_tokens=8)
 
@@ -178,13 +178,20 @@ class AutoDrafter(Drafter):
         self._load = None
         return [self._tree(*each) for each in zip(requests, states, rows, strict=True)]
 
+    def timed(self, seconds: float) -> None:
+        """Asking a request for drafts has to pay, too."""
+        if self._selection is not None:
+            self._selection.timed(seconds)
+
     def _grow(self, request: Request, state: _RequestState, budget: int, least_chance: float) -> Rows:
         history = self._history(request)
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
         if history is not None:
-            self._tell(request, state, history)
+            # Others hear of it in batches where telling takes longer than it brings.
+            if self._proposed <= _PROMPT_TELLING or request.num_output - state.told >= _TOLD_TOGETHER:
+                self._tell(request, state, history)
             edition, owner, tenant = history.edition, history.number(request.text), history.log
             if state.told and owner < 0 and self._recycled is not None:  # its text was removed while it runs
                 self._recycled.set_apart(request)
@@ -228,14 +235,11 @@ class AutoDrafter(Drafter):
         state.told = request.num_output
 
     def _tree(self, request: Request, state: _RequestState, rows: Rows) -> DraftTree:
-        if not len(rows.tokens):
+        if not len(rows.chances):
             state.features = _ROOT_FEATURES
             return DraftTree.chain(request.root, ())
-        tokens = np.concatenate((request.tokens[-1:], rows.tokens))
-        parents = np.concatenate((_ROOT_PARENT, rows.parents))
-        sources = np.concatenate((_ROOT_SOURCE, _SOURCE_OF_KIND[rows.kinds]))
-        state.features = np.concatenate((_ROOT_SOURCE, rows.features), dtype=np.int32)
-        return DraftTree(tokens, parents, sources, len(tokens))
+        state.features = rows.features
+        return DraftTree(rows.tokens, rows.parents, _SOURCE_OF_KIND[rows.kinds], len(rows.tokens))
 
     def _frequent(self, request: Request, history: History | None) -> Int32Array:
         """The tokens that are most frequent in what the request drafts from, the references left out."""

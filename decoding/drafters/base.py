@@ -147,6 +147,9 @@ class Drafter(ABC):
                 for the root alone.
         """
 
+    def timed(self, seconds: float) -> None:  # noqa: B027
+        """How long the last ``propose`` took, by the engine's clock."""
+
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
         """What a step taught, after the emitted tokens were committed. Not called for the step that ends a request.
 

@@ -42,6 +42,7 @@ class ByRequest(Drafter):
         self._asking: dict[str, int] = dict.fromkeys(self._drafters, 0)  # top_k of each in this step
         self._ranks = 1
         self._load: StepLoad | None = None
+        self._proposed: list[Drafter] = []  # who drafted last
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class ByRequest(Drafter):
             places[name].append(at)
             self._live[name].add(request.request_id)
         trees: list[DraftTree | None] = [None] * len(requests)
-        load = self._load
+        load, self._proposed = self._load, []
         for name, drafter in reversed(self._drafters.items()):
             self._asking[name] = 0
             if not self._live[name]:
@@ -88,6 +89,8 @@ class ByRequest(Drafter):
             if load is not None:
                 drafter.plan(load)
             mine = places[name]
+            if mine:
+                self._proposed.append(drafter)
             proposed = drafter.propose([requests[at] for at in mine], [budgets[at] for at in mine])
             for at, tree in zip(mine, proposed, strict=True):
                 trees[at] = tree
@@ -95,6 +98,11 @@ class ByRequest(Drafter):
                 load = replace(load, rows=load.rows + sum(map(len, proposed)) - len(proposed))
             self._asking[name] = drafter.top_k
         return [tree for tree in trees if tree is not None]
+
+    def timed(self, seconds: float) -> None:
+        """To who drafted alone: of several, how long each took is not known."""
+        if len(self._proposed) == 1:
+            self._proposed[0].timed(seconds)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """To the strategy of the request."""

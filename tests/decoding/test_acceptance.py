@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables, prior
-from decoding.evidence import COPY, HISTORY, KIND_FEATURES, MATCH_BUCKETS, NUM_FEATURES, RECYCLING, SHARE_BUCKETS, UNIGRAM, feature
+from decoding.evidence import (
+    COPY,
+    HISTORY,
+    KIND_FEATURES,
+    MATCH_BUCKETS,
+    NUM_FEATURES,
+    RECYCLING,
+    SHARE_BUCKETS,
+    UNIGRAM,
+    feature,
+)
 
 HALF = feature(COPY, 0, SHARE_BUCKETS - 1)  # a copy that agrees in one token and has no rival: prior 0.5
 

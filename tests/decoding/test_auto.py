@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import TargetRows
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.latency import LatencyCurve
 from decoding.replay import known_rows
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array

@@ -21,6 +21,7 @@ from decoding.evidence import (
     HISTORY_FRESH,
     MATCH_BUCKETS,
     NUM_FEATURES,
+    NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
     UNIGRAM,
@@ -127,13 +128,20 @@ def grown(
     assert 0 <= count <= budget
     rows = rows.first(count)
     paths: list[Path] = [()]
-    for row, (token, parent) in enumerate(zip(rows.tokens.tolist(), rows.parents.tolist(), strict=True), start=1):
+    assert (rows.tokens[0], rows.parents[0], rows.kinds[0], rows.features[0], rows.depths[0]) == (
+        known.context[-1],
+        -1,
+        NUM_KINDS,
+        0,
+        0,
+    )
+    for row, (token, parent) in enumerate(zip(rows.tokens[1:].tolist(), rows.parents[1:].tolist(), strict=True), start=1):
         assert 0 <= parent < row
         paths.append((*paths[parent], token))
     assert len(set(paths)) == len(paths)
     assert all(len(path) <= max_depth for path in paths)
     assert (np.diff(rows.chances) <= 0).all() and (rows.chances >= least).all()
-    return Grown(paths[1:], rows.chances.tolist(), rows.kinds.tolist(), rows.features.tolist())
+    return Grown(paths[1:], rows.chances.tolist(), rows.kinds[1:].tolist(), rows.features[1:].tolist())
 
 
 def agreement(text: Sequence[int], at: int, path: Sequence[int]) -> int:
@@ -342,7 +350,7 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
         np.full(4, 5000, np.int64), 2000, 8, 1e-4, Pool.empty(), rows,
     )  # fmt: skip
     assert count == 2000
-    assert len(set(zip(rows.parents.tolist(), rows.tokens.tolist(), strict=True))) == 2000
+    assert len(set(zip(rows.parents[1:].tolist(), rows.tokens[1:].tolist(), strict=True))) == 2000
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))

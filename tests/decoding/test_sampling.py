@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.penalties import LogitRules, TokenCounts
+from decoding.ranking import argmax_rows
 from decoding.request import SamplingParams
-from decoding.sampling import argmax_rows, choose, gumbel_noise, token_logprobs, warp
+from decoding.sampling import choose, gumbel_noise, token_logprobs, warp
 
 
 def params(**changes: float) -> SamplingParams:
@@ -256,3 +257,25 @@ def test_parameters_are_values() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="stop"):
         SamplingParams(stop=("",))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_penalties_are_torchs_bit_for_bit(dtype: torch.dtype) -> None:
+    """A text once given for a seed must come again: these operations, in these types, are what it was made with."""
+    torch.manual_seed(0)
+    for repetition, frequency, presence in [(1.1, 0.3, 0.7), (0.7, 0.0, -0.2), (1.0, -1.3, 0.1), (1.3, 0.0, 0.0)]:
+        settings = params(repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
+        rules = LogitRules(settings, [1, 2, 2, 40])
+        for token in (3, 3, 2, 7, 3):
+            rules.counts.push(token)
+        logits = (torch.randn(60) * 4).to(dtype)
+        expected = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
+        ids = torch.from_numpy(rules.counts.ids)
+        counts = torch.from_numpy(rules.counts.counts).to(expected)
+        seen = expected[ids]
+        if repetition != 1.0:
+            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+        seen -= frequency * counts
+        seen -= presence * (counts > 0)
+        expected[ids] = seen
+        assert torch.equal(rules.apply(logits), expected)

@@ -48,7 +48,7 @@ def params(temperature: float, reaches_context: bool) -> list[SamplingParams]:
 
 
 def load(folder: str, strategy: str, batch: int, budget: int, options: dict[str, int | bool]) -> Engine:
-    engine_options = EngineOptions(max_running=batch, max_step_tokens=256)
+    engine_options = EngineOptions(max_running=batch, max_step_tokens=256, scheduling_policy="priority")
     return Engine.load(ModelOptions(folder, dtype="float64"), engine_options, SpeculationOptions(strategy, budget, options))
 
 

@@ -249,7 +249,8 @@ def test_preempted_requests_give_the_same(folder: str) -> None:
     params = SamplingParams(30, 0.9, seed=5, ignore_eos=True, logit_bias=BIAS, logprobs=2, **PENALTIES)  # type: ignore[arg-type]
 
     def run(priorities: bool) -> tuple[Request, list[TokenLogprob]]:
-        engine = Engine.load(ModelOptions(folder, dtype="float64"), EngineOptions(max_running=1), SpeculationOptions("llma"))
+        options = EngineOptions(max_running=1, scheduling_policy="priority")
+        engine = Engine.load(ModelOptions(folder, dtype="float64"), options, SpeculationOptions("llma"))
         slow = Request("slow", PROMPTS[2], params, priority=1)
         engine.add(slow)
         entries: list[TokenLogprob] = []
