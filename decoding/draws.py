@@ -1,7 +1,8 @@
 """The draw of one token from one row of scores on a CPU: what ``warp`` and noise over the whole vocabulary give, for less.
 
-Only tokens that min-p, top-k and top-p leave can be drawn, most often few, and only they need noise. Where the nucleus is wide, the winner among all tokens is looked at first, and the next best while they lie outside it. Where a decision is so close
-that the order of a sum's terms could turn it, nothing is decided here, and the caller takes the long way.
+Only tokens that min-p, top-k and top-p leave can be drawn, most often few, and only they need noise. Where the nucleus is wide,
+the winner among all tokens is looked at first, and the next best while they lie outside it. Where a decision is so close that the
+order of a sum's terms could turn it, nothing is decided here, and the caller takes the long way.
 """
 
 from __future__ import annotations

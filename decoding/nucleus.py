@@ -21,10 +21,12 @@ Int64Array = npt.NDArray[np.int64]
 
 MOST = 512  # tokens that may be left
 UNDECIDED = -1  # the long way is needed: it is close, or the scores or the parameters are unusual
-WIDE = -2  # more tokens may be left
+WIDE = -2  # more tokens may be left, or, with top-p alone, it is close
 CLOSE = 1e-5  # sums of float32 probabilities in different order differ by less than a third of this, whatever the vocabulary
 _NEAR = 7.0  # distance from the highest score: a probability of 1/1100 of the highest one
+_NEAREST = 0.2  # no shorter distance is tried where too many are near
 _MARGIN = 0.01  # of a distance that has to hold all that min-p leaves
+_LARGEST = 1e4  # score: beyond it float32 cannot tell the margin
 _BLOCK = 128  # scores whose highest is found before any is looked at alone
 
 
@@ -76,7 +78,7 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
     before = 0.0  # the mass of the tokens that are more likely
     for at in range(count):
         if abs(before / total - top_p) < CLOSE:
-            return UNDECIDED
+            return UNDECIDED if all_near else WIDE
         if before / total > top_p:
             return at
         before += math.exp(ordered[at] - top)
@@ -90,11 +92,13 @@ def _left(
     scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, seed: np.uint64,
     position: np.uint64, ids: Int64Array, left_scores: Float32Array, raw: UInt64Array,
 ) -> int:  # fmt: skip
+    if abs(top) > _LARGEST:
+        return UNDECIDED
     reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # of min-p, from the highest score
     distance = min(_NEAR, reach)
     count = _collect(scores, np.float32(top - distance), ids)
-    while count > len(ids) and distance > 1.0:
-        distance /= 2
+    while count > len(ids) and distance > _NEAREST:
+        distance *= 0.75
         count = _collect(scores, np.float32(top - distance), ids)
     if count > len(ids):
         return WIDE
@@ -103,7 +107,7 @@ def _left(
     all_near = distance >= reach or 0 < top_k <= count
     if not all_near and (min_p > 0.0 or top_k > 0):
         return UNDECIDED
-    left = _cut(scores[near][order], top, total, min_p, top_k, top_p, all_near)
+    left = _cut(scores[near][order], float(top), total, min_p, top_k, top_p, all_near)
     if left < 0:
         return left
     ids[:left] = np.sort(near[order[:left]])

@@ -142,7 +142,7 @@ class Scheduler:
             width: ranks that share the step's trees, at least 1.
         """
         for request in self._followers:
-            if request.slot is not None:
+            if request.slot is not None and request.scope is not None:
                 request.num_computed = self.place(request, (request.slot,))[1]
         self._followers = []
         if self._waiting:

@@ -29,6 +29,7 @@ BASELINE = "autoregressive"
 MAIN = ("auto", BASELINE)  # the comparison that is repeated; single strategies run fewer times
 _CALIBRATION = 1.25  # requests by client of the run that tells how many fill --duration
 _LEAST_REQUESTS = 8  # of a cell
+_ROUNDS = 6  # requests of each client at least: the first and the last ones of a cell are not what the load is
 _FAULTS = (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError)  # what transformers' batching may raise
 
 

@@ -53,7 +53,7 @@ def test_the_token_is_that_of_the_long_way(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     for vocab in (1, 2, 5, 37, 300, 4096):
-        for scale in (0.01, 1.0, 3.0, 10.0):
+        for scale in (0.01, 1.0, 3.0, 10.0, 1e6):
             for number, truncation in enumerate(TRUNCATIONS):
                 logits = (torch.randn(vocab) * scale).to(dtype)
                 if vocab > 4 and number % 3 == 0:
@@ -81,7 +81,7 @@ def test_the_short_way_decides_almost_always() -> None:
         logits = torch.randn(4096) * (0.5 + position % 4)
         for truncation in TRUNCATIONS[1:7]:
             undecided += draw(logits.numpy(), SamplingParams(seed=1, temperature=1.0, **truncation), position) is None  # type: ignore[arg-type]
-    assert undecided < 12
+    assert undecided < 60  # of 600: min-p leaves many where all are about as likely
 
 
 def test_what_is_close_is_left_to_the_long_way() -> None:
