@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.calibrate import server_threads
+from cluster.cli import app
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
 from decoding.jit import cache_folder
@@ -46,6 +48,7 @@ def test_a_table_and_a_figure(model: Path, tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr and "no figure" not in run.stderr
 
 
+@pytest.mark.slow  # a process of its own, like the one before
 def test_json_without_matplotlib_and_what_servers_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "service.yaml"
     config.write_text(f"model: {{path: {model}, dtype: float32, device: cpu, threads: 1}}\nengine: {{max_running: 3}}\n")
@@ -78,10 +81,11 @@ def test_json_without_matplotlib_and_what_servers_read(model: Path, tmp_path: Pa
         (["--calibrate", "--out", "file"], "--out file is not a folder"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    run = doctor(*arguments, cwd=tmp_path)
-    assert run.returncode == 2 and run.stdout == "", run.stderr
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["doctor", *arguments])
+    assert run.exit_code == 2 and run.stdout == "", run.stderr
     (line,) = run.stderr.splitlines()
     assert line.startswith("error: ") and said in line
 
