@@ -13,11 +13,11 @@ EXPLORED_ROWS = 2  # that a request drafts then, whatever they cost
 class Pause:
     """Of one request. Asking costs time as well: one whose drafts save less than that is asked less often.
 
-    How long it is left alone grows, from its second such answer on, up to half of the requests of a step, which pay for the
-    asking together: a request alone is always asked. When the load falls, all are asked at once.
+    How long it is left alone grows, from its second such answer on, with the others of its steps, which pay for the asking
+    together: a request alone is always asked. When the load falls, all are asked at once.
 
     Example: eight requests decode. One of them drafts nothing in two steps in a row: it is left alone for one step, after the
-    third such step for two, after the fourth for four, which is half of the requests and the most.
+    third such step for two, after the fourth for four, then for seven, the number of the others.
     """
 
     __slots__ = ("_fruitless", "_left", "_worth_s", "drafted_at")
@@ -56,7 +56,7 @@ class Pause:
             return
         self._fruitless += 1
         if self._fruitless > 1:
-            self._left = min(1 << min(self._fruitless - 2, 8), requests // 2, _MOST_STEPS)
+            self._left = min(1 << min(self._fruitless - 2, 8), requests - 1, _MOST_STEPS)
 
 
 class Explorer:

@@ -23,9 +23,9 @@ def test_a_request_alone_is_always_asked() -> None:
 
 
 def test_among_many_it_is_asked_less_and_less() -> None:
-    assert steps_between(8, 6) == [0, 1, 2, 4, 4, 4]
+    assert steps_between(8, 6) == [0, 1, 2, 4, 7, 7]
     assert steps_between(64, 8) == [0, 1, 2, 4, 8, 16, 16, 16]
-    assert steps_between(3, 4) == [0, 1, 1, 1]
+    assert steps_between(3, 4) == [0, 1, 2, 2]
 
 
 def test_a_draft_ends_the_count() -> None:
