@@ -16,9 +16,7 @@ from engine.native.threads import on_threads
 if TYPE_CHECKING:  # it imports numba
     from engine.native.few_rows import Layer
 
-MOST_ROWS = (
-    128  # query rows of one KV head; with more of them torch's kernels, which see that a prefill is causal, are as fast or faster
-)
+MOST_ROWS = 128  # query rows of one KV head; with more, torch's kernels, which see that a prefill is causal, are as fast
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
 
@@ -67,8 +65,8 @@ class RowStep:
         """
         from engine.native.few_rows import Layer, Rows
 
-        self._attention, self._positions = attention, positions
-        self._masks = [segment.mask for segment in segments]  # their addresses are used
+        self._attention = attention
+        self._kept = positions, [segment.mask for segment in segments]  # their addresses are used
         self._rows = (Rows * len(segments))()
         slots, capacity = attention.cache.slots, attention.cache.capacity
         for entry, segment in zip(self._rows, segments, strict=True):

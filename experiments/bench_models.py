@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from cluster.known_texts import TextTokenizer, read_known_texts
 from cluster.prompt_file import PromptFileError, read_prompts
@@ -26,7 +27,21 @@ from experiments.stock_generate import StockAssisted, StockGenerate, StockPrompt
 from experiments.workloads import fits, prompt_ids
 
 MAX_TOKENS = 128  # of an output, where nothing is said
-_FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # what a library's generate may raise
+LIBRARY_FAULTS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # of a library's generate
+
+
+def calm(threads: int) -> None:
+    """So many threads, and no bars and warnings of transformers between ours."""
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +164,7 @@ def contestants(
         assisted = StockAssisted(setting.stock, max_tokens, loaded.eos_token_ids, _assistant(setting, args))
         try:
             assisted.run(setting.workloads[0].prompts[:1])
-        except _FAULTS as error:
+        except LIBRARY_FAULTS as error:
             skipped[assisted.name] = f"transformers could not run it: {error}"
         else:
             theirs.append(assisted)

@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
-from transformers.utils import logging as transformers_logging
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from decoding.drafters import LOSSLESS
 from engine.errors import ModelLoadError
-from experiments.bench_models import Setting, load_setting
+from experiments.bench_models import Setting, calm, load_setting
 from experiments.competition import progress_bar
 from experiments.load_bench import BASELINE, LoadBench
 from experiments.load_figures import load_figures
@@ -100,9 +98,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 where outputs are not what they must be, 2 for a file, a model or a strategy that cannot be used.
     """
     started = datetime.now(UTC)
-    torch.set_num_threads(args.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    calm(args.threads)
     try:
         choices = strategies_of(args.strategy)
         setting = load_setting(args)

@@ -27,7 +27,6 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from cluster.known_texts import TextTokenizer
 from cluster.prompt_file import PromptFileError, read_prompts
@@ -41,6 +40,7 @@ from engine.loading import ModelInfo
 from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from experiments.bench_models import LIBRARY_FAULTS, calm
 from experiments.competition import progress_bar
 from experiments.contestants import Contestant, Prompt, Run
 from experiments.guided import SIZES, random_model, stock_twin
@@ -50,8 +50,7 @@ from experiments.stock_batching import StockBatching
 from experiments.stock_generate import LOOKUP_TOKENS, StockGenerate, StockPromptLookup
 
 VOCAB = 50_257  # of the random models: GPT-2's
-ENGINE, GENERATE = "autoregressive", StockGenerate.name
-_FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # what a library may raise
+ENGINE = "autoregressive"
 
 Cell = tuple[str, int]  # a contestant and a batch size
 
@@ -171,7 +170,7 @@ def measure(runs: Mapping[Cell, Callable[[], Run]], repeats: int) -> dict[str, A
             began = time.perf_counter()
             try:
                 done = run()
-            except _FAULTS as error:  # the record says that it cannot run here, and why
+            except LIBRARY_FAULTS as error:  # the record says that it cannot run here, and why
                 if cell[0] == ENGINE:
                     raise
                 skipped[f"{cell[0]} {cell[1]}"] = f"{type(error).__name__}: {error}"
@@ -249,9 +248,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; 2 for prompts that cannot be used."""
     args, started = arguments(argv), datetime.now(UTC)
-    torch.set_num_threads(args.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    calm(args.threads)
     try:
         runs, model = cells(args)
     except PromptFileError as error:

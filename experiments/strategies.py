@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from transformers.utils import logging as transformers_logging
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies
 from decoding.drafters import LOSSLESS
 from engine.errors import ModelLoadError
-from experiments.bench_models import Setting, Workload, contestants, load_setting
+from experiments.bench_models import Setting, Workload, calm, contestants, load_setting
 from experiments.competition import Tally, compete, decode_ratios, divergence, progress_bar, summary, where_time_goes
 from experiments.contestants import Contestant
 from experiments.plots import strategy_bars
@@ -139,9 +138,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 where outputs are not what they must be, 2 for a file, a model or a strategy that cannot be used.
     """
     started = datetime.now(UTC)
-    torch.set_num_threads(args.threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    calm(args.threads)
     try:
         choices = chosen_strategies(args.strategy)
         setting = load_setting(args)

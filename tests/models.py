@@ -33,6 +33,7 @@ from transformers import (
 from configs.slices import EngineOptions
 from decoding.drafters import ByRequest, Drafter
 from decoding.latency import LatencyCurve
+from decoding.request import Request
 from decoding.tree import Int32Array
 from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
@@ -167,6 +168,16 @@ def prepared(drafter: Drafter, model: TinyModel) -> Drafter:
     """The drafter, with what it asks of the model."""
     drafter.prepare(model.target)
     return drafter
+
+
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    """The outputs of requests that are added at once; the engine's integrity is checked after each step."""
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return [request.output_ids.tolist() for request in requests]
 
 
 def engine_over(

@@ -168,6 +168,7 @@ def test_a_rank_that_dies_while_nothing_runs_comes_back(running: Running) -> Non
     rank.kill()
     eventually(lambda: running.ready == (0,))
     eventually(lambda: running.ready == (0, 1))
+    assert processes("RankActor") != [rank]
 
 
 @pytest.mark.slow
@@ -195,6 +196,7 @@ def test_ranks_end_with_their_leader(model: ModelOptions) -> None:
     (process,) = processes("OfflineLeader")
     process.kill()
     eventually(lambda: gone(rank))
+    assert rank not in processes("RankActor")
     remove_placement_group(bundles)
 
 

@@ -14,7 +14,7 @@ from decoding.request import PLAIN, Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.engine import Engine
 from engine.errors import RequestError
-from tests.models import MAX_DRAFT, engine_over, llama_config, prepared, save_model, tiny_model
+from tests.models import MAX_DRAFT, engine_over, llama_config, prepared, run, save_model, tiny_model
 
 MOTIF = [4, 9, 17, 23, 5]
 PROMPT = [*MOTIF, *MOTIF, *MOTIF[:2]]
@@ -38,15 +38,6 @@ class Recorder(Drafter):
 
     def finish(self, request: Request) -> None:
         self.finished.append(request.request_id)
-
-
-def run(engine: Engine, *requests: Request) -> list[list[int]]:
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-    return [request.output_ids.tolist() for request in requests]
 
 
 def request(name: str, strategy: str | None = None, most: int | None = None, tenant: str | None = "t") -> Request:

@@ -12,7 +12,7 @@ from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from engine.prefix_cache import WORTH_COPYING
-from tests.models import FAMILIES, VOCAB, engine_over, prepared, tiny_model
+from tests.models import FAMILIES, VOCAB, engine_over, prepared, run, tiny_model
 from tests.ranks import BranchingDrafter, TinyGroup
 
 _RNG = np.random.default_rng(12)
@@ -31,15 +31,6 @@ def ask(
     prompt: Sequence[int], name: str = "r", tenant: str | None = "t", params: SamplingParams = GREEDY, **more: int
 ) -> Request:
     return Request(name, prompt, params, tenant=tenant, **more)
-
-
-def run(of: Engine, *requests: Request) -> list[list[int]]:
-    for request in requests:
-        of.add(request)
-    while of.has_work:
-        of.step()
-        of.check_integrity()
-    return [request.output_ids.tolist() for request in requests]
 
 
 def alone(prompt: Sequence[int], family: str = "llama", dtype: str = "float32", params: SamplingParams = GREEDY) -> list[int]:
