@@ -1,7 +1,9 @@
-# make serve, make test: each does all of its set-up itself. PYTHON=python3.12 chooses the interpreter, ARGS="server.port=8001" goes to serve.
+# make serve, make test: each does all of its set-up itself. PYTHON=python3.12 chooses the interpreter, ARGS="server.port=8001" goes to serve,
+# WORKERS=4 runs the tests in four processes.
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
@@ -42,11 +44,11 @@ lint: install ## ruff and mypy
 
 test: lint ## lint, then the tests that this machine can run, but for the slow ones
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 lock: ## a fresh resolution of pyproject.toml into constraints.txt
 	@rm -rf .venv-lock

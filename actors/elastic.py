@@ -126,6 +126,9 @@ class Elastic:
         refilling = tuple(sorted(numbers[number] for number in inner.refilling if number in numbers))
         return dataclasses.replace(inner, ready=tuple(sorted(ready)), refilling=refilling, width=len(inner.ready))
 
+    def devices(self) -> None:
+        """See ``Ranks``: whose requests a replica computes changes from step to step, so that its counter is nobody's alone."""
+
     def close(self) -> None:
         """See ``Ranks``."""
         self._over.set()

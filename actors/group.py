@@ -47,6 +47,7 @@ class _Member:
     spawned_s: float = 0.0
     joined_s: float | None = None
     process: psutil.Process | None = None  # where it runs on the leader's node
+    device: str | None = None  # of its model, while it takes part on the leader's node
     failures: int = 0  # in a row
     due_s: float = 0.0  # when to try the next actor
 
@@ -145,6 +146,11 @@ class Group:
         """Who takes part; None before the engine is loaded."""
         return None if self._executor is None else self._executor.state(self._world_size)
 
+    def devices(self) -> tuple[str, ...] | None:
+        """See ``Ranks``. A rank that is replaced comes back on the device of its bundle."""
+        devices = [member.device for member in self._members]
+        return None if None in devices else tuple(device for device in devices if device is not None)
+
     def times(self) -> list[StepTimes]:
         """What the latest steps took."""
         return [] if self._executor is None else list(self._executor.times)
@@ -179,7 +185,7 @@ class Group:
         try:
             place: Place = ray.get(member.loading)
             if place.node == ray.get_runtime_context().get_node_id():
-                member.process = psutil.Process(place.pid)
+                member.process, member.device = psutil.Process(place.pid), place.device
             member.link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)
         except (RayError, psutil.NoSuchProcess) as error:
             raise GroupError(f"rank {member.rank} could not be loaded: {_reason(error)}") from error
@@ -228,7 +234,7 @@ class Group:
     def _end(self, member: _Member) -> None:
         """Kills a rank. Ray takes five seconds for a process that is stopped, so on this node it is not left to Ray alone."""
         actor, process, link = member.actor, member.process, member.link
-        member.actor = member.loading = member.process = member.link = member.joined_s = None
+        member.actor = member.loading = member.process = member.link = member.joined_s = member.device = None
         if link is not None:
             link.close()
         if process is not None:

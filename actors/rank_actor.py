@@ -13,6 +13,7 @@ from actors.link import Address
 from actors.pinning import allowed_cores, own_cores, pin_thread
 from actors.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from engine.energy import meter_name
 from engine.engine import load_runner
 from engine.executor import LocalExecutor
 
@@ -24,6 +25,7 @@ class Place:
     address: Address
     pid: int
     node: str
+    device: str  # of the model, as ``engine.energy`` knows it on that node
 
 
 class RankActor:
@@ -57,4 +59,5 @@ class RankActor:
         spare_collector()
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
         self._server = RankServer(LocalExecutor(runner), self._secret, self._parallelism, host, prepare)
-        return Place(self._server.address, os.getpid(), ray.get_runtime_context().get_node_id())
+        node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
+        return Place(self._server.address, os.getpid(), node, device)

@@ -36,5 +36,11 @@ class Ranks(Protocol):
     def state(self) -> GroupState | None:
         """Who takes part; None before the engine is loaded."""
 
+    def devices(self) -> tuple[str, ...] | None:
+        """What all ranks but the leader compute on (``engine.energy.meter_name``), once they take part.
+
+        None where that cannot be metered from here, or computes for others, too.
+        """
+
     def close(self) -> None:
         """Ends the ranks and what watches them. Harmless when repeated."""

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -23,15 +23,19 @@ from actors.ranks import Ranks
 from cache_service.mirror import Mirror, MirrorCounts
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
+from engine.energy import EnergyMeter, measure_idle, open_meter
+from engine.energy_ledger import EnergyCounts
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError, one_line
 from engine.executor import LocalExecutor
 from engine.loading import ModelInfo
+from engine.strategy_counts import StrategyCounts
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
 STALL_S = 120.0  # a step that takes longer is taken for a hang
+IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
 
 
 class ReplicaError(RuntimeError):
@@ -46,6 +50,8 @@ class Description:
     counts: EngineCounts
     cache: MirrorCounts | None  # None where nothing is shared
     group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
+    strategies: tuple[StrategyCounts, ...] = ()  # its requests that have ended, by who drafted for them
+    energy: EnergyCounts | None = None  # None where nothing is metered
 
 
 class Replica:
@@ -58,12 +64,14 @@ class Replica:
         speculation: SpeculationOptions,
         cache: CacheAccess | None = None,
         ranks: Ranks | None = None,
+        meter: Callable[[Sequence[str]], EnergyMeter] | None = open_meter,
     ) -> None:
         """Loads the model and what the cluster remembers, waits for the ranks, and starts the thread.
 
         Args:
             cache: where outputs are shared with other replicas; None to keep them to this one.
             ranks: those that share its steps, closed with it; None to compute alone.
+            meter: opens the meter of its devices; None where their counters are not of its requests alone.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
@@ -88,6 +96,8 @@ class Replica:
             self._mirror = self._open_mirror(cache)
             if ranks is not None:
                 ranks.start()
+            if meter is not None:
+                self._open_meter(meter)
             parts.pop_all()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -135,7 +145,8 @@ class Replica:
         """The model and the counts after the last step. Raises as ``check_health`` does."""
         self.check_health()
         cache = None if self._mirror is None else self._mirror.counts()
-        return Description(self._info, self._counts, cache, None if self._ranks is None else self._ranks.state())
+        group = None if self._ranks is None else self._ranks.state()
+        return Description(self._info, self._counts, cache, group, self._engine.by_strategy(), self._engine.energy())
 
     def check_health(self) -> None:
         """Returns when the replica serves.
@@ -162,6 +173,14 @@ class Replica:
             self._ranks.close()
         if self._mirror is not None:
             self._mirror.close()
+
+    def _open_meter(self, opened: Callable[[Sequence[str]], EnergyMeter]) -> None:
+        """Has the energy of requests told, where all devices of the replica and its ranks have counters; takes ``IDLE_S``."""
+        others = () if self._ranks is None else self._ranks.devices()
+        if others is not None:
+            meter = opened((self._info.device, *others))
+            measure_idle(meter, IDLE_S)
+            self._engine.meter(meter)
 
     def _open_mirror(self, cache: CacheAccess | None) -> Mirror | None:
         """The copy of what the cluster remembers, filled before the first request; None where nothing is to be shared."""

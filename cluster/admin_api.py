@@ -22,6 +22,7 @@ from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cluster.errors import ApiError
 from cluster.openai_types import Text
 from cluster.tenancy import Tenancy
+from engine.strategy_counts import sum_counts
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,11 @@ class AdminService:
         self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
 
     async def stats(self, request: Request) -> dict[str, Any]:
-        """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too, and how
-        much of the prompts did not have to be computed."""
+        """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
+
+        Beside it how much of the prompts did not have to be computed, what became of the requests of each strategy, and what
+        energy each replica used.
+        """
         port = self._allowed(request)
         replicas = await self._replicas()
         mirrors = [replica.cache for replica in replicas]
@@ -111,6 +115,8 @@ class AdminService:
             "replicas": [dataclasses.asdict(counts) for counts in mirrors if counts is not None],
             "prefix_queries": sum(replica.counts.prefix_queries for replica in replicas),
             "prefix_hits": sum(replica.counts.prefix_hits for replica in replicas),
+            "strategies": [dataclasses.asdict(counts) for counts in sum_counts(replica.strategies for replica in replicas)],
+            "energy": [None if replica.energy is None else dataclasses.asdict(replica.energy) for replica in replicas],
             "error": error,
         }
 

@@ -29,6 +29,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    energy_joules: float | None = None  # as hardware counted it, see engine.energy_ledger; only where it did
 
 
 class Delta(BaseModel):
@@ -57,6 +58,7 @@ class Answer(BaseModel):
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
     created: int  # seconds since 1970
     model: str
+    lossless: bool  # whether it has the law of plain decoding: how it was drafted for, if at all, changed nothing
     choices: list[Choice]
     usage: Usage | None = None
 
@@ -74,8 +76,16 @@ class Answer(BaseModel):
 class AnswerBuilder:
     """Builds the objects of one answer: all have its id."""
 
-    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str, token_bytes: TokenBytes) -> None:
-        self._kind, self._model, self._token_bytes = kind, model, token_bytes
+    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str, lossless: bool, token_bytes: TokenBytes) -> None:
+        """
+        Args:
+            kind: a message of a chat, or texts.
+            prefix: of the id.
+            model: its name.
+            lossless: whether the strategy that drafts for it is.
+            token_bytes: of the model's tokenizer.
+        """
+        self._kind, self._model, self._lossless, self._token_bytes = kind, model, lossless, token_bytes
         self.id = f"{prefix}-{uuid.uuid4().hex}"  # what the client sees, and what its texts are deleted by
         self._created = int(time.time())
         self._writers: dict[int, LogprobWriter] = {}  # by choice
@@ -127,7 +137,9 @@ class AnswerBuilder:
         name: Any = "text_completion"
         if self._kind == "chat":
             name = "chat.completion.chunk" if streamed else "chat.completion"
-        answer = Answer(id=self.id, object=name, created=self._created, model=self._model, choices=choices)
+        answer = Answer(
+            id=self.id, object=name, created=self._created, model=self._model, lossless=self._lossless, choices=choices
+        )
         if usage is not None:
             answer.usage = usage
         return answer

@@ -20,7 +20,7 @@ from cluster.answers import AnswerBuilder, PromptTokensDetails, Usage
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Generation, Planner
 from cluster.logprobs import TokenBytes
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
 from cluster.tenancy import Tenancy
 from configs.slices import TenancyOptions
 from decoding.request import TokenLogprob
@@ -92,7 +92,7 @@ class Service:
         """The assistant's next message."""
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, self._token_bytes)
+        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
         generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).chat(body))
         return await _respond(answer, generation, 1, bool(body.stream), body.include_usage)
 
@@ -100,7 +100,7 @@ class Service:
         """The text that follows each prompt."""
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        answer = AnswerBuilder("text", "cmpl", info.served_name, self._token_bytes)
+        answer = AnswerBuilder("text", "cmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
         generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).completion(body))
         return await _respond(answer, generation, len(body.prompt), bool(body.stream), body.include_usage)
 
@@ -127,7 +127,9 @@ class Service:
             "created": self._started,
             "owned_by": "outrider",
             "max_model_len": info.max_model_len,
+            "lossless": info.lossless,  # whatever is asked for
             "strategies": info.choices,
+            "lossless_strategies": info.lossless_choices,
         }
 
 
@@ -187,6 +189,12 @@ def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any
     }
 
 
+def _is_lossless(info: ModelInfo, body: ChatCompletionRequest | CompletionRequest) -> bool:
+    """Whether the strategy that a request asks for leaves the law of its answer alone; of an unknown one it does not matter."""
+    speculation = body.speculation or SpeculationChoice()
+    return info.is_lossless(speculation.strategy, speculation.max_draft_tokens)
+
+
 async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, stream: bool, include_usage: bool) -> Response:
     """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
     if stream:
@@ -232,6 +240,9 @@ async def _events(answer: AnswerBuilder, generation: Generation, choices: int, i
 def _usage(generation: Generation) -> Usage:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
     details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
-    return Usage(
+    usage = Usage(
         prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
     )
+    if generation.energy_j is not None:
+        usage.energy_joules = round(generation.energy_j, 3)
+    return usage

@@ -28,6 +28,7 @@ from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions, TenancyOptions
 from decoding.request import Request, StepOutput
+from engine.energy import open_meter
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
 
@@ -50,10 +51,11 @@ class EngineReplica:
         cache: CacheAccess | None,
         start_timeout_s: float,
         company: Company | None = None,
+        metered: bool = True,
     ) -> None:
         elastic = None if company is None else Elastic(parallelism, company.secret, company.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
-        self._replica = Replica(model, engine, speculation, cache, ranks)
+        self._replica = Replica(model, engine, speculation, cache, ranks, open_meter if metered else None)
         spare_collector()
         if company is not None and elastic is not None:
             self._attendance = Attendance(company.lobby, elastic.address, elastic.meet)
@@ -147,8 +149,9 @@ def application(config: Config, secret: bytes) -> serve.Application:
         graceful_shutdown_timeout_s=server.stop_timeout_s,
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
-        config.model, config.engine, config.speculation, config.parallelism, access, server.start_timeout_s, _company(config)
-    )
+        config.model, config.engine, config.speculation, config.parallelism, access, server.start_timeout_s, _company(config),
+        _has_devices_alone(config, gpus),
+    )  # fmt: skip
     keeper = None
     if access is not None:
         keeper = serve.deployment(
@@ -186,6 +189,11 @@ def _company(config: Config) -> Company | None:
         return None
     deployment = serve.deployment(name="lobby", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=0.0)
     return Company(deployment(LobbyActor).bind(), secrets.token_bytes(32), min(server.replicas, MAX_WORLD_SIZE))
+
+
+def _has_devices_alone(config: Config, gpus: float) -> bool:
+    """Whether no other replica computes on a replica's devices: whole GPUs are its own, processors where there is one replica."""
+    return gpus == int(gpus) if gpus else config.server.replicas == 1
 
 
 def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dict[str, Any]:

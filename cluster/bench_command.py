@@ -27,6 +27,12 @@ def load(context: typer.Context) -> None:
     _start("load", context.args)
 
 
+@bench.command("draft-models", context_settings=_PASS_ON, add_help_option=False)
+def draft_models(context: typer.Context) -> None:
+    """Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper; --help says more."""
+    _start("draft-models", context.args)
+
+
 def _start(name: str, arguments: Sequence[str]) -> None:
     """Becomes the process of an experiment; ends with code 1 where there is none."""
     if find_spec("experiments") is None:

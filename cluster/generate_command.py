@@ -59,6 +59,11 @@ def generate(
     option: Annotated[
         list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")
     ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help="Folder of a small model with the same tokenizer: speculative, spectr, bild, mjsd need one."),
+    ] = _SPECULATION.draft_model,
+    exact: Annotated[bool, typer.Option(help="Refuse strategies that change the output (bild, mjsd).")] = _SPECULATION.exact,
     world_size: Annotated[
         str,
         typer.Option(
@@ -192,6 +197,7 @@ def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> 
     found = {
         "model": engine.info.served_name,
         "strategy": settings.speculation.strategy,
+        "lossless": engine.info.lossless,
         "dtype": engine.info.dtype,
         "device": engine.info.device,
         "batch_size": settings.engine.max_running,
@@ -199,4 +205,6 @@ def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> 
         "world_size": engine.world_size,
     }
     group = engine.group_counts()
+    if settings.speculation.draft_model is not None:
+        found["draft_model"] = Path(settings.speculation.draft_model).name
     return found if group is None else {**found, "group": dataclasses.asdict(group)}

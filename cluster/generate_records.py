@@ -97,6 +97,8 @@ def readable_summary(summary: dict[str, Any]) -> str:
         f"{summary['tokens_per_step']:.2f} tokens per step",
         f"{summary['accepted']} of {summary['drafted']} drafted tokens accepted",
     ]
+    if not summary["lossless"]:
+        parts.append(f"{summary['strategy']} is lossy")
     group = summary.get("group")
     if group is not None:
         parts.append(f"{group['mean_width']:.2f} of {summary['world_size']} ranks on average, {group['losses']} lost")

@@ -60,7 +60,16 @@ def _speculation(config: Config, flags: Mapping[str, Any]) -> SpeculationOptions
     strategy = flags.get("strategy", config.speculation.strategy)
     options = config.speculation.options if strategy == config.speculation.strategy else {}
     drafted = flags.get("max_draft_tokens", config.speculation.max_draft_tokens)
-    return SpeculationOptions(strategy, drafted, {**options, **_pairs(flags.get("option") or ())})
+    draft_model = flags.get("draft_model", config.speculation.draft_model)
+    return dataclasses.replace(
+        config.speculation,
+        strategy=strategy,
+        max_draft_tokens=drafted,
+        options={**options, **_pairs(flags.get("option") or ())},
+        strategies=(),
+        draft_model=None if draft_model is None else find_model(draft_model),
+        exact=flags.get("exact", config.speculation.exact),
+    )
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ class Generation:
         self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
         self.completion_tokens = 0
         self.cached_tokens = 0  # of the prompts, whose KV was there already; of choices that have ended
+        self.energy_j: float | None = 0.0  # of choices that have ended; None where one of them was not measured
         self._streams = [engine.generate(job) for job in jobs]
         self._open = contextlib.AsyncExitStack()
 
@@ -187,6 +188,8 @@ class Generation:
             self.completion_tokens += len(output.token_ids)
             if output.stats is not None:
                 self.cached_tokens += output.stats.cached_tokens
+                energy_j = output.stats.energy_j
+                self.energy_j = None if energy_j is None or self.energy_j is None else self.energy_j + energy_j
             yield index, output
 
     @staticmethod

@@ -42,6 +42,7 @@ class _Progress:
     deadline_s: float  # for a replica to take it
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
+    attempts: int = 0
     losses: int = 0
     failed_at: int | None = None  # tokens that had been emitted when a step with it failed
     pause_s: float = _PAUSE_S
@@ -70,14 +71,18 @@ class HandleEngine:
         self._resume_timeout_s, self._describe_timeout_s = resume_timeout_s, describe_timeout_s
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
-        """See ``EnginePort.generate``. The counters of the last output are those of the last replica."""
+        """See ``EnginePort.generate``. The counters of the last output are those of the last replica; the energy is not told when
+        others used some, too."""
         progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S)
         while True:
             reason: Exception
             try:
+                progress.attempts += 1
                 attempt = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted))
                 async with contextlib.aclosing(self._attempt(attempt, progress)) as outputs:
                     async for output in outputs:
+                        if progress.attempts > 1 and output.stats is not None:
+                            output.stats.energy_j = None
                         yield output
                         if output.finish_reason is not None:
                             return

@@ -116,7 +116,8 @@ class StreamOptions(_Strict):
 
 
 class SpeculationChoice(_Strict):
-    """How a request is drafted for, without effect on the answer. The configuration bounds both (``speculation``)."""
+    """How a request is drafted for, without effect on the law of the answer; with a strategy that has one the answer says
+    ``lossless: false``. The configuration bounds both (``speculation``)."""
 
     strategy: Text | None = None  # one of the server's, listed by /v1/models; its own default when absent
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding

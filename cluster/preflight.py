@@ -31,7 +31,7 @@ def check(config: Config) -> None:
     check_port(config.server.host, config.server.port)
     check_disk(ray_folder())
     check_model(config.model.path)
-    check_speculation(config.speculation)
+    check_speculation(config.speculation, config.parallelism.mode == "lookahead")
     check_secret(config)
     check_processors(config)
 
@@ -66,22 +66,32 @@ def check_disk(folder: Path) -> None:
         )
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, key: str = "model.path") -> None:
     """Raises LaunchError if the path can only be a folder and is none. A name may also be one on the hub: loading decides."""
     names_folder = path.startswith(("/", ".", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if names_folder and not folder.is_dir():
-        raise LaunchError(f"model.path {path} is not a folder: give a folder with config.json, or a name on the hub")
+        raise LaunchError(f"{key} {path} is not a folder: give a folder with config.json, or a name on the hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise LaunchError(f"model.path {path} has no config.json: give the folder of a Hugging Face model")
+        raise LaunchError(f"{key} {path} has no config.json: give the folder of a Hugging Face model")
 
 
-def check_speculation(options: SpeculationOptions) -> None:
-    """Raises LaunchError for a strategy or an option of it that is not known."""
-    from decoding.drafters import build_drafters  # with its loops over arrays it takes a moment to import
+def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:
+    """Raises LaunchError for a strategy or an option of it that is not known, or that other settings do not allow.
 
+    Args:
+        options: of the drafter.
+        shared: ranks share the steps' trees.
+    """
+    from decoding.drafters import build_drafters, check_drafters  # with its loops over arrays it takes a moment to import
+    from decoding.strategy_choice import parse_strategy
+
+    if options.draft_model is not None:
+        check_model(options.draft_model, "speculation.draft_model")
     try:
-        build_drafters(options.strategy, options.options, options.strategies)
+        drafter = build_drafters(options.strategy, options.options, options.strategies)
+        names = (options.strategy, *(parse_strategy(text).name for text in options.strategies))
+        check_drafters(drafter, names, options.draft_model, options.exact, shared)
     except ValueError as error:
         raise LaunchError(f"speculation: {error}") from None
 

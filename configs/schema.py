@@ -125,7 +125,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     _check_values(config)
     model = dataclasses.replace(config.model, path=find_model(config.model.path))
-    return config.model_copy(update={"model": model})
+    speculation = config.speculation
+    if speculation.draft_model is not None:
+        speculation = dataclasses.replace(speculation, draft_model=find_model(speculation.draft_model))
+    return config.model_copy(update={"model": model, "speculation": speculation})
 
 
 def find_model(path: str) -> str:

@@ -51,6 +51,8 @@ class SpeculationOptions:
     max_draft_tokens: int = 64  # most drafted rows of one request in one step, for each rank; auto drafts as many as pay
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
     strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
+    draft_model: str | None = None  # folder, or name on the hub: speculative, spectr, bild and mjsd need one
+    exact: bool = True  # strategies that do not preserve the model's output (bild, mjsd) are refused
 
 
 @dataclass(frozen=True, slots=True)

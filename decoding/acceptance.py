@@ -116,6 +116,22 @@ def judge(
             accepted[kind] += 1.0 if hit else 0.0
 
 
+# What is counted of each feature, [NUM_FEATURES] each: rows seen, rows accepted, and the chances that follow.
+PlainCounts = tuple[Float64Array, Float64Array, Float64Array]
+
+
+@compiled
+def learn(
+    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, weight: float, limit: float,
+    own: PlainCounts, everyone: PlainCounts, expected: Float64Array, hits: Float64Array,
+) -> float:  # fmt: skip
+    """``count`` for a tenant and for everyone, and ``judge``, in one call; the most that is expected of a kind now."""
+    count(parents, features, reached, prior, weight, limit, own[0], own[1], own[2])
+    count(parents, features, reached, prior, weight, limit, everyone[0], everyone[1], everyone[2])
+    judge(parents, features, reached, prior, expected, hits)
+    return float(expected.max())
+
+
 class AcceptanceTable:
     """Beta means of acceptance given the parent's acceptance, one for each feature of ``decoding.evidence``.
 
@@ -126,6 +142,7 @@ class AcceptanceTable:
         self._prior = prior()
         self.seen, self.accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
         self.chances = self._prior.copy()  # [NUM_FEATURES]
+        self.plain = self.seen, self.accepted, self.chances
 
     def observe(self, parents: Int32Array, features: Int32Array, reached: Int32Array) -> None:
         """Counts one verified tree.
@@ -155,10 +172,12 @@ class TenantTable:
         self._everyone, self._first = everyone, prior()
         self._seen, self._accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
         self._chances = everyone.chances.copy()
+        self._plain = self._seen, self._accepted, self._chances
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
         self._pauses = np.full(NUM_KINDS, _FIRST_PAUSE)  # steps that the next one lasts, by kind
         self._paused = np.zeros(NUM_KINDS, np.int64)  # steps that are left
         self._on_trial = np.zeros(NUM_KINDS, np.bool_)
+        self._trying = False  # whether any kind is on trial
         self._resting = False  # whether any kind is set aside
         self._fresh = False
 
@@ -172,7 +191,7 @@ class TenantTable:
         if not self._fresh:
             self._fresh = True
             seen, accepted = self._everyone.seen, self._everyone.accepted
-            if self._on_trial.any():  # nobody's counts but its own
+            if self._trying:  # nobody's counts but its own
                 trial = np.repeat(self._on_trial, KIND_FEATURES)
                 seen, accepted = np.where(trial, 0.0, seen), np.where(trial, 0.0, accepted)
             blend(self._first, _PRIOR_WEIGHT, seen, accepted, self._seen, self._accepted, self._chances)
@@ -193,13 +212,11 @@ class TenantTable:
             self._pass_step()
         if len(parents) == 1:
             return
-        reached = np.array((0, *accepted_rows), np.int32)
-        count(
-            parents, features, reached, self._first, _PRIOR_WEIGHT, _HALVE_AT, self._seen, self._accepted, self._chances
+        most = learn(
+            parents, features, np.array((0, *accepted_rows), np.int32), self._first, _PRIOR_WEIGHT, _HALVE_AT, self._plain,
+            self._everyone.plain, self._expected, self._hits,
         )  # fmt: skip
-        self._everyone.observe(parents, features, reached)
-        judge(parents, features, reached, self._first, self._expected, self._hits)
-        if self._expected.max() > _TRIAL:
+        if most > _TRIAL:
             self._verdict()
 
     def compile(self) -> None:
@@ -216,6 +233,7 @@ class TenantTable:
                 self._pauses[kind] = _FIRST_PAUSE
             self._on_trial[kind] = False
             self._expected[kind] = self._hits[kind] = 0.0
+        self._trying = bool(self._on_trial.any())
 
     def _pass_step(self) -> None:
         """One step less; what a kind taught before it was set aside is forgotten when its time has come."""
@@ -223,6 +241,7 @@ class TenantTable:
         self._paused = np.maximum(self._paused - 1, 0)
         if over.any():
             self._on_trial |= over
+            self._trying = True
             self._seen[np.repeat(over, KIND_FEATURES)] = self._accepted[np.repeat(over, KIND_FEATURES)] = 0.0
             self._resting = bool(self._paused.any())
 

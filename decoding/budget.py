@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from decoding.candidates import Float64Array
 from decoding.latency import LatencyCurve, StepLoad
+from decoding.step_price import fill_counts, price_rows, seconds_of
 from decoding.tree import Int32Array
 
 _START_STEPS, _DECAY = 10.0, 0.998  # steps that the first guess counts for, and how fast old steps are forgotten
@@ -45,7 +47,7 @@ class Sharing:
         return dealt
 
 
-_ALONE = Sharing()
+_ALONE, _NO_DEPTHS = Sharing(), np.zeros(0, np.int32)
 
 
 def rows_to_draft(
@@ -75,19 +77,14 @@ def rows_to_draft(
         depths: of the same rows, each behind its parent; needed where ranks share the step.
         sharing: of the step.
     """
-    joined = np.concatenate(chances)
-    order = np.argsort(-joined, kind="stable")
-    drafted, deepest = np.arange(len(joined) + 1, dtype=np.float64), np.zeros(len(joined) + 1)
-    if sharing.ranks > 1:
-        assert depths is not None, "what ranks share depends on the depths"
-        deeper = np.concatenate([np.diff(np.maximum.accumulate(each), prepend=0) for each in depths])
-        deepest[1:] = np.cumsum(deeper[order])
-    seconds = curve.seconds(sharing.rows(drafted, deepest) + load.rows, load)
-    gain = np.concatenate(([0.0], np.cumsum(joined[order]))) * token_s - seconds
-    best = int(np.argmax(gain))
-    owners = np.repeat(np.arange(len(chances)), [len(part) for part in chances])
-    counts: list[int] = np.bincount(owners[order[:best]], minlength=len(chances)).tolist()
-    return counts, float(seconds[best])
+    assert sharing.ranks == 1 or depths is not None, "what ranks share depends on the depths"
+    shared = np.concatenate(depths, dtype=np.int32) if sharing.ranks > 1 and depths is not None else _NO_DEPTHS
+    ends, counts = np.array([*itertools.accumulate(map(len, chances))], np.int64), np.empty(len(chances), np.int64)
+    joined = np.concatenate(chances) if len(chances) > 1 else chances[0]
+    seconds = fill_counts(
+        curve.parts(load), load.rows, joined, shared, token_s, sharing.ranks, sharing.spine, ends, counts
+    )  # fmt: skip
+    return counts.tolist(), seconds
 
 
 class TokenTime:
@@ -129,26 +126,24 @@ class Pricing:
         """
         self._curve, self._ranks = curve, 1
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
-        self._load, self._decode_s = StepLoad(1, 1, 0), 0.0
+        self._load, self._decoding, self._decode_s, self._row_s = StepLoad(1, 1, 0), 1, 0.0, 0.0
+        self._now: TokenTime | None = None  # of the planned step
         self.level = 1  # powers of two below the requests that decode in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
 
     def scale(self, ranks: int) -> None:
         """From now on so many ranks share each step."""
-        self._ranks = ranks
+        self._ranks, self._now = ranks, None
 
     def plan(self, load: StepLoad) -> None:
         """The step that the next calls are about."""
-        self._load = load
-        self.level = max(1, load.rows - load.prefill_rows).bit_length()
-        self._decode_s = self._own(float(self._curve.seconds(np.array([load.rows], np.float64), load)[0]))
+        self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
+        self.level = self._decoding.bit_length()
+        seconds, self._row_s = price_rows(self._curve.parts(load), load.rows, _PROBES, self._ranks)
+        self._decode_s = self._own(seconds)
 
     def least_chance(self) -> float:
         """Rows below that chance do not pay in the planned step, however many there are."""
-        base = self._load.rows
-        rows = np.concatenate(([0.0], _PROBES / self._ranks)) + base
-        seconds = self._curve.seconds(rows, self._load)
-        slope = float(((seconds[1:] - seconds[0]) / _PROBES).min())
-        return slope / self._time().seconds
+        return self._row_s / self._time().seconds
 
     def rows_to_draft(
         self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int
@@ -171,24 +166,22 @@ class Pricing:
         """Counts what a request got of the step: also of one without a draft, else the price would never fall."""
         self._time().add(tokens * self._decoding, self._decode_s, 1 / self._decoding)
 
-    @property
-    def _decoding(self) -> int:
-        return max(1, self._load.rows - self._load.prefill_rows)
-
     def _own(self, seconds: float) -> float:
         """The part of a step that its prefills do not account for."""
         load = self._load
         if not load.prefill_rows:
             return seconds
         prefills = StepLoad(max(1, load.sequences - self._decoding), load.prefill_rows, load.context, load.prefill_rows)
-        alone = float(self._curve.seconds(np.array([load.prefill_rows], np.float64), prefills)[0])
-        return max(seconds - alone, 0.0)
+        return max(seconds - seconds_of(float(load.prefill_rows), self._curve.parts(prefills)), 0.0)
 
     def _time(self) -> TokenTime:
+        if self._now is not None:
+            return self._now
         key = self._ranks, self.level
         held = self._times.get(key)
         if held is None:
             count = self._decoding
             step = self._curve.seconds(np.array([count], np.float64), StepLoad(count, count, self._curve.context * count))
             held = self._times[key] = TokenTime(float(step[0]) / count)
+        self._now = held
         return held

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+import uuid
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_PROCESS = uuid.uuid4().hex[:12]
 NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
 
 
@@ -26,7 +28,13 @@ def compiled(function: F) -> F:
         return function
     import numba
 
-    return cast(F, _kept(function, lambda **settings: numba.njit(**settings)(function)))
+    made = _kept(function, lambda **settings: numba.njit(**settings)(function))
+    # numba numbers the files of a function's types. Two processes that compile it at once for different types would choose the
+    # same number, and a third one would be given the code of other types than its own: each process has names of its own.
+    kept = getattr(getattr(made, "_cache", None), "_cache_file", None)
+    if kept is not None:
+        kept._data_name_pattern = kept._data_name_pattern.replace("{number", f"{_PROCESS}-{{number")
+    return cast(F, made)
 
 
 def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:

@@ -12,6 +12,10 @@ import numpy as np
 if TYPE_CHECKING:  # that file imports numba, and a curve is read without it
     from decoding.candidates import Float64Array
 
+    # Rows and the seconds of so many or more, [n] each, seconds a row beyond the last; of a load what it adds and what it adds to
+    # each row; the least that a step takes.
+    CurveParts = tuple[Float64Array, Float64Array, float, float, float, float]
+
 _FLOOR = 0.25  # of a step of one row: the least that any step is said to take, as the fit for contexts may go below
 _FIELDS = ("rows", "rows_s", "context", "sequence_s", "entry_s", "row_entry_s")
 
@@ -53,6 +57,7 @@ class LatencyCurve:
     _at: Float64Array = field(init=False, repr=False, compare=False)  # [n] rows
     _least: Float64Array = field(init=False, repr=False, compare=False)  # [n] seconds of so many rows or more
     _slope: float = field(init=False, repr=False, compare=False)  # seconds a row beyond the last
+    _floor: float = field(init=False, repr=False, compare=False)  # seconds: the least
 
     def __post_init__(self) -> None:
         """Checks the fields."""
@@ -70,6 +75,7 @@ class LatencyCurve:
         object.__setattr__(self, "_at", at)
         object.__setattr__(self, "_least", least)
         object.__setattr__(self, "_slope", float((least[-1] - least[-2]) / (at[-1] - at[-2])))
+        object.__setattr__(self, "_floor", float(least[0]) * _FLOOR)
 
     def seconds(self, rows: Float64Array, load: StepLoad) -> Float64Array:
         """[n] seconds of steps.
@@ -78,12 +84,16 @@ class LatencyCurve:
             rows: [n] of each step in all: ``load.rows`` and what is drafted.
             load: of the step. A quarter of a step of one row is the least that it is said to take.
         """
-        beyond = np.maximum(rows - self._at[-1], 0.0) * self._slope
+        at, least, slope, other, row_s, floor = self.parts(load)
+        total = np.interp(rows, at, least) + np.maximum(rows - at[-1], 0.0) * slope + rows * row_s + other
+        floored: Float64Array = np.maximum(total, floor)
+        return floored
+
+    def parts(self, load: StepLoad) -> CurveParts:
+        """What the seconds of a step are made of, for compiled code."""
         other = self.sequence_s * (load.sequences - 1) + self.entry_s * (load.context - self.context)
         farther = max(load.context / max(load.sequences, 1) - self.context, 0.0)
-        total = np.interp(rows, self._at, self._least) + beyond + rows * (self.row_entry_s * farther) + other
-        floored: Float64Array = np.maximum(total, self._least[0] * _FLOOR)
-        return floored
+        return self._at, self._least, self._slope, float(other), float(self.row_entry_s * farther), self._floor
 
     def critical_rows(self, slack: float = 1.2) -> int:
         """The critical decoding length: up to so many rows a step takes about as long as one of a single row.

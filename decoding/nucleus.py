@@ -31,7 +31,7 @@ _BLOCK = 128  # scores whose highest is found before any is looked at alone
 
 
 @compiled
-def _collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
+def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
     """Fills ``ids``, ascending, with the tokens whose score is above ``least``; how many, one more than fit where they do not."""
     count, whole = 0, len(scores) // _BLOCK
     for block in range(whole + 1):  # the last one is what is left
@@ -88,18 +88,19 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
 
 
 @compiled
-def _left(
+def fill_left(
     scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, seed: np.uint64,
     position: np.uint64, ids: Int64Array, left_scores: Float32Array, raw: UInt64Array,
 ) -> int:  # fmt: skip
+    """Fills the last three arrays with what ``survivors`` returns; how many, or why they cannot be told."""
     if abs(top) > _LARGEST:
         return UNDECIDED
     reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # of min-p, from the highest score
     distance = min(_NEAR, reach)
-    count = _collect(scores, np.float32(top - distance), ids)
+    count = collect(scores, np.float32(top - distance), ids)
     while count > len(ids) and distance > _NEAREST:
         distance *= 0.75
-        count = _collect(scores, np.float32(top - distance), ids)
+        count = collect(scores, np.float32(top - distance), ids)
     if count > len(ids):
         return WIDE
     near = ids[:count].copy()
@@ -133,7 +134,7 @@ def survivors(
     """
     ids, left, raw = np.empty(MOST, np.int64), np.empty(MOST, np.float32), np.empty(MOST, np.uint64)
     seed, place = np.uint64(params.seed), np.uint64(position)
-    count = _left(scores, top, total, params.min_p, params.top_k, params.top_p, seed, place, ids, left, raw)
+    count = fill_left(scores, top, total, params.min_p, params.top_k, params.top_p, seed, place, ids, left, raw)
     return count if count < 0 else (ids[:count], left[:count], raw[:count])
 
 

@@ -29,12 +29,14 @@ def _high(a: np.uint64, b: np.uint64) -> np.uint64:
 
 
 @compiled
-def fill_raw(key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array) -> None:
-    """Fills [n] ``found`` with ``raw_stream(key, position, max(places) + 1)[places]``, at the price of the places alone."""
+def fill_raw(
+    key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64], found: UInt64Array, stream: int = 0
+) -> None:  # fmt: skip
+    """Fills [n] ``found`` with ``raw_stream(key, position, n, stream)[places]``, n beyond them all, at the price of these."""
     first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]
     for at in range(len(places)):
         # numpy counts up before each block, so that its first has the number 1.
-        a, b, c, d = np.uint64((places[at] >> 2) + 1), position, np.uint64(0), np.uint64(0)
+        a, b, c, d = np.uint64((places[at] >> 2) + 1), position, np.uint64(stream), np.uint64(0)
         k, other = key, np.uint64(0)
         for _ in range(_ROUNDS):
             a, b, c, d = _high(second, c) ^ b ^ k, second * c, _high(first, a) ^ d ^ other, first * a
@@ -43,7 +45,28 @@ def fill_raw(key: np.uint64, position: np.uint64, places: npt.NDArray[np.int64],
         found[at] = a if lane == 0 else b if lane == 1 else c if lane == 2 else d
 
 
-def raw_stream(seed: int, position: int, count: int) -> UInt64Array:
-    """[count] uint64: numpy's stream for the key ``seed`` from the counter ``position * 2**64`` on."""
-    raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(count)
+@compiled
+def fill_stream(key: np.uint64, position: np.uint64, lanes: UInt64Array) -> None:
+    """Fills [4, n] ``lanes`` with the first 4 n numbers of ``raw_stream(key, position, ...)``: number i is ``[i % 4, i // 4]``.
+
+    The blocks are independent and go through each round together, which compilers spread over lanes.
+    """
+    first, second, first_step, second_step = _FACTORS[0], _FACTORS[1], _STEPS[0], _STEPS[1]
+    k, other = key, np.uint64(0)
+    for at in range(lanes.shape[1]):
+        lanes[0, at], lanes[1, at], lanes[2, at], lanes[3, at] = np.uint64(at + 1), position, np.uint64(0), np.uint64(0)
+    for _ in range(_ROUNDS):
+        for at in range(lanes.shape[1]):
+            a, b, c, d = lanes[0, at], lanes[1, at], lanes[2, at], lanes[3, at]
+            lanes[0, at], lanes[1, at] = _high(second, c) ^ b ^ k, second * c
+            lanes[2, at], lanes[3, at] = _high(first, a) ^ d ^ other, first * a
+        k, other = k + first_step, other + second_step
+
+
+def raw_stream(seed: int, position: int, count: int, stream: int = 0) -> UInt64Array:
+    """[count] uint64: numpy's stream for the key ``seed`` from the counter ``stream * 2**128 + position * 2**64`` on.
+
+    Streams are independent of each other; ``decoding.laws`` says what each is for.
+    """
+    raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return raw

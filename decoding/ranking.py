@@ -25,6 +25,7 @@ _KINDS: dict[torch.dtype, tuple[Any, Any, int]] = {
     torch.float32: (np.int32(0), np.int32(0x7F800000 - 0x80000000), 0x7FFFFFFF),
 }
 
+pointer: Any = None  # address and a number: in compiled code, a pointer to numbers of that type
 if NATIVE:
     from numba import carray, types
     from numba.extending import intrinsic
@@ -35,10 +36,10 @@ if NATIVE:
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-        pointer: Any = types.CPointer
-        return pointer(number)(address, number), build
+        made: Any = types.CPointer
+        return made(number)(address, number), build
 
-    _pointer: Any = intrinsic(_as_pointer)
+    pointer = intrinsic(_as_pointer)
 
 
 @compiled
@@ -93,7 +94,7 @@ def _fill_first_largest(
     address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int, best: Int32Array
 ) -> None:
     """Fills [n] ``best`` for n rows, which lie ``stride`` numbers apart from ``address`` on."""
-    numbers = carray(_pointer(address, zero), (len(best) - 1) * stride + vocab)
+    numbers = carray(pointer(address, zero), (len(best) - 1) * stride + vocab)
     highest = np.empty(vocab // _BLOCK, numbers.dtype)
     for row in range(len(best)):
         best[row] = _first_largest(numbers[row * stride : row * stride + vocab], zero, infinity, sign, highest)
@@ -127,7 +128,7 @@ def _fill_ranks(
     address: int, zero: np.signedinteger, sign: int, stride: int, vocab: int, rows: npt.NDArray[np.int64], best: Int32Array
 ) -> None:
     """Fills [n, k] ``best`` for [n] ``rows`` of those that lie ``stride`` numbers apart from ``address`` on."""
-    numbers = carray(_pointer(address, zero), rows.max() * stride + vocab)
+    numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
     highest: Any = np.empty(vocab // _BLOCK, numbers.dtype)
     for one in range(len(rows)):
         start = rows[one] * stride

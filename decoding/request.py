@@ -146,6 +146,7 @@ class SpecStats:
     decode_s: float = 0.0  # from the first token to the last
     propose_s: float = 0.0
     forward_s: float = 0.0  # the request's share of its steps is the whole step: steps are shared
+    energy_j: float | None = None  # its share of what the devices used in its steps; None where nothing measured it
 
     def tokens_per_step(self, emitted: int) -> float:
         """Emitted tokens per target forward; 0.0 before the first."""
@@ -206,7 +207,8 @@ class Request:
 
     __slots__ = (
         "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "max_draft_tokens", "num_computed",
-        "num_prompt", "params", "priority", "public", "queued_s", "references", "request_id", "scope", "slot", "state", "stats",
+        "num_given", "num_prompt",
+        "params", "priority", "public", "queued_s", "references", "request_id", "scope", "slot", "state", "stats",
         "strategy", "tenant", "text", "waited_s",
     )  # fmt: skip
 
@@ -259,7 +261,7 @@ class Request:
         self.tenant, self.public = tenant, public
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
-        self.num_prompt = len(prompt_ids)
+        self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: output of an engine that is gone
         self._buffer = np.empty(self.num_prompt + params.max_tokens, np.int32)
         self._buffer[: self.num_prompt] = prompt_ids
         self._length = self.num_prompt + len(emitted)

@@ -22,6 +22,7 @@ from decoding.penalties import LogitRules
 from decoding.philox import raw_stream
 from decoding.ranking import argmax_rows
 from decoding.request import SamplingParams, TokenLogprob
+from decoding.row_draw import draw_row
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
@@ -88,6 +89,9 @@ def choose(
         logits = rules.apply(logits, barred)
     if params.greedy:
         return int(argmax_rows(logits[None])[0])
+    token = draw_row(logits, params, position)
+    if token is not None:
+        return token
     if logits.device.type == "cpu":
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
         token = draw(scaled.numpy(), params, position)

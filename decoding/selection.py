@@ -29,11 +29,12 @@ class Selection:
     def __init__(self, curve: LatencyCurve) -> None:
         self._pricing, self._explorer = Pricing(curve), Explorer()
         self._number, self._busiest, self._asked = 0, 1, 0
-        self._asking_s = 0.0  # seconds of asking one request
+        self._ranks, self._asking_s = 1, 0.0  # seconds of asking one request
 
     def scale(self, ranks: int) -> None:
         """From now on so many ranks share each step."""
         self._pricing.scale(ranks)
+        self._ranks = ranks
 
     def rows(self, load: StepLoad, pauses: Sequence[Pause], everyone: Sequence[Pause], accepted: int, grow: Grow) -> list[Rows]:
         """The rows of each request, none where none pays.
@@ -62,9 +63,8 @@ class Selection:
         least = _NEAR * self._pricing.least_chance()
         for at in asked:
             grown[at] = grow(at, 0.0 if at == explored else least)
-        counts, saved = self._pricing.rows_to_draft(
-            [rows.chances for rows in grown], [rows.depths[1:] for rows in grown], accepted
-        )
+        depths = [rows.depths[1:] for rows in grown] if self._ranks > 1 else ()
+        counts, saved = self._pricing.rows_to_draft([rows.chances for rows in grown], depths, accepted)
         for at in asked:
             pauses[at].drafted(counts[at], count, self._number, saved[at], self._asking_s)
             drafted = max(counts[at], EXPLORED_ROWS) if at == explored else counts[at]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from decoding.jit import compiled
 from decoding.request import Request
 from decoding.tree import Int32Array
 
@@ -13,8 +14,17 @@ _PRIOR = (4.0, 1.2, 0.7, 0.5, 0.35, 0.3, 0.25, 0.2)  # hits by rank that a new t
 _PRIOR_TRIALS = 10.0
 PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # how often each rank is right, before anything was counted
 MAX_TENANTS = 64  # tables of tenants that are kept
+_ZERO = np.zeros(1, np.int32)
 _MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
+
+
+@compiled
+def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Array) -> None:
+    """Writes ``successors[i]`` over the entry of ``tokens[i]``, in their order."""
+    for at in range(len(tokens)):
+        for rank in range(entries.shape[1]):
+            entries[tokens[at], rank] = successors[at, rank]
 
 
 class SuccessorTable:
@@ -50,8 +60,8 @@ class SuccessorTable:
             tokens: [n].
             successors: [n, width] the most likely tokens after each, the most likely first.
         """
-        last = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
-        self.entries[list(last)] = successors[list(last.values())]
+        # Copies: an array that is read-only or has gaps would be a new type to the compiler, in the middle of a step.
+        replace_entries(self.entries, tokens.astype(np.int32, order="C"), successors.astype(np.int32, order="C"))
 
     def count(self, token: int, follower: int) -> None:
         """Counts at which rank the entry of ``token`` held what the target then emitted."""
@@ -113,6 +123,7 @@ class SuccessorTables:
         self._tenants: dict[str, tuple[object, SuccessorTable]] = {}  # with their edition; the one that taught last stands last
         self._requests: dict[str, SuccessorTable] = {}
         self._apart: set[str] = set()
+        SuccessorTable(1).learn(_ZERO, _ZERO[:, None])  # compiled here, so that no request waits for it
 
     def known(self, request: Request, edition: object = None) -> SuccessorTable | None:
         """The table that a request drafts from; None where nothing was learned for it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from decoding.request import Request
-from decoding.tree import BoolArray, DraftTree
+from decoding.rules import Rule
+from decoding.tree import BoolArray, DraftTree, Int32Array
 from decoding.tree_rows import lay_rows
 
 
@@ -27,6 +29,45 @@ class Work:
     end: int
     tree: DraftTree | None
     end_tokens: frozenset[int]  # tokens that end the request
+    rule: Rule | None = None  # how the tree is verified; None: ``verify_exact``
+
+
+class Sequenced(Protocol):
+    """Tokens, and the slot for their KV: a request, or a request and what a draft model put behind it."""
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[n] int32."""
+        ...
+
+    @property
+    def slot(self) -> int | None:
+        """Of the KV."""
+        ...
+
+
+class Span(Protocol):
+    """What is computed of one sequence, as ``Work`` says it."""
+
+    @property
+    def request(self) -> Sequenced:
+        """The sequence."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """Tokens whose KV is in the slot."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """Tokens to compute up to."""
+        ...
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """Below the last of them, whose logits are wanted as those of all its rows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +92,8 @@ class Batch:
     logit_starts: tuple[int | None, ...]  # per request, where its tree begins in logit_rows; None without a tree
 
 
-def pack(works: Sequence[Work]) -> Batch:
-    """Flattens the work of one step. Every request has a slot and at least one row."""
+def pack(works: Sequence[Span]) -> Batch:
+    """Flattens the work of one step. Every sequence has a slot and at least one row."""
     if all(work.end - work.start == 1 and work.tree is not None and len(work.tree.tokens) == 1 for work in works):
         return _pack_roots(works)
     tokens: list[npt.NDArray[np.int32]] = []
@@ -84,7 +125,7 @@ def pack(works: Sequence[Work]) -> Batch:
     return Batch(np.concatenate(tokens, dtype=np.int64), positions, segments, logit_rows, tuple(logit_starts))
 
 
-def _pack_roots(works: Sequence[Work]) -> Batch:
+def _pack_roots(works: Sequence[Span]) -> Batch:
     """As ``pack``, where each request has its root alone: plain decoding."""
     segments = []
     for row, work in enumerate(works):
@@ -99,7 +140,7 @@ def _pack_roots(works: Sequence[Work]) -> Batch:
     )
 
 
-def _segments(works: Sequence[Work], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray) -> tuple[Segment, ...]:
+def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool], masks: BoolArray) -> tuple[Segment, ...]:
     segments = []
     offset = cell = 0
     for work, size, chain in zip(works, sizes, chains, strict=True):

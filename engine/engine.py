@@ -9,21 +9,26 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, Drafter, build_drafters
+from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
 from decoding.drafters.base import count_step
 from decoding.history import Histories
 from decoding.latency import StepLoad
 from decoding.request import FinishReason, Request, StepOutput
+from decoding.rules import Rule
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
 from engine.admission import Admission
 from engine.batch import Work
 from engine.detokenizer import Detokenizer
+from engine.draft_model import load_draft_model
+from engine.energy import EnergyMeter
+from engine.energy_ledger import EnergyCounts, EnergyLedger
 from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.loading import LoadedModel, ModelInfo, load_model
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler, Share
+from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
 
 
@@ -82,6 +87,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
         self._end_tokens: dict[str, frozenset[int]] = {}
+        self._by_strategy = CountsByStrategy(info.choices)
+        self._ledger: EnergyLedger | None = None
 
     @classmethod
     def load(
@@ -102,17 +109,22 @@ class Engine:
             executor: makes the executor over this process's model.
 
         Raises:
-            ModelLoadError: the model cannot be used.
-            ValueError: an option outside its range, or an unknown strategy.
+            ModelLoadError: the model, or the draft model, cannot be used.
+            ValueError: an option outside its range, an unknown strategy, or one that the options do not allow.
         """
         if speculation.max_draft_tokens < 0:
             raise ValueError(f"speculation.max_draft_tokens must not be negative, got {speculation.max_draft_tokens}")
         drafter = build_drafters(speculation.strategy, speculation.options, speculation.strategies)
+        others = tuple(parse_strategy(text).name for text in speculation.strategies)
+        names = (speculation.strategy, *others)
+        check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         scheduler = Scheduler(options, speculation.max_draft_tokens)
         loaded, runner = load_runner(model, options, speculation, world_size)
-        others = tuple(parse_strategy(text).name for text in speculation.strategies)
-        info = loaded.info(speculation.strategy, LOSSLESS.issuperset((speculation.strategy, *others)), others)
+        info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
+        if drafter.draft_rows and speculation.draft_model is not None:
+            slots, rows = options.max_running, options.max_step_tokens
+            drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
         return cls(computes, drafter, scheduler, info, loaded.tokenizer)
 
@@ -135,6 +147,22 @@ class Engine:
         scheduler, admission = self._scheduler, self._admission
         places = len(scheduler.running), scheduler.num_waiting, scheduler.num_free_slots
         return EngineCounts(*places, admission.queries, admission.hits)
+
+    def meter(self, meter: EnergyMeter) -> None:
+        """Has the energy of requests told from now on (``SpecStats.energy_j``); to be called before the first request.
+
+        Args:
+            meter: of all devices that compute the steps. One that tells nothing changes nothing.
+        """
+        self._ledger = EnergyLedger(meter) if meter.works else None
+
+    def energy(self) -> EnergyCounts | None:
+        """What the steps have used; None where nothing is metered. From any thread."""
+        return None if self._ledger is None else self._ledger.counts()
+
+    def by_strategy(self) -> tuple[StrategyCounts, ...]:
+        """Counts of the requests that have ended, the strategy of those that ask for none first. From any thread."""
+        return self._by_strategy.read()
 
     def check_integrity(self) -> None:
         """Asserts, between steps, that no slot, no KV entry and no request is lost, and nothing kept of one that has ended."""
@@ -202,12 +230,16 @@ class Engine:
         Returns:
             An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
         """
+        if self._ledger is not None:
+            self._ledger.begin()
         works = self._propose()
         if not works:
             return []
         started = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
         forward_s = time.perf_counter() - started
+        if self._ledger is not None:
+            self._ledger.computed(works)
         outputs = []
         for work, outcome in zip(works, outcomes, strict=True):
             work.request.stats.forward_s += forward_s
@@ -225,30 +257,35 @@ class Engine:
             self._width = width
         shares = self._scheduler.schedule(width)
         now = time.perf_counter()
-        for share in shares:
-            if share.request.admitted_s is None:
-                share.request.admitted_s = now
         self._drafter.plan(_load(shares))
         drafting = [share for share in shares if share.draft_rows > 0]
         trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
         propose_s = time.perf_counter() - now
         self._drafter.timed(propose_s)
         drafts: dict[str, DraftTree] = {}
+        rules: dict[str, Rule] = {}
         for share, tree in zip(drafting, trees, strict=True):
-            drafts[share.request.request_id] = tree.clipped(
+            drafts[share.request.request_id] = kept = tree.clipped(
                 share.draft_rows + 1,
                 share.request.remaining - 1,
                 self.info.vocab_size,
                 self.info.max_model_len - share.request.num_tokens,
             )
+            rule = self._drafter.rule(share.request)
+            if rule is not None and len(kept) > 1:  # a root alone is the target's own choice under every rule
+                rules[share.request.request_id] = rule
             share.request.stats.propose_s += propose_s
+        rows = sum(-(-(len(tree) - 1) // width) for tree in drafts.values())
         works = []
-        for share in shares:
+        for share in self._scheduler.top_up(shares, rows):
             request = share.request
+            if request.admitted_s is None:
+                request.admitted_s = now
             reaches_end = share.end == request.num_tokens
             tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
             end_tokens = self._end_tokens[request.request_id]
-            works.append(Work(request, request.num_computed, share.end, tree if reaches_end else None, end_tokens))
+            rule = rules.get(request.request_id)
+            works.append(Work(request, request.num_computed, share.end, tree if reaches_end else None, end_tokens, rule))
         return works
 
     def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
@@ -305,6 +342,9 @@ class Engine:
         self._detokenizers.pop(request.request_id, None)
         if not request.plain:
             self._drafter.finish(request)
+        if self._ledger is not None:
+            self._ledger.ended(request, last=not self._requests)
+        self._by_strategy.add(request)
 
 
 def _load(shares: Sequence[Share]) -> StepLoad:

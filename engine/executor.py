@@ -13,7 +13,10 @@ from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
 from decoding.ranking import argmax_rows, compile_ranking
 from decoding.request import Acceptance, Request, RequestState, TokenLogprob
+from decoding.row_draw import compile_draws
+from decoding.rules import Rule
 from decoding.sampling import choose, token_logprobs
+from decoding.target_laws import TargetLaws
 from decoding.tree import DraftTree, Int32Array
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
@@ -92,7 +95,9 @@ class Verifier:
         """
         request, tree, params = work.request, work.tree, work.request.params
         assert tree is not None
-        if params.greedy and not params.alters_logits and len(greedy) == 1:
+        if work.rule is not None:
+            acceptance = self._by_rule(work.rule, work, tree, logits)
+        elif params.greedy and not params.alters_logits and len(greedy) == 1:
             acceptance = Acceptance((), int(greedy[0]))
         elif params.greedy and not params.alters_logits:
             acceptance = verify_exact(tree, greedy.tolist().__getitem__, request.remaining, work.end_tokens)
@@ -104,6 +109,16 @@ class Verifier:
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
             logprobs = token_logprobs(logits[visited], emitted, params.logprobs)
         return Outcome(tree, acceptance, TargetRows(greedy, logits), logprobs)
+
+    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+        """What another rule than ``verify_exact`` keeps of a tree."""
+        request = work.request
+        rules = self._rules_of(request) if request.params.alters_logits else None
+        laws = TargetLaws(request, tree, logits, work.end_tokens, rules)
+        acceptance = rule.accept(tree, laws)
+        laws.settle()
+        assert 1 <= acceptance.count <= request.remaining, (request.request_id, acceptance, request.remaining)
+        return acceptance
 
     def _walk(self, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
         """Row by row, each with the prefix that leads to it."""
@@ -142,6 +157,7 @@ class LocalExecutor:
         compile_rows()
         compile_nucleus()
         compile_ranking(runner.model.dtype)
+        compile_draws(runner.model.dtype)
 
     width = 1
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from configs.slices import ModelOptions
+from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN
 from engine.attention import TREE_ATTENTION
 from engine.errors import ModelLoadError, RequestError
@@ -51,11 +52,23 @@ class ModelInfo:
         """Every strategy that a request may ask for, first the one that it gets when it asks for none."""
         return tuple(dict.fromkeys((self.strategy, *self.strategies, PLAIN)))
 
+    @property
+    def lossless_choices(self) -> tuple[str, ...]:
+        """Those of ``choices`` whose outputs have the law of plain decoding."""
+        return tuple(name for name in self.choices if name in LOSSLESS)
+
+    def is_lossless(self, strategy: str | None, max_draft_tokens: int | None = None) -> bool:
+        """Whether what a request that asks for a strategy, or for none, is given has the law of plain decoding: without drafts it
+        has."""
+        return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
+
     def check_strategy(self, strategy: str | None) -> None:
         """Raises ``RequestError`` for a strategy that requests may not ask for."""
         if strategy is not None and strategy not in self.choices:
-            allowed = ", ".join(self.choices)
-            raise RequestError("speculation.strategy", f"{strategy!r} cannot be asked for here; allowed: {allowed}")
+            message = f"{strategy!r} cannot be asked for here; allowed: {', '.join(self.choices)}"
+            if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
+                message += "; it changes the output: a server offers it with speculation.exact=false and speculation.strategies"
+            raise RequestError("speculation.strategy", message)
 
 
 @dataclass(frozen=True, slots=True)

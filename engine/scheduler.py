@@ -30,11 +30,12 @@ def _oldest_slot(request: Request, free: Sequence[int]) -> tuple[int, int]:
 class Scheduler:
     """Admission by slots, order by priority and arrival, one row budget per step.
 
-    *Decoding* requests are in every step, one row and their drafts each: none waits for a prefill. What is left of
-    ``max_step_tokens``, and at least a quarter of it, goes to *prefills* in chunks. The one that was admitted first has at least
-    half of these rows, so each is the first one day and ends; the other half is for those that may pass it: more urgent ones,
-    and those as urgent that lack at most half as many tokens, so that a question does not wait for a book. Who needs tokens that
-    another one of its scope computes in this step waits for them and copies them: what came at once is computed once.
+    *Decoding* requests are in every step, one row and their drafts each: none waits for a prefill. What they leave of
+    ``max_step_tokens`` when they have drafted, at least a quarter of it, goes to *prefills* in chunks. The one that was admitted
+    first has at least half of these rows, so each is the first one day and ends; the other half is for those that may pass it:
+    more urgent ones, and those as urgent that lack at most half as many tokens, so that a question does not wait for a book. Who
+    needs tokens that another one of its scope computes in this step waits for them and copies them: what came at once is computed
+    once.
 
     Under the policy ``priority`` a more urgent request that finds no slot preempts the least urgent one, which later computes its
     tokens again: with position-keyed choices its output is the same. Nobody starves: who has waited ``max_wait_s``, all waits
@@ -69,6 +70,7 @@ class Scheduler:
         self._arrivals = 0
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
+        self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
         # Which of some slots a request gets, its own if it has one, and how many of its first tokens are computed there by now.
         self.place: Callable[[Request, Sequence[int]], tuple[int, int]] = _oldest_slot
@@ -148,17 +150,30 @@ class Scheduler:
         if self._waiting:
             self._admit()
         decoding = [request for request in self.running if request.num_computed == request.num_tokens - 1]
-        prefilling = [request for request in self.running if request.num_computed < request.num_tokens - 1]
+        prefilling = self._prefilling = [request for request in self.running if request.num_computed < request.num_tokens - 1]
         budget = self.options.max_step_tokens
         for_decoding = budget - budget // 4 if prefilling else budget
         draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
         drafts = [_bounded(request, draft_rows) for request in decoding]
         shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
-        if prefilling:
-            shares += self._prefill_shares(prefilling, budget - len(decoding) - sum(drafts))
-        return shares
+        return shares + self._prefill_shares(budget - len(decoding) - sum(drafts))
 
-    def _prefill_shares(self, prefilling: Sequence[Request], budget: int) -> list[Share]:
+    def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
+        """The shares of ``schedule`` with more rows for prefills, where fewer rows were drafted than there was room for.
+
+        Example: as above, with 16 rows; nothing is drafted, so 14 tokens of the prefill are computed instead of 4.
+
+        Args:
+            shares: what ``schedule`` returned last.
+            drafted: rows that each rank computes of the drafts.
+        """
+        decoding = list(shares[: len(self.running) - len(self._prefilling)])
+        return decoding + self._prefill_shares(self.options.max_step_tokens - len(decoding) - drafted)
+
+    def _prefill_shares(self, budget: int) -> list[Share]:
+        prefilling = self._prefilling
+        if not prefilling:
+            return []
         rows = _prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
         return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]

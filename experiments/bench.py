@@ -2,6 +2,7 @@
 
 python -m experiments.bench strategies --prompts FILE.jsonl
 python -m experiments.bench load --prompts FILE.jsonl FILE.jsonl
+python -m experiments.bench draft-models --prompts FILE.jsonl FILE.jsonl
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from configs.slices import Dtype, SpeculationOptions
+from experiments.draft_models_options import DESCRIPTION, add_options, check_options
 
 _STRATEGIES = """Every strategy on the same prompts with a real model, beside transformers, in one run.
 
@@ -56,26 +58,30 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     strategies = benches.add_parser("strategies", description=_STRATEGIES, formatter_class=raw)
     _common(strategies)
+    _guided(strategies)
     strategies.add_argument("--assistant", help="model for transformers' assisted generation, with the same tokenizer")
     strategies.add_argument(
         "--early-exit", type=int, help="without --assistant, layers of the model that draft; half when absent"
     )
     load = benches.add_parser("load", description=_LOAD, formatter_class=raw)
     _common(load)
+    _guided(load)
     _load_options(load)
+    drafts = benches.add_parser("draft-models", description=DESCRIPTION, formatter_class=raw)
+    _common(drafts)
+    add_options(drafts)
+    batches = partial(_numbers, int, 1)
+    drafts.add_argument("--batch-sizes", type=batches, default=(), help="requests at once of plain decoding: 1,2,4,...")
     args = command.parse_args(argv)
-    _check(args, strategies if args.bench == "strategies" else load)
+    _check(args, {"strategies": strategies, "load": load, "draft-models": drafts}[args.bench])
     return args
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    """The options of both benches."""
+    """The options of all benches."""
     parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
-    parser.add_argument("--random-model", choices=_SIZES, help="a Llama of random weights; with --guided and --tokenizer")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
-    parser.add_argument("--guided", action="store_true", help="follow the known outputs of the prompts")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a guided run; the model's own when absent")
     parser.add_argument("--records", type=int, help="at most so many of each file")
     parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, in a guided run the whole output")
     parser.add_argument("--budget", type=int, default=SpeculationOptions().max_draft_tokens, help="most drafted rows of a step")
@@ -86,6 +92,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of random weights and arrivals")
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of the record and the figures")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+
+
+def _guided(parser: argparse.ArgumentParser) -> None:
+    """The options of benches that can follow known outputs."""
+    parser.add_argument("--random-model", choices=_SIZES, help="a Llama of random weights; with --guided and --tokenizer")
+    parser.add_argument("--guided", action="store_true", help="follow the known outputs of the prompts")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a guided run; the model's own when absent")
 
 
 def _load_options(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +140,7 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.budget < 0:
         parser.error(f"--budget must not be negative, got {args.budget}")
-    if args.random_model and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
+    if getattr(args, "random_model", None) and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
         parser.error("--random-model needs --guided, --tokenizer and a --dtype")
     if len({path.stem for path in args.prompts}) < len(args.prompts):
         parser.error("two files of --prompts have one name: a workload is called after its file")
@@ -135,6 +148,8 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("the figure needs matplotlib: install outrider with the extra `dev`")
     if args.bench == "load":
         _check_load(args, parser)
+    if args.bench == "draft-models":
+        check_options(args, parser)
 
 
 def _check_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -155,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.bench == "load":
         from experiments.load import run  # loads torch and transformers
+    elif args.bench == "draft-models":
+        from experiments.draft_models import run
     else:
         from experiments.strategies import run
 

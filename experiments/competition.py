@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
+from engine.energy import EnergyMeter, EnergySpan, NoMeter
 from experiments.contestants import Contestant, Prompt, Run
+from experiments.record import NOT_METERED
 
 
 def progress_bar() -> Progress:
@@ -35,6 +37,8 @@ class Tally:
     drafted: int | None = 0  # as propose_s
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
+    joules: float | None = 0.0  # of all repeats, idle power included; None where it was not metered
+    net_joules: float | None = 0.0  # without idle power
 
     @classmethod
     def empty(cls, repeats: int) -> Tally:
@@ -56,6 +60,32 @@ class Tally:
         for source, count in run.accepted_by_source.items():
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
 
+    def book(self, span: EnergySpan) -> None:
+        """Counts the energy of a run. Sums of short spans are as good as a long one: the counter's steps go both ways."""
+        idle_j = None if span.idle_w is None else span.idle_w * span.seconds
+        self.joules = None if self.joules is None or span.joules is None else self.joules + span.joules
+        # Not the span's own, which is never below zero: of many short ones, those that are too low make up for the others.
+        if self.net_joules is None or span.joules is None or idle_j is None:
+            self.net_joules = None
+        else:
+            self.net_joules += span.joules - idle_j
+
+    def energy(self) -> dict[str, float | str]:
+        """See ``joules_per_token``."""
+        return joules_per_token([self])
+
+
+def joules_per_token(tallies: Sequence[Tally]) -> dict[str, float | str]:
+    """Of one contestant's emitted tokens, with and without idle power; ``n/a`` where a run of it was not metered."""
+    tokens = max(1, sum(tally.tokens for tally in tallies))
+
+    def figure(joules: Sequence[float | None]) -> float | str:
+        known = [one for one in joules if one is not None]
+        return round(sum(known) / tokens, 4) if len(known) == len(joules) else NOT_METERED
+
+    whole, net = [tally.joules for tally in tallies], [tally.net_joules for tally in tallies]
+    return {"j_per_token": figure(whole), "net_j_per_token": figure(net)}
+
 
 def compete(
     contestants: Sequence[Contestant],
@@ -64,6 +94,7 @@ def compete(
     batch_size: int,
     progress: Progress,
     expected: Mapping[str, list[int]] | None = None,
+    meter: EnergyMeter | None = None,
 ) -> tuple[Mapping[str, list[int]], dict[str, Tally]]:
     """Runs everything; the first group is run once more before, untimed, to warm up.
 
@@ -77,10 +108,12 @@ def compete(
         batch_size: prompts of a group.
         progress: shows how far it is.
         expected: output of each prompt by id; when absent, that of the baseline on each prompt alone.
+        meter: of the device that all compute on; without one, energy is not told.
 
     Returns:
         The expected outputs, and a tally per contestant.
     """
+    meter = NoMeter() if meter is None else meter
     groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
     if expected is None:
         task = progress.add_task("reference", total=len(prompts))
@@ -99,8 +132,10 @@ def compete(
         for group in groups:
             for contestant in contestants:
                 tally, started = tallies[contestant.name], time.perf_counter()
-                run = contestant.run(group)
+                with meter.span() as span:
+                    run = contestant.run(group)
                 tally.add(repeat, run, time.perf_counter() - started)
+                tally.book(span)
                 for prompt, output in zip(group, run.outputs, strict=True):
                     if output != expected[prompt.id]:
                         tally.differing.setdefault(prompt.id, output)

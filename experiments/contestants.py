@@ -84,24 +84,29 @@ class EngineContestant:
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """See ``Contestant``."""
-        requests = {prompt.id: make_request(prompt, self._max_tokens, self._guide) for prompt in prompts}
-        for request in requests.values():
-            self.engine.add(request)
-        first_s: dict[str, float] = {}  # seconds in forwards when the first token came
-        while self.engine.has_work:
-            for output in self.engine.step():
-                first_s.setdefault(output.request_id, requests[output.request_id].stats.forward_s)
-        stats = [request.stats for request in requests.values()]
-        by_source: dict[str, int] = {}
-        for entry in stats:
-            for source, count in entry.accepted_by_source.items():
-                by_source[source] = by_source.get(source, 0) + count
-        return Run(
-            [request.output_ids.tolist() for request in requests.values()],
-            sum(entry.steps for entry in stats),
-            sum(entry.prefill_s for entry in stats),
-            sum(entry.forward_s for entry in stats) - sum(first_s.values()),
-            sum(entry.propose_s for entry in stats),
-            sum(entry.drafted for entry in stats),
-            by_source,
-        )
+        return run_requests(self.engine, [make_request(prompt, self._max_tokens, self._guide) for prompt in prompts])
+
+
+def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Runs requests, all at once, to their end on an engine without other work."""
+    by_id = {request.request_id: request for request in requests}
+    for request in requests:
+        engine.add(request)
+    first_s: dict[str, float] = {}  # seconds in forwards when the first token came
+    while engine.has_work:
+        for output in engine.step():
+            first_s.setdefault(output.request_id, by_id[output.request_id].stats.forward_s)
+    stats = [request.stats for request in requests]
+    by_source: dict[str, int] = {}
+    for entry in stats:
+        for source, count in entry.accepted_by_source.items():
+            by_source[source] = by_source.get(source, 0) + count
+    return Run(
+        [request.output_ids.tolist() for request in requests],
+        sum(entry.steps for entry in stats),
+        sum(entry.prefill_s for entry in stats),
+        sum(entry.forward_s for entry in stats) - sum(first_s.values()),
+        sum(entry.propose_s for entry in stats),
+        sum(entry.drafted for entry in stats),
+        by_source,
+    )

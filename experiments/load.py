@@ -15,13 +15,14 @@ from rich.table import Column, Table
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from decoding.drafters import LOSSLESS
+from engine.energy import measure_idle, open_meter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, calm, load_setting
 from experiments.competition import progress_bar
 from experiments.load_bench import BASELINE, LoadBench
 from experiments.load_figures import load_figures
 from experiments.load_step import back_after_text
-from experiments.record import write_record
+from experiments.record import IDLE_S, write_record
 from experiments.strategies import EXACT_DTYPES
 
 
@@ -102,14 +103,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         choices = strategies_of(args.strategy)
         setting = load_setting(args)
-        results = measure(setting, choices, args)
+        meter = open_meter([setting.loaded.model.device])
+        measure_idle(meter, IDLE_S)
+        with meter.span() as energy:
+            results = measure(setting, choices, args)
     except (ValueError, ModelLoadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name, reason in results["skipped"].items():
         print(f"{name} does not run: {reason}", file=sys.stderr)
     config = vars(args) | {"num_parameters": setting.loaded.model.num_parameters()}
-    path = write_record("bench-load", config, results, args.seed, started, str(setting.loaded.model.device), args.out)
+    path = write_record("bench-load", config, results, args.seed, started, str(setting.loaded.model.device), args.out, energy)
     pictures = load_figures(results, path.with_suffix(".svg"))
     if args.json:
         print(json.dumps(results, indent=1))

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 from engine.device_name import cpu_name
+from engine.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
+IDLE_S = 5.0  # for which a bench measures the idle power of its device, where there is a meter
+NOT_METERED = "n/a"  # what a record says of energy where no counter told it
 _PACKAGES = ("torch", "transformers", "outrider")
 
 
@@ -30,6 +33,7 @@ def write_record(
     started: datetime,
     device: str = "cpu",
     folder: Path = RESULTS,
+    energy: EnergySpan | None = None,
 ) -> Path:
     """Writes the record of a finished run. It names no host, no user and no absolute path.
 
@@ -41,6 +45,7 @@ def write_record(
         started: with a time zone.
         device: torch's name of it.
         folder: where the file goes; created when absent.
+        energy: of the run, after its end; None where it was not metered.
 
     Returns:
         ``folder/DATE-NAME.json``, or ``-2``, ``-3``, ... behind the name when there is one already.
@@ -56,6 +61,7 @@ def write_record(
         "config": portable(config),
         "seed": seed,
         "device": describe_device(device),
+        "energy": {"source": NOT_METERED} if energy is None else describe_energy(energy),
         "versions": {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES},
         "results": results,
     }
@@ -115,6 +121,22 @@ def describe_device(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         described["gpu"] = torch.cuda.get_device_name(device)
     return described
+
+
+def describe_energy(span: EnergySpan) -> dict[str, Any]:
+    """What a meter said of a span: joules with and without idle power, and the idle power; ``n/a`` for what it could not tell."""
+    return {
+        "source": span.source,
+        "joules": _figure(span.joules),
+        "net_joules": _figure(span.net_joules),
+        "idle_w": _figure(span.idle_w),
+        "seconds": round(span.seconds, 3),
+        "coarse": span.coarse,
+    }
+
+
+def _figure(value: float | None) -> float | str:
+    return NOT_METERED if value is None else round(value, 3)
 
 
 def _portable_path(path: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
+from decoding.draft_model import DraftModel
 from decoding.drafters import LOSSLESS
 from engine.engine import Engine
 from engine.executor import LocalExecutor
@@ -19,15 +20,23 @@ from experiments.guided import GuidedExecutor
 class SharedModel:
     """The weights and KV slots of a model. Its engines must not have requests at the same time."""
 
-    def __init__(self, loaded: LoadedModel, options: EngineOptions, budget: int, guided: bool = False) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: EngineOptions,
+        budget: int,
+        guided: bool = False,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         """
         Args:
             loaded: with tree attention.
             options: of each engine.
             budget: most drafted rows of a request in a step.
             guided: requests follow known outputs (see ``experiments.guided``).
+            draft_model: for the strategies that draft with one, all engines one after the other.
         """
-        self.loaded, self._options, self._budget = loaded, options, budget
+        self.loaded, self._options, self._budget, self._draft_model = loaded, options, budget, draft_model
         self._runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget)
         self._target: LocalTarget | None = None  # one for all engines: what it measured is the same for each
         self.executor = self._new_executor(guided, {})  # takes the known outputs of guided runs, for all engines
@@ -43,6 +52,8 @@ class SharedModel:
         """
         info = self.loaded.info(choice.label, choice.name in LOSSLESS)
         drafter = choice.build()
+        if self._draft_model is not None:
+            drafter.attach(self._draft_model)
         if self._target is None:
             self._target = LocalTarget(self._runner, info, self.loaded.tokenizer)
         drafter.prepare(self._target)

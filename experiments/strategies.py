@@ -16,19 +16,29 @@ from rich.table import Column, Table
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies
 from decoding.drafters import LOSSLESS
+from engine.energy import EnergyMeter, measure_idle, open_meter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, Workload, calm, contestants, load_setting
-from experiments.competition import Tally, compete, decode_ratios, divergence, progress_bar, summary, where_time_goes
+from experiments.competition import (
+    Tally,
+    compete,
+    decode_ratios,
+    divergence,
+    joules_per_token,
+    progress_bar,
+    summary,
+    where_time_goes,
+)
 from experiments.contestants import Contestant
 from experiments.plots import strategy_bars
-from experiments.record import write_record
+from experiments.record import IDLE_S, write_record
 from experiments.stock_generate import LOOKUP_TOKENS, StockPromptLookup
 
 EXACT_DTYPES = (torch.float32, torch.float64)
 
 
-def measure(setting: Setting, runners: Sequence[Contestant], repeats: int) -> dict[str, Any]:
-    """Lets all run over all workloads.
+def measure(setting: Setting, runners: Sequence[Contestant], repeats: int, meter: EnergyMeter | None = None) -> dict[str, Any]:
+    """Lets all run over all workloads; energy is told by ``meter``.
 
     Returns:
         ``workloads`` by name, each with its counts and a row a contestant, and ``overall`` with a row a contestant.
@@ -37,7 +47,7 @@ def measure(setting: Setting, runners: Sequence[Contestant], repeats: int) -> di
     with progress_bar() as progress:
         for workload in setting.workloads:
             known = {prompt.id: prompt.known for prompt in workload.prompts if prompt.known is not None}
-            expected, counted = compete(runners, workload.prompts, repeats, 1, progress, known or None)
+            expected, counted = compete(runners, workload.prompts, repeats, 1, progress, known or None, meter)
             rows = {}
             for name, tally in counted.items():
                 rows[name] = _row(setting, workload, tally, counted[runners[0].name], expected, repeats)
@@ -62,6 +72,7 @@ def _row(
     row["drafted_per_step"] = None if tally.drafted is None else round(tally.drafted / tally.steps, 2)
     row["accepted_by_source"] = dict(sorted(tally.accepted_by_source.items()))
     row["ms"] = where_time_goes(tally, len(by_id) * repeats)
+    row["energy"] = tally.energy()
     return row
 
 
@@ -91,6 +102,7 @@ def _overall(name: str, baseline: str, tallies: Sequence[Mapping[str, Tally]], w
         "identical": sum(row["identical"] for row in rows),
         "records": sum(workload["records"] for workload in workloads.values()),
         "largest_gap": max(gaps, default=None),
+        "energy": joules_per_token(own),
         "accepted_per_step": {source: round(count / steps, 4) for source, count in sorted(accepted.items())},
         "ms": {key: _mean([row["ms"][key] for row in rows]) for key in ("propose", "forward", "rest", "prefill")},
     }
@@ -103,7 +115,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def table(results: Mapping[str, Any]) -> Table:
     """A row a contestant, over all workloads."""
-    titles = ("ratio", "min-max", "to lookup", "decode", "tok/step", "tok/s", "identical", "gap", "ms: propose + forward + rest")
+    titles = (
+        "ratio",
+        "min-max",
+        "to lookup",
+        "decode",
+        "tok/step",
+        "tok/s",
+        "J/token",
+        "identical",
+        "gap",
+        "ms: propose + forward + rest",
+    )
     shown = Table(Column("contestant", overflow="fold"), *(Column(title, justify="right") for title in titles))
     for name, row in results["overall"].items():
         ms = row["ms"]
@@ -116,6 +139,7 @@ def table(results: Mapping[str, Any]) -> Table:
             f"{statistics.median(row['decode_ratio']):.2f}",
             f"{row['tokens_per_step']:.2f}",
             f"{row['tokens_per_s']:.1f}",
+            str(row["energy"]["j_per_token"]),
             f"{row['identical']}/{row['records']}",
             "" if row["largest_gap"] is None else f"{row['largest_gap']:.3g}",
             f"{propose} + {ms['forward']:.2f} + {ms['rest']:.2f}",
@@ -148,10 +172,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     for name, reason in skipped.items():
         print(f"{name} does not run: {reason}", file=sys.stderr)
-    results = measure(setting, runners, args.repeats) | {"skipped": skipped, "lossless": sorted(LOSSLESS)}
     device = str(setting.loaded.model.device)
+    meter = open_meter([device])
+    measure_idle(meter, IDLE_S)
+    with meter.span() as energy:
+        results = measure(setting, runners, args.repeats, meter) | {"skipped": skipped, "lossless": sorted(LOSSLESS)}
     config = vars(args) | {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "num_parameters": setting.loaded.model.num_parameters()}
-    path = write_record("bench-strategies", config, results, args.seed if args.random_model else None, started, device, args.out)
+    seed = args.seed if args.random_model else None
+    path = write_record("bench-strategies", config, results, seed, started, device, args.out, energy)
     strategy_bars(results, path.with_suffix(".svg"))
     if args.json:
         print(json.dumps(results, indent=1))

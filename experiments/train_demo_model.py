@@ -47,6 +47,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copy-steps", type=int, default=300, help="first steps, with half the text generated for copying")
     parser.add_argument("--copy-share", type=float, default=0.15, help="share of generated copying afterwards")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to keep, so that the model drafts for one that has it")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
@@ -258,7 +259,9 @@ def train(args: argparse.Namespace) -> None:
     records = list(read_records(sorted(args.corpus.glob("train-*.jsonl.gz"))))
     valid = list(read_records([args.corpus / "valid.jsonl.gz"]))[:120]
     tokenizer_file, checkpoint = args.out / "tokenizer.json", args.out / "checkpoint.pt"
-    if not tokenizer_file.exists():
+    if args.tokenizer is not None:
+        tokenizer_file.write_bytes(args.tokenizer.read_bytes())
+    elif not tokenizer_file.exists():
         print(f"training a tokenizer of {args.vocab_size} entries on {len(records)} records", flush=True)
         train_tokenizer((record["text"] for record in records), args.vocab_size).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))

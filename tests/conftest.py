@@ -1,4 +1,5 @@
-"""For all tests: what a GPU is needed for is skipped without one, and Ray gets a secret of this run's own."""
+"""For all tests: what a GPU is needed for is skipped without one, Ray gets a secret of this run's own, and of several workers
+(``pytest -n 2``) one runs all tests that start a Ray."""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Before anything imports Ray; without it, Ray writes a token into the home folder.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray's processes would otherwise give way to those of other tests, and be late for deadlines.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Tiny models gain nothing from a second thread, and two threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep (tables of tiny models, compiled code) stays out of the home folder; `make clean` removes it.
@@ -22,8 +27,33 @@ settings.register_profile("outrider", deadline=None)  # a busy machine is no fau
 settings.load_profile("outrider")
 
 
+def work_unit(nodeid: str) -> str:
+    """The tests that one worker of pytest-xdist runs, one after another: those of a file, or all that start a Ray.
+
+    ``tests/cluster/test_cli.py::test_version`` is of the unit ``ray``: in two workers, the service that the tests of the cluster
+    share would start twice, and Rays that start at once can choose the same ports.
+    """
+    file = nodeid.split("::")[0]
+    return "ray" if file.startswith("tests/cluster/") or file == "tests/actors/test_group.py" else file
+
+
+class OneRay(LoadScopeScheduling):
+    """Gives workers the units of ``work_unit``; pytest-xdist 3.8 overlooks groups by marker (``loadgroup``) under pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return work_unit(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
+    """For ``-n``, whatever ``--dist`` says."""
+    config.option.loadscopereorder = False  # the order is that of ``pytest_collection_modifyitems``
+    return OneRay(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` where torch sees no CUDA device."""
+    """Puts what takes long first, so that workers end together; skips tests marked ``gpu`` where torch sees no CUDA device."""
+    items.sort(key=lambda item: (work_unit(item.nodeid) != "ray", not item.nodeid.startswith("tests/lossless/")))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -10,19 +10,34 @@ from typing import Any
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.autoregressive import AutoregressiveDrafter
 from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.bild import BildDrafter
 from decoding.drafters.by_request import ByRequest
 from decoding.drafters.jacobi import JacobiDrafter
 from decoding.drafters.llma import LlmaDrafter
+from decoding.drafters.mjsd import MjsdDrafter
 from decoding.drafters.ngrammys import NgrammysDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.recycling import RecyclingDrafter
+from decoding.drafters.spectr import SpectrDrafter
+from decoding.drafters.speculative import SpeculativeDrafter
 from decoding.drafters.suffix import SuffixDrafter
 from decoding.drafters.trie import TrieDrafter
 from decoding.request import PLAIN
 from decoding.strategy_choice import parse_strategy
 
-__all__ = ["LOSSLESS", "SOURCES", "STRATEGIES", "ByRequest", "Drafter", "build_drafter", "build_drafters"]
+__all__ = [
+    "LOSSLESS",
+    "SOURCES",
+    "STRATEGIES",
+    "WITH_DRAFT_MODEL",
+    "ByRequest",
+    "Drafter",
+    "build_drafter",
+    "build_drafters",
+    "check_drafters",
+]
 
+# Those that draft without a model of their own: they work with any target.
 STRATEGIES: dict[str, Callable[..., Drafter]] = {
     PLAIN: AutoregressiveDrafter,
     "prompt_lookup": PromptLookupDrafter,
@@ -34,22 +49,32 @@ STRATEGIES: dict[str, Callable[..., Drafter]] = {
     "trie": TrieDrafter,
     "auto": AutoDrafter,
 }
-LOSSLESS = frozenset(STRATEGIES)  # those that preserve the target's law: all are verified by ``verify_exact``
+# Those that draft with a second, smaller model, which they are given (``Drafter.attach``).
+WITH_DRAFT_MODEL: dict[str, Callable[..., Drafter]] = {
+    "speculative": SpeculativeDrafter,
+    "spectr": SpectrDrafter,
+    "bild": BildDrafter,
+    "mjsd": MjsdDrafter,
+}
+# Those that preserve the target's law. Of these only spectr, and speculative with sampling=rejection, are not verified by
+# ``verify_exact``, so that the text is another one than the seed's of plain decoding.
+LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
 
 
 def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     """The drafter of a strategy.
 
     Args:
-        strategy: a key of ``STRATEGIES``.
+        strategy: a key of ``STRATEGIES`` or ``WITH_DRAFT_MODEL``.
         options: arguments of the drafter.
 
     Raises:
         ValueError: an unknown strategy or option (the message names the nearest known one), or a value outside its range.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, STRATEGIES)}; known: {', '.join(STRATEGIES)}")
-    known = inspect.signature(STRATEGIES[strategy]).parameters
+    makers = {**STRATEGIES, **WITH_DRAFT_MODEL}
+    if strategy not in makers:
+        raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, makers)}; known: {', '.join(makers)}")
+    known = inspect.signature(makers[strategy]).parameters
     for name, value in options.items():
         if name not in known:
             choices = ", ".join(known) or "none"
@@ -57,7 +82,7 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
         expected = type(known[name].default)
         if type(value) is not expected:
             raise ValueError(f"option {name!r} of {strategy} must be of type {expected.__name__}, got {value!r}")
-    return STRATEGIES[strategy](**options)
+    return makers[strategy](**options)
 
 
 def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str]) -> Drafter:
@@ -87,6 +112,33 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
     return drafters[strategy] if len(drafters) == 1 else ByRequest(drafters)
+
+
+def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str | None, exact: bool, shared: bool) -> None:
+    """Raises ``ValueError`` where an engine may not or cannot have a drafter; the message says which setting allows it.
+
+    Args:
+        drafter: of ``build_drafters``.
+        strategies: the names of all strategies in it.
+        draft_model: where the draft model is; None without one.
+        exact: only strategies in ``LOSSLESS`` may be used.
+        shared: several ranks share a step's tree.
+    """
+    if drafter.draft_rows and draft_model is None:
+        named = ", ".join(name for name in strategies if name in WITH_DRAFT_MODEL)
+        raise ValueError(f"{named} drafts with a second model: set speculation.draft_model to its folder or name on the hub")
+    lossy = [name for name in strategies if name not in LOSSLESS]
+    if exact and lossy:
+        raise ValueError(
+            f"{', '.join(lossy)} does not preserve the model's output, and speculation.exact is true: "
+            "set speculation.exact=false to allow it, or choose another strategy"
+        )
+    if shared and drafter.own_rules:
+        named = ", ".join(name for name in strategies if name in WITH_DRAFT_MODEL)
+        raise ValueError(
+            f"{named}: with parallelism.mode lookahead each rank sees a part of the draft, and its logits stay there, so that "
+            "only exact matching can join them: use speculative with sampling coupled or greedy, or parallelism.mode=none"
+        )
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

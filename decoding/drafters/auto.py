@@ -10,7 +10,7 @@ from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
-from decoding.expansion import Pool, Ranked, Rows, grow
+from decoding.expansion import Pool, Rows, grow
 from decoding.history import Histories, History
 from decoding.latency import StepLoad
 from decoding.pause import Pause
@@ -118,7 +118,7 @@ class AutoDrafter(Drafter):
         self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
         self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
-        self._tables, self._pool = TenantTables(), Pool.empty()
+        self._tables, self._pool = TenantTables(), Pool.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
         self._selection: Selection | None = None
@@ -204,12 +204,12 @@ class AutoDrafter(Drafter):
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self._ranks]
-        ranked = Ranked(frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams)
+        ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
         count = grow(
             state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
             public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, chances, self._weights,
             _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), least_chance, self._pool,
-            rows,
+            rows[:],
         )  # fmt: skip
         return rows.first(count)
 
@@ -263,12 +263,12 @@ class AutoDrafter(Drafter):
                 self._tables.of(request.tenant).observe(tree.parents, state.features, acceptance.rows)
         if self._recycled is None or (len(tree) == 1 and self._proposed > _LEARNING_REQUESTS):
             return
-        hits = int((tree.sources[list(acceptance.rows)] == _RECYCLED_SOURCE).sum())
+        hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
-            rows = list(range(len(tree)))[::-1]  # right ones or not; of equal tokens the likeliest stays, which comes last
-            table.learn(tree.tokens[rows], target.top_k(rows, table.width))
+            rows = range(len(tree) - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
+            table.learn(tree.tokens[::-1], target.top_k(rows, table.width))
 
     def held(self) -> Collection[str]:
         """See ``Drafter``."""

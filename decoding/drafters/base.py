@@ -14,10 +14,13 @@ from decoding.tree import DraftTree, Int32Array
 if TYPE_CHECKING:
     import torch  # only where there are logits: a strategy's options are checked without it
 
+    from decoding.draft_model import DraftModel
+    from decoding.rules import Rule
+
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
 SOURCES = (
     "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
-    "history",
+    "history", "draft_model",
 )  # fmt: skip
 
 
@@ -105,6 +108,7 @@ class Drafter(ABC):
     """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
 
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
+    own_rules = False  # whether any of its trees is verified otherwise than by ``verify_exact`` (see ``rule``)
     memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
 
     def remembers(self, request: Request) -> bool:
@@ -119,6 +123,14 @@ class Drafter(ABC):
         has then no logits.
         """
         return 0
+
+    @property
+    def draft_rows(self) -> int:
+        """How many rows its draft model must hold behind a request's tokens; 0: it drafts without one."""
+        return 0
+
+    def attach(self, model: DraftModel) -> None:  # noqa: B027  most draft without one
+        """Called once, before ``prepare``, with a draft model: where ``draft_rows`` is not 0."""
 
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""
@@ -146,6 +158,13 @@ class Drafter(ABC):
             budgets: the most rows to draft for each, the root not counted, window rows counted, on all ranks together; 0 asks
                 for the root alone.
         """
+
+    def rule(self, request: Request) -> Rule | None:
+        """How the tree that was last proposed for a request is to be verified; None: by ``verify_exact``, which keeps the output.
+
+        Asked once for each request of a ``propose``, right after it.
+        """
+        return None
 
     def timed(self, seconds: float) -> None:  # noqa: B027
         """How long the last ``propose`` took, by the engine's clock."""

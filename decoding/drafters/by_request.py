@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from decoding.drafters.base import Drafter, Target, TargetRows
 from decoding.latency import StepLoad
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    from decoding.draft_model import DraftModel
+    from decoding.rules import Rule
 
 
 class ByRequest(Drafter):
@@ -34,6 +39,7 @@ class ByRequest(Drafter):
         self._default = next(iter(self._drafters))
         self._all = tuple(self._drafters.values())
         self.needs_logits = any(drafter.needs_logits for drafter in self._all)
+        self.own_rules = any(drafter.own_rules for drafter in self._all)
         remembering = [drafter for drafter in self._all if drafter.memory is not None]
         self.memory = remembering[0].memory if remembering else None
         for drafter in remembering:
@@ -57,6 +63,16 @@ class ByRequest(Drafter):
     def top_k(self) -> int:
         """The most that a strategy with live requests asks for."""
         return max(self._asking.values())
+
+    @property
+    def draft_rows(self) -> int:
+        """The most that any of them asks for: they have one draft model, whose slot of a request one of them uses."""
+        return max(drafter.draft_rows for drafter in self._all)
+
+    def attach(self, model: DraftModel) -> None:
+        """To all of them."""
+        for drafter in self._all:
+            drafter.attach(model)
 
     def prepare(self, target: Target) -> None:
         """Prepares all of them: a request may ask for any."""
@@ -98,6 +114,10 @@ class ByRequest(Drafter):
                 load = replace(load, rows=load.rows + sum(map(len, proposed)) - len(proposed))
             self._asking[name] = drafter.top_k
         return [tree for tree in trees if tree is not None]
+
+    def rule(self, request: Request) -> Rule | None:
+        """By the strategy of the request."""
+        return self._drafters[self._name(request)].rule(request)
 
     def timed(self, seconds: float) -> None:
         """To who drafted alone: of several, how long each took is not known."""

@@ -50,7 +50,8 @@ def test_no_answer_changes(http: httpx.Client, path: str) -> None:
 
 def test_models_lists_what_may_be_asked_for(http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
-    assert model["strategies"] == ["llma", "prompt_lookup", "autoregressive"]
+    assert model["strategies"] == model["lossless_strategies"] == ["llma", "prompt_lookup", "autoregressive"]
+    assert model["lossless"] is True
     assert http.get("/v1/models/circle").json() == model
 
 
@@ -59,6 +60,7 @@ def test_models_lists_what_may_be_asked_for(http: httpx.Client) -> None:
     ("speculation", "param", "words"),
     [
         ({"strategy": "auto"}, "speculation.strategy", ["'auto'", "llma, prompt_lookup, autoregressive"]),
+        ({"strategy": "mjsd"}, "speculation.strategy", ["'mjsd'", "allowed: llma", "speculation.exact=false"]),
         ({"strategy": ""}, "speculation.strategy", ["allowed: llma"]),
         ({"strategy": 3}, "speculation.strategy", ["string"]),
         ({"max_draft_tokens": -1}, "speculation.max_draft_tokens", ["greater than or equal to 0"]),

@@ -16,12 +16,15 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from cluster.chat_command import ChatError, stream_answer
+from cluster.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+PLAIN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+ENVIRONMENT = os.environ | PLAIN | {"PYTHONPATH": str(REPOSITORY)}
 
 
 Finished = subprocess.CompletedProcess[str]
@@ -30,6 +33,13 @@ Finished = subprocess.CompletedProcess[str]
 def outrider(*arguments: str, cwd: Path = REPOSITORY, text: str | None = None) -> Finished:
     command = [*COMMAND, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, input=text, timeout=120)
+
+
+def outrider_here(*arguments: str) -> Finished:
+    """In this process, which has imported everything already; for what ends before anything starts."""
+    run = CliRunner(env=PLAIN).invoke(app, list(arguments))
+    assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
+    return Finished(arguments, run.exit_code, run.stdout, run.stderr)
 
 
 def one_line_error(run: Finished, code: int) -> str:
@@ -65,11 +75,11 @@ def test_help_imports_nothing_heavy() -> None:
     ],
 )
 def test_bad_settings_are_exit_code_2(arguments: list[str], said: str) -> None:
-    assert said in one_line_error(outrider("serve", *arguments), 2)
+    assert said in one_line_error(outrider_here("serve", *arguments), 2)
 
 
 def test_unknown_option_is_exit_code_2() -> None:
-    assert outrider("serve", "--nonsense").returncode == 2
+    assert outrider_here("serve", "--nonsense").returncode == 2
 
 
 def test_port_in_use_says_what_to_do() -> None:
@@ -83,9 +93,9 @@ def test_port_in_use_says_what_to_do() -> None:
 
 
 def test_broken_model_path_says_what_to_do(tmp_path: Path) -> None:
-    error = one_line_error(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path / "absent")), 1)
+    error = one_line_error(outrider_here("serve", "server.port=0x6ff7", "--model", str(tmp_path / "absent")), 1)
     assert "is not a folder" in error
-    assert "no config.json" in one_line_error(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path)), 1)
+    assert "no config.json" in one_line_error(outrider_here("serve", "server.port=0x6ff7", "--model", str(tmp_path)), 1)
 
 
 def test_redis_that_does_not_answer(circle_model: Path) -> None:
@@ -126,7 +136,7 @@ def test_doctor_table() -> None:
 
 
 def test_chat_without_a_server_says_what_to_do() -> None:
-    error = one_line_error(outrider("chat", "--url", "http://127.0.0.1:1"), 1)
+    error = one_line_error(outrider_here("chat", "--url", "http://127.0.0.1:1"), 1)
     assert "no server answers at http://127.0.0.1:1" in error
     assert "outrider serve" in error
 

@@ -12,13 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from cluster.cli import app
 from engine.loading import load_tokenizer
 from tests.models import llama_config, save_model
 from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+PLAIN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+ENVIRONMENT = os.environ | PLAIN | {"PYTHONPATH": str(REPOSITORY)}
 RECORDS: list[dict[str, Any]] = [
     {"id": "first", "prompt": "The quick brown fox jumps over", "references": ["the lazy dog", ""]},
     {"id": 2, "prompt": "line\u2028separator and\nnewline"},
@@ -45,6 +48,15 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process, which has imported everything already."""
+    command = ["generate", *(str(argument) for argument in arguments)]
+    run = CliRunner(env=PLAIN).invoke(app, command)
+    assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
+    return subprocess.CompletedProcess(command, run.exit_code, run.stdout, run.stderr)
+
+
+def generate_apart(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     command = [sys.executable, "-m", "cluster.cli", "generate", *(str(argument) for argument in arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=ENVIRONMENT, timeout=120)
 
@@ -56,7 +68,7 @@ def lines(run: subprocess.CompletedProcess[str]) -> tuple[list[dict[str, Any]], 
 
 
 def test_one_object_a_record_then_a_summary(model: Path, prompts: Path) -> None:
-    run = generate("--model", model, "--prompts", prompts, "--max-tokens", 20, "--strategy", "prompt_lookup", "--json")
+    run = generate_apart("--model", model, "--prompts", prompts, "--max-tokens", 20, "--strategy", "prompt_lookup", "--json")
     records, summary = lines(run)
     assert [record["id"] for record in records] == ["first", "2", "prompts/3", "long", "last"]
     made = [record for record in records if record["id"] != "long"]
@@ -91,6 +103,19 @@ def test_batch_size_and_strategy_change_no_token(model: Path, prompts: Path, tem
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_a_draft_model_changes_no_token_and_lossy_strategies_say_so(model: Path, prompts: Path) -> None:
+    arguments = ["--model", model, "--prompts", prompts, "--max-tokens", 16, "--dtype", "float32", "--limit", 2]
+    plain, summary = lines(generate(*arguments, "--strategy", "autoregressive", "--json"))
+    assert summary["lossless"] is True and "draft_model" not in summary
+    arguments += ["--draft-model", model]
+    drafted, summary = lines(generate(*arguments, "--strategy", "speculative", "--json"))
+    assert [one["output_token_ids"] for one in drafted] == [one["output_token_ids"] for one in plain]
+    assert (summary["lossless"], summary["draft_model"]) == (True, model.name)
+    assert 0 < summary["drafted"] - 2 <= summary["accepted"]  # it is the target itself; end tokens are never taken from a draft
+    run = generate(*arguments, "--strategy", "mjsd", "--no-exact")
+    assert run.returncode == 0 and "mjsd is lossy" in run.stdout
+
+
 def test_readable_output_and_limit(model: Path, prompts: Path) -> None:
     run = generate("--model", model, "--prompts", prompts, "--max-tokens", 4, "--limit", 1)
     assert run.returncode == 0 and run.stdout.startswith("[first] ")
@@ -111,6 +136,9 @@ def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> No
         (["--strategy", "lma"], 2, "did you mean 'llma'"),
         (["--strategy", "llma", "--option", "copy_len=3"], 2, "did you mean 'copy_length'"),
         (["--option", "max_depth"], 2, "name=value"),
+        (["--strategy", "speculative"], 2, "set speculation.draft_model"),
+        (["--strategy", "speculative", "--draft-model", "/no/such"], 1, "'/no/such'"),
+        (["--strategy", "mjsd", "--draft-model", "demo_model"], 2, "set speculation.exact=false"),
         (["--option", "max_depth=many"], 2, "max_depth"),
         (["--temperature", 9], 2, "temperature"),
         (["--min-p", 2], 2, "min_p"),
@@ -123,7 +151,7 @@ def test_chat_wraps_the_prompt_in_the_template(model: Path, prompts: Path) -> No
         (["--stop", ""], 2, "stop"),
         (["--prompts", "/no/such/file"], 2, "/no/such/file"),
         (["--prompts", "/dev/null"], 2, "no record"),
-        (["--prompts", "README.md"], 2, "README.md:1: not JSON"),
+        (["--prompts", REPOSITORY / "README.md"], 2, "README.md:1: not JSON"),
         (["--model", "/no/such/model"], 1, "/no/such/model"),
     ],
 )
@@ -132,6 +160,11 @@ def test_faults_are_one_line(model: Path, prompts: Path, arguments: list[object]
     assert run.returncode == code, run.stderr
     (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert said in error and "Traceback" not in run.stderr and run.stdout == ""
+
+
+def test_a_fault_ends_the_process_with_its_code() -> None:
+    run = generate_apart("--prompts", "/no/such/file")
+    assert (run.returncode, run.stdout) == (2, "") and run.stderr.startswith("error: ") and "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"id": 1}', '{"prompt": 3}', '{"prompt": "a", "references": "b"}', "{"])
@@ -169,7 +202,7 @@ def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks take two cores")
 def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
     command = group_command(model, prompts, tmp_path, "--max-tokens", 100, "--temperature", 0.8, "--seed", 3)
-    records, summary = lines(generate(*command))
+    records, summary = lines(generate_apart(*command))
     alone, summary_alone = lines(generate(*command, "--world-size", 1))
     assert (summary["world_size"], summary_alone["world_size"]) == (2, 1)
     assert [(record["id"], record.get("output_token_ids"), record.get("text"), record.get("error")) for record in records] == [

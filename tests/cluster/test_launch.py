@@ -50,7 +50,7 @@ class Serving:
     def output(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.output():
             assert self.process.poll() is None, self.output()
@@ -142,7 +142,7 @@ def test_model_that_does_not_load_is_one_line(log: Path, circle_model: Path) -> 
     weights.write_bytes(weights.read_bytes()[:1000])
     serving = Serving(log, "--model", str(broken))
     try:
-        assert serving.process.wait(120) == 1
+        assert serving.process.wait(240) == 1
         errors = [line for line in serving.output().splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         assert str(broken) in errors[0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.drafters import LOSSLESS, SOURCES, STRATEGIES, build_drafter
+from decoding.drafters import LOSSLESS, SOURCES, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.verify import verify_exact
@@ -215,7 +215,7 @@ def test_registry_names_what_is_wrong() -> None:
     for name in ("max_ngram", "num_tokens"):
         with pytest.raises(ValueError, match=name):
             build_drafter("prompt_lookup", {name: 0})
-    assert set(STRATEGIES) >= LOSSLESS
+    assert {*STRATEGIES, *WITH_DRAFT_MODEL} >= LOSSLESS >= set(STRATEGIES) and not {"bild", "mjsd"} & LOSSLESS
 
 
 def test_request_views_and_limits() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from decoding.draws import draw, gumbel
-from decoding.philox import UInt64Array, fill_raw, raw_stream
+from decoding.philox import UInt64Array, fill_raw, fill_stream, raw_stream
 from decoding.request import SamplingParams
+from decoding.row_draw import LANES, draw_row, fill_weights
 from decoding.sampling import choose, gumbel_noise, warp
 
 TRUNCATIONS: list[dict[str, float]] = [
@@ -46,6 +47,38 @@ def test_numbers_of_a_stream_without_those_before_them() -> None:
             assert (raw_at(seed, position, places) == stream[places]).all()
             assert (gumbel(raw_at(seed, position, places)) == gumbel_noise(seed, position, 50_257)[places]).all()
     assert len(raw_at(1, 2, places[:0])) == 0
+
+
+def test_a_stream_by_blocks() -> None:
+    lanes = np.empty((4, 250), np.uint64)
+    for seed, position in ((0, 0), (1, 700), (2**63 - 1, 2**40)):
+        fill_stream(np.uint64(seed), np.uint64(position), lanes)
+        assert (lanes.T.ravel() == raw_stream(seed, position, 1000)).all()
+
+
+def test_weights_of_scores() -> None:
+    scores = np.linspace(-90.0, 5.0, 10 * LANES, dtype=np.float32)
+    weights = np.empty_like(scores)
+    total, exact = fill_weights(scores, scores[-1], weights), np.exp(scores.astype(np.float64) - float(scores[-1]))
+    assert weights[scores > -60.0] == pytest.approx(exact[scores > -60.0], rel=1e-5)
+    assert weights.max() == weights[-1] and weights[0] < 1e-29 and total == pytest.approx(exact.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_call_decides_almost_always(dtype: torch.dtype) -> None:
+    """Narrow and wide nuclei, few and many tokens, with and without a rest behind the last whole block."""
+    torch.manual_seed(3)
+    undecided = 0
+    for position in range(300):
+        logits = (torch.randn((63, 64, 1000, 4096)[position % 4]) * (0.5, 2.0, 6.0)[position % 3]).to(dtype)
+        params = SamplingParams(seed=position, temperature=0.8, top_p=(0.95, 0.5)[position % 2])
+        token = draw_row(logits, params, position)
+        undecided += token is None
+        assert token is None or token == the_long_way(logits, params, position), position
+    assert undecided < 10
+    strange = torch.full((64,), -torch.inf).to(dtype)
+    assert draw_row(strange, params, 0) is None and draw_row(logits.half(), params, 0) is None
+    assert draw_row(logits, SamplingParams(temperature=0.8), 0) is None  # no truncation: all of the vocabulary has a chance
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

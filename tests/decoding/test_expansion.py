@@ -122,8 +122,8 @@ def grown(
     ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
     count = grow(
         own.plain, own.oldest, shared.plain, shared.oldest, owner, public.plain, public.oldest if known.public else -1,
-        np.array(known.context, np.int32), ranked, table() if chances is None else chances, WEIGHTS, history, caps, budget,
-        max_depth, least, pool or Pool.empty(), rows,
+        np.array(known.context, np.int32), ranked[:], table() if chances is None else chances, WEIGHTS, history, caps, budget,
+        max_depth, least, (pool or Pool.empty())[:], rows[:],
     )  # fmt: skip
     assert 0 <= count <= budget
     rows = rows.first(count)
@@ -346,8 +346,8 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     count = grow(
-        own.plain, 0, shared.plain, 0, -1, own.plain, 0, context, ranked, np.ones(NUM_FEATURES), WEIGHTS, 0.5,
-        np.full(4, 5000, np.int64), 2000, 8, 1e-4, Pool.empty(), rows,
+        own.plain, 0, shared.plain, 0, -1, own.plain, 0, context, ranked[:], np.ones(NUM_FEATURES), WEIGHTS, 0.5,
+        np.full(4, 5000, np.int64), 2000, 8, 1e-4, Pool.empty()[:], rows[:],
     )  # fmt: skip
     assert count == 2000
     assert len(set(zip(rows.parents[1:].tolist(), rows.tokens[1:].tolist(), strict=True))) == 2000

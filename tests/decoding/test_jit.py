@@ -104,3 +104,22 @@ if __name__ == "__main__":
     assert not jit.NATIVE
     warnings.simplefilter("error")  # numbers that overflow warn
     print(json.dumps(drafted()))
+
+
+@pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
+def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: Path) -> None:
+    module = tmp_path / "halves.py"
+    module.write_text("from decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+
+    def half(number: str) -> float:
+        return float(python(f"import numpy as np, halves; print(halves.half({number}))", **environment))
+
+    assert half("5") == 2.5
+    (index,) = (tmp_path / "kept").rglob("*.nbi")
+    first = index.read_bytes()
+    index.unlink()  # as a process sees it that began before the first one was done
+    assert half("np.float32(3)") == 1.5
+    index.write_bytes(first)
+    assert len(list(index.parent.glob("*.nbc"))) == 2
+    assert half("5") == 2.5  # of the first one's code, not of the other's for other types

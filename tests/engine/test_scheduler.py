@@ -87,6 +87,43 @@ def test_drafts_never_take_the_rows_of_a_prefill() -> None:
     assert shares["c"] == (4, 0)
 
 
+def test_prefills_get_the_rows_that_were_kept_for_drafts_and_not_drafted() -> None:
+    s = scheduler(running=4, step_tokens=16, drafts=100)
+    s.add(request("a"))
+    s.add(request("b"))
+    compute(s)
+    s.add(request("c", prompt=100))
+    shares = s.schedule()
+    for drafted, rows in ((10, 4), (3, 11), (0, 14)):
+        assert [(share.request.request_id, share.end) for share in s.top_up(shares, drafted)] == [("a", 5), ("b", 5), ("c", rows)]
+    s.running[-1].num_computed = 99
+    compute(s)
+    assert s.top_up(s.schedule(), 0) == s.schedule()  # nobody prefills
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_topped_up_steps_keep_to_the_budget_and_take_nothing_away(seed: int) -> None:
+    rng = random.Random(seed)
+    s = scheduler(running=6, step_tokens=20, waiting=100, drafts=9)
+    for number in range(60):
+        s.add(request(str(number), prompt=rng.choice((1, 3, 30, 300)), priority=rng.randrange(3), max_tokens=rng.randint(1, 20)))
+    while s.running or s.num_waiting:
+        planned = s.schedule()
+        drafted = sum(rng.randint(0, share.draft_rows) for share in planned)
+        shares = s.top_up(planned, drafted)
+        rows = {share.request.request_id: share.end - share.request.num_computed for share in shares}
+        assert drafted + sum(rows.values()) <= 20
+        assert all(rows[one.request.request_id] >= one.end - one.request.num_computed for one in planned)
+        lacking = [one for one in s.running if rows.get(one.request_id, 0) < one.num_tokens - one.num_computed]
+        assert not lacking or drafted + sum(rows.values()) == 20  # none is left while somebody lacks some
+        for share in shares:
+            share.request.num_computed = share.end
+            if share.end == share.request.num_tokens:
+                share.request.commit([1])
+                if not share.request.remaining:
+                    s.remove(share.request)
+
+
 def test_rows_of_a_step_never_exceed_the_budget() -> None:
     s = scheduler(running=4, step_tokens=8, drafts=9)
     for name in "abcd":

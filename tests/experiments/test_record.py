@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.energy import NoMeter, open_meter
 from experiments.record import ROOT, command_line, describe_device, git_state, portable, write_record
 
 
@@ -26,10 +27,12 @@ def test_record_has_every_field_and_no_absolute_path(tmp_path: Path) -> None:
     record = json.loads(text)
     assert set(record) == {
         "name", "started", "finished", "duration_s", "git", "command", "config", "seed", "device", "versions", "results",
+        "energy",
     }  # fmt: skip
     assert record["config"] == {"corpus": "corpus", "model": "demo_model", "nested": {"files": ["a.jsonl", "b.jsonl"]}}
     assert record["results"] == {"figure": 1.5, "file": "out.txt"}
     assert record["seed"] == 7
+    assert record["energy"] == {"source": "n/a"}
     assert 89 < record["duration_s"] < 300
     assert record["versions"]["torch"]
     assert record["versions"]["transformers"]
@@ -86,6 +89,26 @@ def test_git_state_sees_changes_but_not_earlier_records(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text("")
     changed = git_state(tmp_path)
     assert changed == {"revision": clean["revision"], "dirty": True}
+
+
+def test_energy_is_what_the_meter_said_or_not_told(tmp_path: Path) -> None:
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    for name, text in (("name", "package-0"), ("energy_uj", "5000000"), ("max_energy_range_uj", "262143328850")):
+        (zone / name).write_text(text)
+    meter = open_meter(["cpu"], tmp_path)
+    meter.idle_w = 0.5
+    with meter.span() as span:
+        (zone / "energy_uj").write_text("17500000")
+    path = write_record("metered", {}, {}, None, datetime.now(UTC), folder=tmp_path / "results", energy=span)
+    told = json.loads(path.read_text())["energy"]
+    assert (told["source"], told["joules"], told["idle_w"], told["coarse"]) == ("rapl", 12.5, 0.5, True)
+    assert told["net_joules"] == pytest.approx(12.5 - 0.5 * told["seconds"], abs=0.01) and told["seconds"] < 5
+    with NoMeter().span() as untold:
+        pass
+    path = write_record("untold", {}, {}, None, datetime.now(UTC), folder=tmp_path / "results", energy=untold)
+    told = json.loads(path.read_text())["energy"]
+    assert [told[name] for name in ("source", "joules", "net_joules", "idle_w")] == ["n/a"] * 4
 
 
 def test_device_without_a_gpu_names_none() -> None:

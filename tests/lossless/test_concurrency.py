@@ -92,7 +92,7 @@ def test_arrivals_aborts_and_preemptions_change_no_other_answer(load: Load, case
 @pytest.mark.parametrize("running", [3, 16])
 def test_a_batch_of_all_strategies_says_what_each_request_says_alone(load: Load, cases: list[Case], running: int) -> None:
     """Every request has a strategy and a bound of its own."""
-    watch = Watch(load("auto", running, tuple(STRATEGY_NAMES), max_step_tokens=64, scheduling_policy="priority"))
+    watch = Watch(load("auto", running, tuple(STRATEGY_NAMES), max_step_tokens=36, scheduling_policy="priority"))
     names, bounds = (None, *STRATEGY_NAMES), (None, 0, 3, 1000)
 
     def options(number: int) -> dict[str, object]:

@@ -1,0 +1,96 @@
+"""Beam search with a draft model: the likeliest continuations of several tokens, by their joint probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoding.draft_model import DraftModel
+from decoding.drafters.branches import tree_of
+from decoding.request import Request
+
+# (request, n chains behind it, [n, vocab] logits after them) -> [n, vocab] log-probabilities by which beams are scored.
+Score = Callable[[Request, Sequence[Sequence[int]], torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A continuation, and the log-probability of each of its tokens after the ones before it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float = 0.0  # their sum
+
+
+def raw_score(request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+    """The log-softmax of what the model says, whatever the request's own rules."""
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+
+
+def beam_search(
+    model: DraftModel, requests: Sequence[Request], depths: Sequence[int], beams: int, score: Score = raw_score, source: int = 0
+) -> list[Beam]:
+    """The best continuation of each request, one forward a level for all of them.
+
+    As for the draft of multi-token joint speculative decoding (arXiv 2407.09722, section 4): the search begins with one beam, the
+    request itself, so that all are different; there is no penalty on length, all being alike long; and a token that ends a text
+    is a token like others. Beams that begin alike share the rows of one tree; those that fell out are not computed again.
+
+    Example: after the request, 5 has probability 0.6 and 6 has 0.4; then 7 has 0.5 after 5, and 8 has 0.9 after 6. With one beam
+    5 7 is found (0.3), with two 6 8 (0.36): greedy is not the likeliest.
+
+    Args:
+        model: that drafts.
+        requests: ready to be drafted for, at least one.
+        depths: tokens wanted behind each, at least 1.
+        beams: kept at each level.
+        score: what beams are scored by; excluded tokens have -inf, and a beam all of whose continuations are excluded ends there.
+        source: id of the drafter, for the rows that are computed.
+
+    Returns:
+        One a request, of as many tokens as asked for, or fewer where every continuation is excluded.
+    """
+    alive = [[Beam((), ())] for _ in requests]
+    for level in range(max(depths)):
+        active = [at for at, depth in enumerate(depths) if level < depth and len(alive[at][0].tokens) == level]
+        if not active:
+            break
+        asked = [requests[at] for at in active]
+        trees = [
+            tree_of(request.root, ((beam.tokens, source) for beam in alive[at]), beams * level)
+            for at, request in zip(active, asked, strict=True)
+        ]
+        for at, tree, logits in zip(active, trees, model.tree_logits(asked, trees), strict=True):
+            leaves = [_row_of(tree.tokens.tolist(), tree.parents.tolist(), beam.tokens) for beam in alive[at]]
+            logprobs = score(
+                requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves, device=logits.device)]
+            )
+            alive[at] = _extended(alive[at], logprobs, beams) or alive[at]
+    return [beams_of[0] for beams_of in alive]
+
+
+def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int) -> list[Beam]:
+    """The best continuations by one token, the best first, of equals those of earlier beams; fewer where others are excluded.
+
+    Args:
+        logprobs: [beams, vocab] of the next token.
+    """
+    scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype, device=logprobs.device)[:, None]
+    best = torch.topk(scores.flatten(), min(count, scores.numel()))
+    owns = logprobs.flatten()[best.indices].tolist()
+    found = []
+    for value, own, at in zip(best.values.tolist(), owns, best.indices.tolist(), strict=True):
+        if value > float("-inf"):
+            beam, token = alive[at // logprobs.shape[1]], at % logprobs.shape[1]
+            found.append(Beam((*beam.tokens, token), (*beam.logprobs, own), beam.score + own))
+    return found
+
+
+def _row_of(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> int:
+    """The row at the end of a path from the root, in a tree without two children alike."""
+    row = 0
+    for token in path:
+        row = next(at for at in range(row + 1, len(tokens)) if parents[at] == row and tokens[at] == token)
+    return row

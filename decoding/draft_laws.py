@@ -1,0 +1,88 @@
+"""What a draft model says, with the request's own bias, penalties and warps: by this law draft tokens are chosen or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from decoding.laws import DRAFT, Float64Array, pick, uniform
+from decoding.penalties import LogitRules
+from decoding.request import Request
+from decoding.sampling import choose
+from decoding.target_laws import request_law
+
+
+class DraftLaws:
+    """A draft model's logits after the rules of the request that it drafts for, at the prefix that they belong to.
+
+    A draft that follows the rules is accepted more often. What the rules look back on is kept for each request until it ends.
+    """
+
+    def __init__(self, end_token_ids: Collection[int] = ()) -> None:
+        """
+        Args:
+            end_token_ids: the target's own end tokens.
+        """
+        self._own_ends = tuple(end_token_ids)
+        self._rules: dict[str, LogitRules] = {}
+
+    def held(self) -> Collection[str]:
+        """The ids of requests of which something is kept."""
+        return self._rules.keys()
+
+    def forget(self, request: Request) -> None:
+        """Drops what is kept of a request."""
+        self._rules.pop(request.request_id, None)
+
+    def ends(self, request: Request) -> Collection[int]:
+        """The tokens that end a request."""
+        params = request.params
+        return params.stop_token_ids if params.ignore_eos else (*self._own_ends, *params.stop_token_ids)
+
+    def altered(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """[vocab] logits after bias, minimum length and penalties.
+
+        Args:
+            request: that is drafted for.
+            chain: drafted tokens behind the request's own, up to the row of the logits.
+            logits: [vocab] what the draft model says there.
+        """
+        params = request.params
+        if not params.alters_logits:
+            return logits
+        rules = self._rules.get(request.request_id)
+        if rules is None:
+            rules = self._rules[request.request_id] = LogitRules(params, request.prompt_ids)
+        if params.penalized:
+            rules.counts.catch_up(request.output_ids)
+            for token in chain:
+                rules.counts.push(token)
+        barred = self.ends(request) if request.num_output + len(chain) < params.min_tokens else ()
+        scores = rules.apply(logits, barred)
+        rules.counts.truncate(request.num_output)  # the chain may be refused
+        return scores
+
+    def choose(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> int:
+        """The token that the target would choose if it said the same: by the same function, with the same noise."""
+        return choose(self.altered(request, chain, logits), request.params, request.num_tokens + len(chain))
+
+    def warped(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> Float64Array:
+        """[vocab] probabilities after the rules, temperature, min-p, top-k and top-p; all on one token for a greedy request."""
+        return request_law(self.altered(request, chain, logits), request.params)
+
+    def draw(self, request: Request, chain: Sequence[int], logits: torch.Tensor, sequence: int = 0) -> tuple[int, Float64Array]:
+        """A token, and the law, [vocab], that it was drawn from.
+
+        Args:
+            request: that is drafted for.
+            chain: drafted tokens up to the row of the logits.
+            logits: [vocab].
+            sequence: which of several independent drafts: each has randomness of its own.
+        """
+        probs = self.warped(request, chain, logits)
+        return self.pick(request, len(chain), probs, sequence), probs
+
+    def pick(self, request: Request, depth: int, probs: Float64Array, sequence: int = 0) -> int:
+        """A token with the law ``probs``, ``depth`` drafted tokens behind the request's own; see ``draw``."""
+        return pick(probs, uniform(request.params.seed, request.num_tokens + depth, DRAFT + sequence))

@@ -1,0 +1,93 @@
+"""Big little decoder: a small model goes on as long as it is sure of itself. Lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+VARIANTS = ("original", "mjsd")
+
+
+class BildDrafter(ModelDrafter):
+    """A chain that ends where the draft model is unsure (BiLD, arXiv 2302.07863, sections 3.2 and 3.3).
+
+    - ``original``: the likeliest tokens, as long as their probability, before temperature and truncation, is at least
+      ``fallback``; the first less likely one is left to the target. The settings of its code are the defaults here.
+    - ``mjsd``: the baseline of arXiv 2407.09722. Tokens are drawn from what the request would draw from, and the chain ends with
+      the first token at which no token has the probability ``fallback``. Its settings: fallback 0.9, rollback 1 to 3 (Llama);
+      fallback 0.3, rollback 2 (OPT).
+
+    What the target finds too unlikely (``rollback``) is replaced, the rest stands: **the output is not the target's**. Rules of
+    the request (bias, penalties, minimum length) hold for drafts as well.
+
+    Example: fallback 0.6, and the draft model's highest probabilities are 0.9, 0.7, 0.5: two tokens are drafted.
+
+    Departure from the original, whose first token is the target's: here the prefill ends with the target's token in any case.
+    """
+
+    own_rules = True
+
+    def __init__(
+        self, num_draft_tokens: int = 10, fallback: float = 0.6, rollback: float = 5.0, variant: str = "original"
+    ) -> None:
+        """
+        Args:
+            num_draft_tokens: most tokens between two forwards of the target, at least 1.
+            fallback: the draft model must be at least so sure to go on, 0 to 1.
+            rollback: a draft token of which the target's ``-log`` probability is above it is replaced, 0 or more.
+            variant: ``original`` or ``mjsd``.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        super().__init__(num_draft_tokens)
+        if not 0.0 <= fallback <= 1.0:
+            raise ValueError(f"fallback must be between 0 and 1, got {fallback}")
+        if not rollback >= 0.0:
+            raise ValueError(f"rollback must be 0 or more, got {rollback}")
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be {' or '.join(VARIANTS)}, got {variant!r}")
+        self._fallback, self._rollback = fallback, rollback
+        self._variant = cast(Literal["original", "mjsd"], variant)
+
+    def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
+        """See ``ModelDrafter``."""
+        from decoding.rules import BildRule
+
+        step = self._likeliest if self._variant == "original" else self._drawn
+
+        def next_tokens(
+            active: Sequence[int], chains: Sequence[Sequence[int]], logits: torch.Tensor
+        ) -> list[tuple[int | None, bool]]:
+            return [step(requests[at], chains[at], logits[row]) for row, at in enumerate(active)]
+
+        chains = self.chains(requests, depths, next_tokens)
+        for request, chain in zip(requests, chains, strict=True):
+            if chain:
+                self._rules[request.request_id] = BildRule(self._rollback, self._variant)
+        return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+
+    def _likeliest(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> tuple[int | None, bool]:
+        sure, token = _confidence(self.laws.altered(request, chain, logits))
+        return (token, True) if sure >= self._fallback else (None, False)
+
+    def _drawn(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> tuple[int | None, bool]:
+        if request.params.greedy:
+            sure, token = _confidence(self.laws.altered(request, chain, logits))
+        else:
+            token, probs = self.laws.draw(request, chain, logits)
+            sure = float(probs.max())
+        return token, sure >= self._fallback
+
+
+def _confidence(scores: torch.Tensor) -> tuple[float, int]:
+    """The highest probability of a row of logits, and whose it is."""
+    best = scores.max(dim=-1)
+    return float((best.values - scores.logsumexp(dim=-1)).exp()), int(best.indices)

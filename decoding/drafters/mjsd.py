@@ -1,0 +1,85 @@
+"""Multi-token joint speculative decoding: the small model's likeliest continuation, judged as a whole. Lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+
+from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+JOINT_LAWS = ("raw", "warped")
+
+
+class MjsdDrafter(ModelDrafter):
+    """The best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4).
+
+    The target keeps the longest prefix of it whose joint probability is more than ``threshold`` times what the draft model gives
+    it (``decoding.rules.MjsdRule``), and adds one token of its own: **the output is not the target's**, but it may be the more
+    likely one. With a threshold of 1 or more nothing is kept, and the output is plain decoding's. The defaults are the paper's.
+
+    Example: see ``decoding.beam.beam_search`` and ``MjsdRule``.
+
+    Departures from the published code, which samples its beams and compares with the probability that a place in the beam was
+    drawn: beams are searched for, as the paper says, and the draft model's probability is that of the tokens.
+    """
+
+    own_rules = True
+
+    def __init__(self, num_draft_tokens: int = 4, beams: int = 8, threshold: float = 0.1, joint_law: str = "raw") -> None:
+        """
+        Args:
+            num_draft_tokens: length of a beam, at least 1.
+            beams: kept at each level, at least 1.
+            threshold: of the ratio of joint probabilities; below 0 everything is kept.
+            joint_law: what both models' probabilities are in beam search and test: ``raw``, before temperature and truncation,
+                or ``warped``, what the request would draw from. Bias, minimum length and penalties are in both.
+
+        Raises:
+            ValueError: a value that is not one of these.
+        """
+        super().__init__(num_draft_tokens)
+        if beams < 1:
+            raise ValueError(f"beams must be at least 1, got {beams}")
+        if joint_law not in JOINT_LAWS:
+            raise ValueError(f"joint_law must be {' or '.join(JOINT_LAWS)}, got {joint_law!r}")
+        self._beams, self._threshold = beams, threshold
+        self._joint_law = cast(Literal["raw", "warped"], joint_law)
+
+    @property
+    def draft_rows(self) -> int:
+        """All beams, sharing nothing; the last tokens are not computed."""
+        return max(1, self._beams * (self._num_draft_tokens - 1))
+
+    def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
+        """See ``ModelDrafter``."""
+        from decoding.beam import beam_search
+        from decoding.rules import MjsdRule
+
+        score = self._raw_score if self._joint_law == "raw" else self._warped_score
+        beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE)
+        for request, beam in zip(requests, beams, strict=True):
+            self._rules[request.request_id] = MjsdRule(beam.logprobs, self._threshold, self._joint_law)
+        return [DraftTree.chain(request.root, beam.tokens, SOURCE) for request, beam in zip(requests, beams, strict=True)]
+
+    def _raw_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        from decoding.beam import raw_score
+
+        if request.params.alters_logits:
+            rows = [self.laws.altered(request, chain, row) for chain, row in zip(chains, logits, strict=True)]
+            logits = torch.stack(rows)
+        return raw_score(request, chains, logits)
+
+    def _warped_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        rows = [self.laws.warped(request, chain, row) for chain, row in zip(chains, logits, strict=True)]
+        return torch.from_numpy(np.stack(rows)).log()

@@ -1,0 +1,107 @@
+"""SpecTr: several sequences drawn independently from a small model, verified together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    from decoding.laws import Float64Array
+
+
+class SpectrDrafter(ModelDrafter):
+    """``sequences`` continuations of ``num_draft_tokens``, drawn independently (arXiv 2310.15141, sections 4 and 5).
+
+    Sequences that begin alike share rows of one tree, and what the draft model says below a row is computed once. They are
+    verified by K-SEQ (``decoding.rules.KSeqRule``): the output has exactly the target's law, but it is another one than the
+    seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
+
+    Where the budget is smaller than all sequences, fewer are drafted, and at last one that is shorter.
+
+    Example: sequences 1 2, 1 3 and 4 2 after root 7 are the rows 1, 2 below it, 3 below the 1, 4, and 2 below the 4.
+    """
+
+    own_rules = True
+
+    def __init__(self, num_draft_tokens: int = 4, sequences: int = 4) -> None:
+        """
+        Args:
+            num_draft_tokens: length of a sequence, at least 1.
+            sequences: how many, at least 1.
+
+        Raises:
+            ValueError: a value below 1.
+        """
+        super().__init__(num_draft_tokens)
+        if sequences < 1:
+            raise ValueError(f"sequences must be at least 1, got {sequences}")
+        self._sequences = sequences
+
+    @property
+    def draft_rows(self) -> int:
+        """All sequences, sharing nothing."""
+        return self._sequences * self._num_draft_tokens
+
+    def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
+        """See ``ModelDrafter``. All sequences of a request are of the same length: none is cut at an end token."""
+        from decoding.rules import KSeqRule
+
+        counts = [
+            1 if request.params.greedy else max(1, min(self._sequences, budget // depth))
+            for request, depth, budget in zip(requests, depths, budgets, strict=True)
+        ]
+        drafts = [_Sequences(request, count) for request, count in zip(requests, counts, strict=True)]
+        for level in range(max(depths)):
+            active = [at for at, depth in enumerate(depths) if level < depth]
+            found = self.model.tree_logits([requests[at] for at in active], [drafts[at].tree for at in active])
+            for at, logits in zip(active, found, strict=True):
+                self._extend(drafts[at], logits)
+        for draft in drafts:
+            if not draft.request.params.greedy:
+                self._rules[draft.request.request_id] = KSeqRule(draft.tokens, draft.rows, draft.probs)
+        return [draft.tree for draft in drafts]
+
+    def _extend(self, draft: _Sequences, logits: torch.Tensor) -> None:
+        """Draws the next token of each sequence, ``logits`` [rows, vocab] being those of its tree."""
+        request, drawn = draft.request, []
+        for number, tokens in enumerate(draft.tokens):
+            row = draft.rows[number][-1] if tokens else 0
+            if row not in draft.probs:
+                draft.probs[row] = self.laws.warped(request, tokens, logits[row])
+            drawn.append(self.laws.pick(request, len(tokens), draft.probs[row], number))
+        draft.extend(drawn)
+
+
+class _Sequences:
+    """The sequences of one request on their way, and the tree of them. Its rows keep their numbers while it grows."""
+
+    def __init__(self, request: Request, count: int) -> None:
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.rows: list[list[int]] = [[] for _ in range(count)]  # of the tree, by sequence and depth
+        self.probs: dict[int, Float64Array] = {}  # by row: what the tokens below it were drawn from
+        self.tree = DraftTree.chain(request.root, ())
+        self._children: dict[tuple[int, int], int] = {}
+
+    def extend(self, drawn: Sequence[int]) -> None:
+        """Appends a token to each sequence."""
+        tokens, parents = self.tree.tokens.tolist(), self.tree.parents.tolist()
+        for number, token in enumerate(drawn):
+            parent = self.rows[number][-1] if self.rows[number] else 0
+            row = self._children.setdefault((parent, token), len(tokens))
+            if row == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+            self.tokens[number].append(token)
+            self.rows[number].append(row)
+        sources = np.full(len(tokens), SOURCE, np.int8)
+        sources[0] = 0
+        self.tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, len(tokens))

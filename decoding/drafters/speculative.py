@@ -1,0 +1,86 @@
+"""Speculative decoding and speculative sampling: a small model drafts a chain, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.request import Request
+from decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    from decoding.laws import Float64Array
+
+SAMPLINGS = ("coupled", "greedy", "rejection")
+
+
+class SpeculativeDrafter(ModelDrafter):
+    """A chain of ``num_draft_tokens`` from the draft model (Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318).
+
+    How its tokens are chosen is ``sampling``:
+
+    - ``coupled``: as the target chooses its own, by the same function with the same noise, that of (seed, position), and by the
+      request's own penalties. Where the models agree on the law they choose the same token. Verified by ``verify_exact``: the
+      output is that of the seed, whatever the draft model is.
+    - ``greedy``: the draft model's likeliest token, verified by ``verify_exact`` as well.
+    - ``rejection``: as published. Tokens are drawn from the draft model's warped law, with randomness of their own, and verified
+      by rejection sampling. The output has exactly the target's law, but it is another one than the seed's of plain decoding. For
+      a greedy request, which draws nothing, it is the same as the others.
+
+    Example: draft law 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy`` with
+    0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than ``rejection``,
+    but the text is plain decoding's.
+
+    A chain ends with a token that ends the text.
+    """
+
+    def __init__(self, num_draft_tokens: int = 4, sampling: str = "coupled") -> None:
+        """
+        Args:
+            num_draft_tokens: length of the chain, at least 1.
+            sampling: ``coupled``, ``greedy`` or ``rejection``.
+
+        Raises:
+            ValueError: a value that is not one of these.
+        """
+        super().__init__(num_draft_tokens)
+        if sampling not in SAMPLINGS:
+            raise ValueError(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
+        self._sampling = sampling
+        self.own_rules = sampling == "rejection"
+
+    def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
+        """See ``ModelDrafter``."""
+        drawn: list[list[Float64Array]] = [[] for _ in requests]
+
+        def next_tokens(
+            active: Sequence[int], chains: Sequence[Sequence[int]], logits: torch.Tensor
+        ) -> list[tuple[int | None, bool]]:
+            from decoding.ranking import argmax_rows
+
+            likeliest = [self._takes_likeliest(requests[at]) for at in active]
+            tokens: list[int] = argmax_rows(logits).tolist() if any(likeliest) else [0] * len(active)
+            for row, at in enumerate(active):
+                if likeliest[row]:
+                    continue
+                if self._sampling == "rejection" and not requests[at].params.greedy:
+                    tokens[row], probs = self.laws.draw(requests[at], chains[at], logits[row])
+                    drawn[at].append(probs)
+                else:
+                    tokens[row] = self.laws.choose(requests[at], chains[at], logits[row])
+            return [(token, True) for token in tokens]
+
+        chains = self.chains(requests, depths, next_tokens)
+        for request, probs in zip(requests, drawn, strict=True):
+            if probs:
+                from decoding.rules import RejectionRule
+
+                self._rules[request.request_id] = RejectionRule(probs)
+        return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+
+    def _takes_likeliest(self, request: Request) -> bool:
+        """Whether the argmax of what the draft model says is drafted as it is."""
+        return self._sampling == "greedy" or (request.params.greedy and not request.params.alters_logits)

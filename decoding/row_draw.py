@@ -1,0 +1,237 @@
+"""The draw of one token from one row of logits on a CPU, in one compiled call.
+
+It is what ``decoding.draws`` does with a dozen of numpy's, for rows of float32 or bfloat16 and requests with a truncation.
+Between two forwards the processor has forgotten the code of everything else, so that calls cost more than the numbers they look
+at.
+Where rounding could decide, nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from decoding.jit import NATIVE, compiled
+from decoding.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
+from decoding.philox import UInt64Array, fill_raw, fill_stream
+from decoding.ranking import pointer
+from decoding.request import SamplingParams
+from decoding.tree import BoolArray
+
+if NATIVE:
+    from numba import carray
+
+LANES = 64  # numbers that go through each of the loops below together
+_FAR = 200.0  # below the highest score: of no weight
+_LEAST_LOG2 = np.float32(-100.0)  # what is less likely than 2 ** -100 of the likeliest counts as that
+_LOG2_E, _HALF = np.float32(1.0 / math.log(2.0)), np.float32(0.5)
+_TERMS = tuple(np.float32(math.log(2.0) ** power / math.factorial(power)) for power in range(7))  # of 2 ** x about 0
+_SIGN, _INFINITY = np.int32(0x7FFFFFFF), 0x7F800000  # all bits of a float32 but the sign; those of infinity
+_DISTANCES = 1.0, 2.5, 4.5, 7.0  # from the highest score, within which the nucleus is looked for
+_TURNS = 64  # tokens outside the nucleus that are passed over before the long way is taken
+_SLACK = 1.0 + 1e-4  # of a bound, for what weights are wrong by, and for sums that are even
+_EVEN = 1e-9  # sums of score and noise that differ by less may change places where a logarithm is rounded in another way
+# By type of the logits: zero in the integer type of the same size, and the bits that a float32 has more.
+_KINDS: dict[torch.dtype, tuple[Any, int]] = {torch.float32: (np.int32(0), 0), torch.bfloat16: (np.int16(0), 16)}
+
+
+@compiled
+def _fill_scores(address: int, zero: np.signedinteger, shift: int, temperature: np.float32, scores: Float32Array) -> None:
+    """Fills [vocab] ``scores`` with the logits, as float32, over the temperature."""
+    numbers = carray(pointer(address, zero), len(scores))
+    bits = scores.view(np.int32)
+    for at in range(len(scores)):
+        bits[at] = np.int32(numbers[at]) << shift
+    for at in range(len(scores)):
+        scores[at] = scores[at] / temperature
+
+
+@compiled
+def _highest(scores: Float32Array) -> tuple[np.float32, bool]:
+    """The highest score, and whether all are finite. Integers of the same bits are compared: see ``decoding.ranking``."""
+    bits = scores.view(np.int32)
+    best, largest = -_SIGN, np.int32(0)
+    for at in range(len(bits)):
+        number = bits[at]
+        size = number & _SIGN
+        best = max(best, number if number >= 0 else -size)
+        largest = max(largest, size)
+    key = np.empty(1, np.int32)
+    key[0] = best if best >= 0 else -best - _SIGN - 1  # the sign again, and the bits of the size
+    return key.view(np.float32)[0], bool(largest < _INFINITY)
+
+
+@compiled
+def fill_weights(scores: Float32Array, top: np.float32, weights: Float32Array) -> float:
+    """Fills [n] ``weights`` with ``exp(score - top)``, to about 1e-6 of each, and returns their sum.
+
+    ``2 ** x`` is the power of the nearest whole number, which goes into the exponent's bits, times a polynomial in the rest.
+    Loops over lanes are of the kind that compilers compute many numbers of at once: n is a multiple of ``LANES``.
+    """
+    sums, wholes, bits = np.zeros(LANES), np.empty(LANES, np.int32), weights.view(np.int32)
+    for start in range(0, len(scores), LANES):
+        for lane in range(LANES):
+            x = max((scores[start + lane] - top) * _LOG2_E, _LEAST_LOG2)
+            whole = np.int32(x - _HALF)
+            rest = x - np.float32(whole)
+            power = _TERMS[6] * rest + _TERMS[5]
+            power = power * rest + _TERMS[4]
+            power = power * rest + _TERMS[3]
+            power = power * rest + _TERMS[2]
+            power = power * rest + _TERMS[1]
+            weights[start + lane] = power * rest + _TERMS[0]
+            wholes[lane] = whole << 23
+        for lane in range(LANES):
+            bits[start + lane] += wholes[lane]
+        for lane in range(LANES):
+            sums[lane] += weights[start + lane]
+    return float(sums.sum())
+
+
+@compiled
+def _candidates(scores: Float32Array, weights: Float32Array, top: np.float32, least: float, ids: Int64Array) -> int:
+    """Fills ``ids`` with tokens, ascending, that have more than the mass ``least`` together and are likelier than all others.
+
+    Returns:
+        How many; -1 where they are more than fit.
+    """
+    for distance in _DISTANCES:
+        count, held = collect(scores, np.float32(top - distance), ids), 0.0
+        if count > len(ids):
+            return -1
+        for at in range(count):
+            held += weights[ids[at]]
+        if held > least:
+            return count
+    return -1
+
+
+@compiled
+def _likelier(scores: Float32Array, weights: Float32Array, token: int) -> float:
+    """The mass of the tokens before one in the order of their scores, equals by id."""
+    sums, score = np.zeros(LANES), scores[token]
+    for start in range(0, len(scores), LANES):
+        for lane in range(LANES):
+            sums[lane] += weights[start + lane] if scores[start + lane] > score else np.float32(0.0)
+    for at in range(token):
+        if scores[at] == score:
+            sums[0] += weights[at]
+    return float(sums.sum())
+
+
+@compiled
+def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: UInt64Array, passed: BoolArray) -> int:
+    """The place with the highest sum of score and Gumbel noise, or ``UNDECIDED``.
+
+    Noise is ``-log(-log(u))``, and ``-log(u)`` is at least ``1 - u``: so most tokens are known to stay behind the best one so far
+    without a logarithm. What was ``passed`` over is left out. Where ``ids`` are empty, the token of a place is the place.
+    """
+    best, second, place, least = -math.inf, -math.inf, UNDECIDED, math.inf
+    for at in range(len(raw)):
+        token = ids[at] if len(ids) else at
+        uniform = (float(raw[at] >> np.uint64(11)) + 0.5) * 2.0**-53
+        if 1.0 - uniform > least * weights[token] or passed[at]:
+            continue
+        value = scores[token] - math.log(-math.log(uniform))
+        if value > best:
+            best, second, place = value, best, at
+            least = -math.log(uniform) / weights[token] * _SLACK
+        elif value > second:
+            second = value
+    return place if best - second > _EVEN * (1.0 + abs(best)) else UNDECIDED
+
+
+@compiled
+def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: float, seed: np.uint64, position: np.uint64) -> int:
+    """The winner among the most likely tokens that have the mass ``top_p``, without putting any in order.
+
+    The winner among all is looked at first, and the next best while it lies outside.
+    """
+    ids, weights = np.empty(MOST, np.int64), np.empty(len(scores), np.float32)
+    total = fill_weights(scores, top, weights)
+    count = _candidates(scores, weights, top, (top_p + 2.0 * CLOSE) * total, ids)
+    if count < 0:
+        lanes = np.empty((4, (vocab + 3) // 4), np.uint64)
+        fill_stream(seed, position, lanes)
+        raw = np.empty(vocab, np.uint64)
+        for at in range(vocab):
+            raw[at] = lanes[at & 3, at >> 2]
+        ids = ids[:0]
+    else:
+        raw, ids = np.empty(count, np.uint64), ids[:count]
+        fill_raw(seed, position, ids, raw)
+    passed = np.zeros(len(raw), np.bool_)
+    for _ in range(_TURNS):
+        place = _winner(scores, weights, ids, raw, passed)
+        if place < 0:
+            return UNDECIDED
+        token = ids[place] if len(ids) else place
+        before = _likelier(scores, weights, token) / total
+        if abs(before - top_p) < CLOSE:
+            return UNDECIDED
+        if before < top_p:
+            return token
+        passed[place] = True
+    return UNDECIDED
+
+
+@compiled
+def _draw_left(
+    scores: Float32Array, top: np.float32, min_p: float, top_k: int, top_p: float, seed: np.uint64, position: np.uint64
+) -> int:
+    """The winner among what min-p, top-k and top-p leave."""
+    ids, left, raw = np.empty(MOST, np.int64), np.empty(MOST, np.float32), np.empty(MOST, np.uint64)
+    count = fill_left(scores, top, 0.0, min_p, top_k, top_p, seed, position, ids, left, raw)
+    if count < 0:
+        return UNDECIDED
+    weights = np.exp(left[:count] - top)
+    place = _winner(left[:count], weights, ids[:0], raw[:count], np.zeros(count, np.bool_))
+    return UNDECIDED if place < 0 else ids[place]
+
+
+@compiled
+def _draw(
+    address: int, zero: np.signedinteger, shift: int, vocab: int, temperature: float, min_p: float, top_k: int, top_p: float,
+    seed: int, position: int,
+) -> int:  # fmt: skip
+    """The token, or ``UNDECIDED``."""
+    padded = np.empty(-(-vocab // LANES) * LANES, np.float32)
+    scores = padded[:vocab]
+    _fill_scores(address, zero, shift, np.float32(temperature), scores)
+    top, finite = _highest(scores)
+    padded[vocab:] = top - np.float32(_FAR)
+    if not finite:
+        return UNDECIDED
+    if min_p == 0.0 and top_k == 0:
+        return _draw_nucleus(padded, vocab, top, top_p, np.uint64(seed), np.uint64(position))
+    return _draw_left(scores, top, min_p, top_k, top_p, np.uint64(seed), np.uint64(position))
+
+
+def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
+    """The token that ``decoding.sampling.choose`` gives.
+
+    Args:
+        logits: [vocab] on any device.
+        params: of a request that is not greedy, and whose logits are not altered, or were.
+        position: absolute index of the token.
+
+    Returns:
+        None where it takes another way: other types and devices, no truncation, too many tokens that are left, a close decision.
+    """
+    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k == 0:
+        return None
+    kind = _KINDS.get(logits.dtype)
+    if kind is None or not NATIVE or not logits.is_cpu or logits.stride()[0] != 1:
+        return None
+    token = _draw(
+        logits.data_ptr(), *kind, len(logits), params.temperature, params.min_p, params.top_k, params.top_p, params.seed, position
+    )  # fmt: skip
+    return token if token >= 0 else None
+
+
+def compile_draws(dtype: torch.dtype) -> None:
+    """Calls what is compiled once, so that no request waits for the compiler."""
+    draw_row(torch.tensor([0.0, 9.0], dtype=dtype), SamplingParams(temperature=1.0, top_p=0.5), 0)

@@ -1,0 +1,160 @@
+"""What the target says at the rows of a computed tree, in the terms of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from decoding.jit import NATIVE
+from decoding.laws import ACCEPT, RESIDUAL, Float64Array, pick, uniform
+from decoding.nucleus import survivors
+from decoding.penalties import LogitRules
+from decoding.ranking import argmax_rows
+from decoding.request import Request, SamplingParams
+from decoding.sampling import choose, warp
+from decoding.tree import DraftTree
+
+
+class TargetLaws:
+    """What the target says at each row of a tree, with the request's own rules and warps at the row's own prefix.
+
+    Rows may be asked in any order, and more than once.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        end_tokens: frozenset[int],
+        rules: LogitRules | None = None,
+    ) -> None:
+        """
+        Args:
+            request: whose tree it is; the root of the tree is its last committed token.
+            tree: as it was computed.
+            logits: [n, vocab] of the tree's rows, as the model gave them.
+            end_tokens: tokens that end the request.
+            rules: of the request, with counts of its committed output, where it ``alters_logits``. The counts move with the rows
+                that are asked for: see ``settle``.
+        """
+        self.tree, self.params, self.end_tokens = tree, request.params, end_tokens
+        self.remaining = request.remaining  # tokens that may be emitted
+        self.num_tokens, self.num_output = request.num_tokens, request.num_output
+        self._logits, self._rules = logits, rules
+        self._depths = tree.depths().tolist()
+        self._path: list[int] = []  # rows whose tokens the counts hold
+
+    def choose(self, row: int) -> int:
+        """The request's own token below a row: exactly what plain decoding emits there."""
+        return choose(self._logits[row], self.params, self.position(row), self._rules_at(row), self._barred(row))
+
+    def warped(self, row: int) -> Float64Array:
+        """[vocab] the probabilities from which a plain request draws below a row; for a greedy request 1 at its token."""
+        return request_law(self._logits[row], self.params, self._rules_at(row), self._barred(row))
+
+    def raw_logprobs(self, row: int) -> Float64Array:
+        """[vocab] log-probabilities of the model below a row, before temperature and truncation.
+
+        The request's bias, minimum length and penalties are in it: a token that it bans stays banned under lossy rules.
+        """
+        logits, rules = self._logits[row], self._rules_at(row)
+        if rules is not None:
+            logits = rules.apply(logits, self._barred(row))
+        found: Float64Array = torch.log_softmax(logits.to(torch.float64), dim=-1).cpu().numpy()
+        return found
+
+    def position(self, row: int) -> int:
+        """The absolute position of the token to choose below a row."""
+        return int(self.num_tokens + self._depths[row])
+
+    def uniform(self, row: int, stream: int, index: int = 0) -> float:
+        """A number in (0, 1) for the token below a row, see ``decoding.laws``."""
+        return uniform(self.params.seed, self.position(row), stream, index)
+
+    def accepts(self, row: int, probability: float, index: int = 0) -> bool:
+        """Whether a draft token below a row is accepted.
+
+        Args:
+            row: the parent of the row that holds the token.
+            probability: of acceptance; 1 or more is certain.
+            index: which candidate of the row it is.
+        """
+        return self.uniform(row, ACCEPT, index) < probability
+
+    def draw(self, row: int, law: Float64Array) -> int:
+        """A token below a row in place of rejected ones, by a law, [vocab], of its own."""
+        return pick(law, self.uniform(row, RESIDUAL))
+
+    def settle(self) -> None:
+        """Takes from the counts of the rules what was asked for below the committed output."""
+        if self._rules is not None:
+            self._rules.counts.truncate(self.num_output)
+        self._path = []
+
+    def _barred(self, row: int) -> Collection[int]:
+        return self.end_tokens if self.num_output + self._depths[row] < self.params.min_tokens else ()
+
+    def _rules_at(self, row: int) -> LogitRules | None:
+        """The rules, with the counts of the prefix that ends with a row."""
+        if self._rules is not None and row != (self._path[-1] if self._path else 0):
+            path, shared = self.tree.path(row), 0
+            while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
+                shared += 1
+            self._rules.counts.truncate(self.num_output + shared)
+            for below in path[shared:]:
+                self._rules.counts.push(int(self.tree.tokens[below]))
+            self._path = path
+        return self._rules
+
+
+def request_law(
+    logits: torch.Tensor, params: SamplingParams, rules: LogitRules | None = None, barred: Collection[int] = ()
+) -> Float64Array:
+    """The probabilities from which a request draws its next token, of the target's logits or a draft model's.
+
+    Args:
+        logits: [vocab] floating point, the row of the prefix.
+        params: the request's.
+        rules: its bias and penalties, with the counts of the same prefix; None where it has none.
+        barred: tokens that may not come yet (see ``LogitRules.apply``); needs ``rules``.
+
+    Returns:
+        [vocab], with sum 1. That of a greedy request has 1 at its token.
+    """
+    if rules is not None:
+        logits = rules.apply(logits, barred)
+    if params.greedy:
+        law = np.zeros(logits.shape[-1])
+        law[argmax_rows(logits[None])[0]] = 1.0
+        return law
+    short = _law_of_few(logits, params)
+    if short is not None:
+        return short
+    probs: Float64Array = torch.softmax(warp(logits, params).to(torch.float64), dim=-1).cpu().numpy()
+    return probs
+
+
+def _law_of_few(logits: torch.Tensor, params: SamplingParams) -> Float64Array | None:
+    """As ``request_law``, where min-p, top-k or top-p leave few tokens on a CPU: no vocabulary is sorted."""
+    if (
+        not NATIVE
+        or logits.device.type != "cpu"
+        or logits.dtype == torch.float64
+        or not (params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0)
+    ):
+        return None
+    scores = (logits.to(torch.float32) / params.temperature).numpy()
+    top = scores.max()
+    if not np.isfinite(top):
+        return None
+    found = survivors(scores, top, float(np.exp(scores - top).sum()) if params.top_p < 1.0 else 0.0, params, 0)
+    if isinstance(found, int):
+        return None
+    ids, left, _ = found
+    weights = np.exp(left.astype(np.float64) - top)
+    law = np.zeros(len(scores))
+    law[ids] = weights / weights.sum()
+    return law

@@ -1,0 +1,250 @@
+"""A small model that drafts for the target, in this process and with KV slots of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from configs.slices import Dtype, ModelOptions
+from decoding.request import Request
+from decoding.tree import DraftTree, Int32Array
+from engine.batch import pack
+from engine.errors import ModelLoadError
+from engine.loading import LoadedModel, load_model
+from engine.prefix_cache import common_prefix
+from engine.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A sequence as ``pack`` wants it: a request's tokens and a chain behind them."""
+
+    slot: int
+    tokens: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows of one forward for one request, as ``engine.batch.Work``."""
+
+    request: _Line
+    start: int
+    end: int
+    tree: DraftTree | None
+
+
+class _Slot:
+    """What the draft model has of the request in one slot."""
+
+    def __init__(self, capacity: int) -> None:
+        self.request: Request | None = None
+        self.tokens = np.empty(capacity, np.int32)
+        self.length = 0  # entries that are computed: of ``tokens``, one after the other
+        self._agreed = 0  # of the request's tokens, which never change, those that ``tokens`` begins with
+
+    def begin(self, request: Request, computed: int) -> None:
+        """Another request, the KV of whose first tokens is there."""
+        self.request, self.length, self._agreed = request, computed, computed
+        self.tokens[:computed] = request.tokens[:computed]
+
+    def align(self, chain: Sequence[int], known: int) -> int:
+        """Makes ``tokens`` begin with the request's and then the chain, and ``length`` the entries that are theirs.
+
+        Args:
+            chain: behind the request's tokens.
+            known: tokens of the draft model's vocabulary. The target's may have more; what is beyond is read as the last one.
+
+        Returns:
+            The length of request and chain.
+        """
+        assert self.request is not None
+        committed = self.request.tokens
+        self._follow(self._agreed, np.minimum(committed[self._agreed :], known - 1))
+        self._agreed = len(committed)
+        if chain:
+            self._follow(len(committed), np.minimum(np.array(chain, np.int32), known - 1))
+        return len(committed) + len(chain)
+
+    def hold(self, span: _Span) -> None:
+        """After a forward: the entries up to the end, and the rows of the tree as long as each continues the one before it."""
+        self.length = span.end
+        if span.tree is not None and len(span.tree) > 1:
+            forks = np.flatnonzero(np.diff(span.tree.parents) != 1)
+            chain = span.tree.tokens[1 : int(forks[0]) + 1 if len(forks) else None]
+            self.tokens[span.end : span.end + len(chain)] = chain
+            self.length += len(chain)
+
+    def _follow(self, at: int, tokens: Int32Array) -> None:
+        """Makes ``tokens`` go on from a place with others; entries are theirs up to the first difference."""
+        end = at + len(tokens)
+        if self.length > at:
+            same = common_prefix(self.tokens[at : min(self.length, end)], tokens)
+            if at + same < min(self.length, end):
+                self.length = at + same
+        self.tokens[at:end] = tokens
+
+
+class LocalDraftModel:
+    """A draft model (``decoding.draft_model.DraftModel``) over the same slot numbers as the target's.
+
+    An entry of a slot is valid as long as the tokens up to it are those it was computed from: refused drafts, preemption, and
+    slots that change hands are noticed by comparing tokens. Requests of a scope take over what others of it left, as they do of
+    the target (``engine.prefix_cache``); of a request without a scope nobody does.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:
+        """
+        Args:
+            runner: of the small model, with a slot for each of the target's.
+            vocab_size: of the target.
+            max_model_len: tokens of a sequence that both models can hold.
+            step_tokens: rows of one forward.
+        """
+        self.runner, self.vocab_size, self.max_model_len = runner, vocab_size, max_model_len
+        self._cache, self._step_tokens = runner.cache, step_tokens
+        self._known = int(runner.model.config.get_text_config().vocab_size)
+        self._slots = [_Slot(self._cache.capacity) for _ in range(self._cache.slots)]
+
+    def catch_up(self, requests: Sequence[Request]) -> list[bool]:
+        """See ``DraftModel``. Requests that lack least are served first; what they leave of a step goes to the others in order.
+
+        Example: with 512 rows a step, requests that lack 2, 1 and 900 tokens: the first two can be drafted for, and of the third
+        509 tokens are computed.
+        """
+        fits = [request.num_tokens < self.max_model_len for request in requests]
+        lacks = [self._lacking(request) if fit else 0 for request, fit in zip(requests, fits, strict=True)]
+        ready, budget = [False] * len(requests), self._step_tokens
+        for at in sorted((at for at, fit in enumerate(fits) if fit), key=lacks.__getitem__):
+            if lacks[at] > budget:
+                break
+            ready[at] = True
+            budget -= lacks[at]
+        spans = []
+        for at, request in enumerate(requests):
+            if fits[at] and not ready[at] and budget:
+                slot = self._slot(request)
+                rows = min(budget, request.num_tokens - 1 - slot.length)
+                budget -= rows
+                end = slot.length + rows
+                if rows:
+                    spans.append(_Span(_Line(_number(request), slot.tokens[:end]), slot.length, end, None))
+        if spans:
+            self._forward(spans)
+        return ready
+
+    def next_logits(self, requests: Sequence[Request], chains: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See ``DraftModel``."""
+        spans = []
+        for request, chain in zip(requests, chains, strict=True):
+            slot = self._slot(request)
+            end = slot.align(chain, self._known)
+            last = DraftTree.chain(int(slot.tokens[end - 1]), ())
+            spans.append(_Span(_Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, last))
+        return self._forward(spans)
+
+    def tree_logits(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[torch.Tensor]:
+        """See ``DraftModel``."""
+        spans = []
+        for request, tree in zip(requests, trees, strict=True):
+            slot = self._slot(request)
+            end = slot.align((), self._known)
+            known = replace(tree, tokens=np.minimum(tree.tokens, self._known - 1))
+            spans.append(_Span(_Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known))
+        logits = self._forward(spans)
+        return list(logits.split([len(tree) for tree in trees]))
+
+    def entries(self, request: Request) -> tuple[Int32Array, tuple[torch.Tensor, torch.Tensor]]:
+        """The tokens that are computed of a request with a slot, and copies of their keys and values: for tests."""
+        slot = self._slots[_number(request)]
+        length = slot.length if slot.request is request else 0
+        return slot.tokens[:length].copy(), self._cache.entries(_number(request), length)
+
+    def _lacking(self, request: Request) -> int:
+        """Rows of the next forward for a request: what is missing, and its last token in any case."""
+        slot = self._slot(request)
+        slot.align((), self._known)
+        computed = min(slot.length, request.num_tokens - 1)
+        self._cache.prefixes.keep(_number(request), request.scope, request.tokens[:computed])
+        return request.num_tokens - computed
+
+    def _slot(self, request: Request) -> _Slot:
+        """The slot of a request. One that was another's takes over what others of the scope have of its tokens."""
+        number = _number(request)
+        slot = self._slots[number]
+        if slot.request is not request:
+            found = self._cache.prefixes.place(request.tokens, request.scope, (number,))
+            if found.source is not None:
+                self._cache.copy(found.source, number, found.length, found.start)
+            slot.begin(request, found.length)
+        return slot
+
+    def _forward(self, spans: Sequence[_Span]) -> torch.Tensor:
+        """Computes spans; returns logits over the target's vocabulary, -inf where the draft model has no token."""
+        for span in spans:
+            assert span.end + (0 if span.tree is None else len(span.tree) - 1) <= self._cache.capacity, (span.end, span.tree)
+        logits = self.runner.forward(pack(spans))
+        for span in spans:
+            self._slots[span.request.slot].hold(span)
+        if self._known < self.vocab_size:
+            return torch.nn.functional.pad(logits, (0, self.vocab_size - self._known), value=float("-inf"))
+        return logits[:, : self.vocab_size]
+
+
+def _number(request: Request) -> int:
+    assert request.slot is not None, request.request_id
+    return request.slot
+
+
+def load_draft_model(
+    path: str, options: ModelOptions, target: LoadedModel, slots: int, step_tokens: int, draft_rows: int
+) -> LocalDraftModel:
+    """A draft model with the type and on the device of its target.
+
+    Args:
+        path: folder or name on the hub.
+        options: of the target.
+        target: that it drafts for.
+        slots: of the target.
+        step_tokens: rows of one forward.
+        draft_rows: rows that it must hold behind a request's tokens.
+
+    Raises:
+        ModelLoadError: it cannot be used, or its tokens are not the target's.
+    """
+    dtype = cast(Dtype, str(target.model.dtype).removeprefix("torch."))
+    own = replace(options, path=path, served_name=None, dtype=dtype, device=str(target.model.device), max_model_len=None)
+    loaded = load_model(own)
+    vocab_size = int(target.model.config.get_text_config().vocab_size)
+    most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))
+    check_vocabularies(options.path, target.tokenizer, path, loaded.tokenizer, most)
+    max_model_len = min(target.max_model_len, loaded.max_model_len)
+    runner = ModelRunner(loaded.model, slots, max_model_len + draft_rows)
+    return LocalDraftModel(runner, vocab_size, max_model_len, step_tokens)
+
+
+def check_vocabularies(
+    target_name: str, target: PreTrainedTokenizerFast, draft_name: str, draft: PreTrainedTokenizerFast, most: int
+) -> None:
+    """Raises ``ModelLoadError`` unless every id that both models can emit is the same token in both.
+
+    Args:
+        target_name: path of the target.
+        target: its tokenizer.
+        draft_name: path of the draft model.
+        draft: its tokenizer.
+        most: ids below it are in both models. They may be more than the tokenizers know: vocabularies are padded.
+    """
+    ours = {number: token for token, number in target.get_vocab().items() if number < most}
+    theirs = {number: token for token, number in draft.get_vocab().items() if number < most}
+    differing = [number for number, token in ours.items() if theirs.get(number, token) != token]
+    if differing or not ours.keys() & theirs.keys():
+        first = min(differing, default=0)
+        raise ModelLoadError(
+            f"speculation.draft_model {draft_name!r} has another vocabulary than {target_name!r}: token {first} is "
+            f"{theirs.get(first)!r} in the one and {ours.get(first)!r} in the other; a draft model needs its target's tokenizer"
+        )
