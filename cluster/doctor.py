@@ -91,7 +91,7 @@ def examine() -> list[Finding]:
         lambda: _package("ray"),
         _redis,
         _flash_attention,
-        lambda: _gpu_energy(bool(gpus)),
+        lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
         lambda: _package("deepspeed", "pip install deepspeed", needed=False),
         lambda: _package("accelerate", "pip install accelerate", needed=False),
         _memory,
@@ -174,12 +174,6 @@ def _flash_attention() -> Finding:
     if importlib.util.find_spec("flash_attn") is not None:
         return Finding("flash-attn", "ok", _version("flash-attn") or "installed")
     return Finding("flash-attn", "optional", "not installed", "pip install --no-build-isolation flash-attn")
-
-
-def _gpu_energy(has_gpu: bool) -> Finding:
-    if not has_gpu:
-        return Finding("nvidia-ml-py", "optional", "no GPU whose energy it could tell")
-    return _package("nvidia-ml-py", "pip install nvidia-ml-py (energy of requests)", needed=False)
 
 
 def _memory() -> Finding:
