@@ -71,6 +71,24 @@ class Span(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """A sequence that is no request."""
+
+    slot: int
+    tokens: Int32Array  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class LineWork:
+    """What is computed of a line, as ``Work`` says it of a request."""
+
+    request: Line
+    start: int
+    end: int
+    tree: DraftTree | None
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The rows of one request in the flat batch."""
 

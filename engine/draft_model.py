@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -13,29 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from configs.slices import Dtype, ModelOptions
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
-from engine.batch import pack
+from engine.batch import Line, LineWork, pack
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel, load_model
 from engine.prefix_cache import common_prefix
 from engine.runner import ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A sequence as ``pack`` wants it: a request's tokens and a chain behind them."""
-
-    slot: int
-    tokens: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Rows of one forward for one request, as ``engine.batch.Work``."""
-
-    request: _Line
-    start: int
-    end: int
-    tree: DraftTree | None
 
 
 class _Slot:
@@ -70,7 +52,7 @@ class _Slot:
             self._follow(len(committed), np.minimum(np.array(chain, np.int32), known - 1))
         return len(committed) + len(chain)
 
-    def hold(self, span: _Span) -> None:
+    def hold(self, span: LineWork) -> None:
         """After a forward: the entries up to the end, and the rows of the tree as long as each continues the one before it."""
         self.length = span.end
         if span.tree is not None and len(span.tree) > 1:
@@ -132,7 +114,7 @@ class LocalDraftModel:
                 budget -= rows
                 end = slot.length + rows
                 if rows:
-                    spans.append(_Span(_Line(_number(request), slot.tokens[:end]), slot.length, end, None))
+                    spans.append(LineWork(Line(_number(request), slot.tokens[:end]), slot.length, end, None))
         if spans:
             self._forward(spans)
         return ready
@@ -144,7 +126,7 @@ class LocalDraftModel:
             slot = self._slot(request)
             end = slot.align(chain, self._known)
             last = DraftTree.chain(int(slot.tokens[end - 1]), ())
-            spans.append(_Span(_Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, last))
+            spans.append(LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, last))
         return self._forward(spans)
 
     def tree_logits(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[torch.Tensor]:
@@ -154,7 +136,7 @@ class LocalDraftModel:
             slot = self._slot(request)
             end = slot.align((), self._known)
             known = replace(tree, tokens=np.minimum(tree.tokens, self._known - 1))
-            spans.append(_Span(_Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known))
+            spans.append(LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known))
         logits = self._forward(spans)
         return list(logits.split([len(tree) for tree in trees]))
 
@@ -183,7 +165,7 @@ class LocalDraftModel:
             slot.begin(request, found.length)
         return slot
 
-    def _forward(self, spans: Sequence[_Span]) -> torch.Tensor:
+    def _forward(self, spans: Sequence[LineWork]) -> torch.Tensor:
         """Computes spans; returns logits over the target's vocabulary, -inf where the draft model has no token."""
         for span in spans:
             assert span.end + (0 if span.tree is None else len(span.tree) - 1) <= self._cache.capacity, (span.end, span.tree)

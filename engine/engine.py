@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -12,22 +12,21 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
 from decoding.drafters.base import count_step
 from decoding.history import Histories
-from decoding.latency import StepLoad
 from decoding.request import FinishReason, Request, StepOutput
-from decoding.rules import Rule
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
 from engine.admission import Admission
 from engine.batch import Work
-from engine.detokenizer import Detokenizer
 from engine.draft_model import load_draft_model
 from engine.energy import EnergyMeter
 from engine.energy_ledger import EnergyCounts, EnergyLedger
 from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.loading import LoadedModel, ModelInfo, load_model
+from engine.outputs import Outputs
+from engine.planner import StepPlanner
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, Share
+from engine.scheduler import Scheduler
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
 
@@ -83,10 +82,9 @@ class Engine:
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
         self._admission = Admission(executor, drafter.memory, scheduler.options.prefix_caching)
         scheduler.place = self._admission.place
-        self._width = 1  # ranks that the drafter drafts for
         self._requests: dict[str, Request] = {}
-        self._detokenizers: dict[str, Detokenizer] = {}
-        self._end_tokens: dict[str, frozenset[int]] = {}
+        self._outputs = Outputs(tokenizer, info.eos_token_ids)
+        self._planner = StepPlanner(scheduler, drafter, info, self._outputs)
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger: EnergyLedger | None = None
 
@@ -169,8 +167,7 @@ class Engine:
         self._scheduler.check_integrity()
         live = {request.request_id: request for request in self._scheduler.requests()}
         assert live == self._requests, (live.keys(), self._requests.keys())
-        assert self._end_tokens.keys() == live.keys(), (self._end_tokens.keys(), live.keys())
-        assert self._detokenizers.keys() == (set() if self.tokenizer is None else live.keys()), self._detokenizers.keys()
+        self._outputs.check_integrity(live.keys())
         assert live.keys() >= set(self._drafter.held()), (set(self._drafter.held()), live.keys())
         self._executor.check_integrity(self._scheduler.running)
 
@@ -201,12 +198,7 @@ class Engine:
             raise RequestError("logit_bias", f"token ids must be between 0 and {self.info.vocab_size - 1}")
         self._scheduler.add(request)
         self._requests[request.request_id] = request
-        own = () if params.ignore_eos else self.info.eos_token_ids
-        self._end_tokens[request.request_id] = frozenset((*own, *params.stop_token_ids))
-        if self.tokenizer is not None:
-            detokenizer = self._detokenizers[request.request_id] = Detokenizer(self.tokenizer, params.stop)
-            for token in request.output_ids.tolist():  # emitted elsewhere, and shown
-                detokenizer.push(token)
+        self._outputs.begin(request)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without further output; its slot is free at once. False when it is not live."""
@@ -232,7 +224,7 @@ class Engine:
         """
         if self._ledger is not None:
             self._ledger.begin()
-        works = self._propose()
+        works = self._planner.plan(self._executor.width)
         if not works:
             return []
         started = time.perf_counter()
@@ -249,50 +241,11 @@ class Engine:
                 outputs.append(self._commit(work, outcome))
         return outputs
 
-    def _propose(self) -> list[Work]:
-        """The work of the next step: who runs, with which tree."""
-        width = self._executor.width
-        if width != self._width:
-            self._drafter.scale(width)
-            self._width = width
-        shares = self._scheduler.schedule(width)
-        now = time.perf_counter()
-        self._drafter.plan(_load(shares))
-        drafting = [share for share in shares if share.draft_rows > 0]
-        trees = self._drafter.propose([share.request for share in drafting], [share.draft_rows for share in drafting])
-        propose_s = time.perf_counter() - now
-        self._drafter.timed(propose_s)
-        drafts: dict[str, DraftTree] = {}
-        rules: dict[str, Rule] = {}
-        for share, tree in zip(drafting, trees, strict=True):
-            drafts[share.request.request_id] = kept = tree.clipped(
-                share.draft_rows + 1,
-                share.request.remaining - 1,
-                self.info.vocab_size,
-                self.info.max_model_len - share.request.num_tokens,
-            )
-            rule = self._drafter.rule(share.request)
-            if rule is not None and len(kept) > 1:  # a root alone is the target's own choice under every rule
-                rules[share.request.request_id] = rule
-            share.request.stats.propose_s += propose_s
-        rows = sum(-(-(len(tree) - 1) // width) for tree in drafts.values())
-        works = []
-        for share in self._scheduler.top_up(shares, rows):
-            request = share.request
-            if request.admitted_s is None:
-                request.admitted_s = now
-            reaches_end = share.end == request.num_tokens
-            tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
-            end_tokens = self._end_tokens[request.request_id]
-            rule = rules.get(request.request_id)
-            works.append(Work(request, request.num_computed, share.end, tree if reaches_end else None, end_tokens, rule))
-        return works
-
     def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
-        kept, text, reason = self._read(request, tokens, work.end_tokens)
+        kept, text, reason = self._outputs.read(request, tokens)
         request.commit(tokens[:kept])
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, acceptance.rows[:kept])
@@ -303,27 +256,6 @@ class Engine:
             return StepOutput(request.request_id, emitted, text, logprobs=logprobs)
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs)
-
-    def _read(self, request: Request, tokens: list[int], end_tokens: frozenset[int]) -> tuple[int, str, FinishReason | None]:
-        """How many of the emitted tokens belong to the output, the text they add, and why it ends there, if it does."""
-        detokenizer = self._detokenizers.get(request.request_id)
-        text = ""
-        reason: FinishReason | None = None
-        for kept, token in enumerate(tokens, start=1):
-            if token in end_tokens:
-                reason = FinishReason.STOP
-                break
-            if detokenizer is not None:
-                piece, stopped = detokenizer.push(token)
-                text += piece
-                if stopped:
-                    return kept, text, FinishReason.STOP
-            if kept == request.remaining:
-                reason = FinishReason.LENGTH
-                break
-        if reason is not None and detokenizer is not None:
-            text += detokenizer.flush()
-        return kept, text, reason
 
     def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...]) -> None:
         stats, now = request.stats, time.perf_counter()
@@ -338,23 +270,9 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.remove(request)
         del self._requests[request.request_id]
-        del self._end_tokens[request.request_id]
-        self._detokenizers.pop(request.request_id, None)
+        self._outputs.end(request)
         if not request.plain:
             self._drafter.finish(request)
         if self._ledger is not None:
             self._ledger.ended(request, last=not self._requests)
         self._by_strategy.add(request)
-
-
-def _load(shares: Sequence[Share]) -> StepLoad:
-    """What a step computes before anything is drafted."""
-    rows = context = prefill_rows = 0
-    for share in shares:
-        request = share.request
-        computed = share.end - request.num_computed
-        rows += computed
-        context += request.num_computed
-        if request.num_computed < request.num_tokens - 1:
-            prefill_rows += computed
-    return StepLoad(len(shares), rows, context, prefill_rows)

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.tree import DraftTree, Int32Array
-from engine.batch import pack
+from decoding.tree import DraftTree
+from engine.batch import Line, LineWork, pack
 from engine.runner import ModelRunner
 
 CHUNK = 256  # rows of a forward: their logits take CHUNK * vocab floats
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A sequence as ``pack`` wants it."""
-
-    slot: int
-    tokens: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Rows of one forward, as ``engine.batch.Work``."""
-
-    request: _Line
-    start: int
-    end: int
-    tree: DraftTree | None
 
 
 def output_nats(
@@ -65,12 +46,12 @@ def output_nats(
     first = len(prompt_ids) - 1  # the row after which the output begins
     for start in range(0, first, chunk):
         end = min(start + chunk, first)
-        runner.forward(pack([_Span(_Line(0, tokens[:end]), start, end, None)]))
+        runner.forward(pack([LineWork(Line(0, tokens[:end]), start, end, None)]))
     nats = []
     for start in range(first, len(tokens) - 1, chunk):
         end = min(start + chunk, len(tokens) - 1)
         tree = DraftTree.chain(int(tokens[start]), tokens[start + 1 : end])
-        logits = runner.forward(pack([_Span(_Line(0, tokens[: start + 1]), start, start + 1, tree)]))
+        logits = runner.forward(pack([LineWork(Line(0, tokens[: start + 1]), start, start + 1, tree)]))
         expected = torch.from_numpy(tokens[start + 1 : end + 1].astype(np.int64)).to(logits.device)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats.append(torch.nn.functional.cross_entropy(logits, expected, reduction="none").double().cpu().numpy())
