@@ -112,8 +112,8 @@ class Pricing:
     What a token is worth depends on how many requests share a step, and on how many ranks do: each number, in powers of two, has
     its own price, so that a load that came and went leaves none behind that is not its own. The first guess is plain decoding.
 
-    Time that a step spends on prefills is theirs: rows that are drafted beside a prefill cost what they add, and a token is worth
-    what it takes without one.
+    Time that a step spends on prefills is theirs: rows that are drafted beside a prefill cost what they add. A token is worth what
+    tokens take of late, in steps with prefills and without: which of them one that is accepted now will save is not known.
 
     Example: plain decoding alone takes 10 ms a token. Among eight requests a step takes 12 ms, a token 1.5: there a row that adds
     1 ms needs a chance of 0.67, alone one of 0.1.
@@ -128,7 +128,7 @@ class Pricing:
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
         self._load, self._decoding, self._decode_s, self._row_s = StepLoad(1, 1, 0), 1, 0.0, 0.0
         self._now: TokenTime | None = None  # of the planned step
-        self.level = 1  # powers of two below the requests that decode in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
+        self.level = 1  # powers of two below the requests in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
 
     def scale(self, ranks: int) -> None:
         """From now on so many ranks share each step."""
@@ -137,7 +137,7 @@ class Pricing:
     def plan(self, load: StepLoad) -> None:
         """The step that the next calls are about."""
         self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
-        self.level = self._decoding.bit_length()
+        self.level = max(1, load.sequences).bit_length()
         seconds, self._row_s = price_rows(self._curve.parts(load), load.rows, _PROBES, self._ranks)
         self._decode_s = self._own(seconds)
 
@@ -171,7 +171,9 @@ class Pricing:
         load = self._load
         if not load.prefill_rows:
             return seconds
-        prefills = StepLoad(max(1, load.sequences - self._decoding), load.prefill_rows, load.context, load.prefill_rows)
+        count = max(1, load.sequences - self._decoding)
+        context = load.context * count // load.sequences  # the mean of all: whose entries they are is not known
+        prefills = StepLoad(count, load.prefill_rows, context, load.prefill_rows)
         return max(seconds - seconds_of(float(load.prefill_rows), self._curve.parts(prefills)), 0.0)
 
     def _time(self) -> TokenTime:

@@ -190,6 +190,33 @@ def test_the_time_of_a_prefill_is_not_a_tokens() -> None:
     assert planned(mixed, 1) == 0
 
 
+def test_long_contexts_are_not_one_prefills() -> None:
+    """A token beside a prefill takes at least what its row adds."""
+    device = LatencyCurve((1, 512), (1.0, 52.1), 256, 0.0, 0.0, 1e-4)
+    pricing = Pricing(device)
+    for _ in range(200):
+        pricing.plan(StepLoad(16, 515, 16 * 1000, 500))
+        pricing.rows_to_draft([np.empty(0)] * 15, [np.empty(0, np.int32)] * 15, 0)
+        for _ in range(15):
+            pricing.emitted(1)
+    assert pricing.least_chance() == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_token_has_one_price_beside_a_prefill_and_without() -> None:
+    device = LatencyCurve((1, 2, 512), (1.0, 1.1, 52.1), 0, 0.0, 0.0)
+    pricing = Pricing(device)
+    for number in range(400):
+        pricing.plan(StepLoad(4, 4, 0) if number % 2 else StepLoad(4, 103, 0, 100))
+        decoding = 4 if number % 2 else 3
+        pricing.rows_to_draft([np.empty(0)] * decoding, [np.empty(0, np.int32)] * decoding, 0)
+        for _ in range(decoding):
+            pricing.emitted(1)
+    pricing.plan(StepLoad(4, 103, 0, 100))
+    beside = pricing.least_chance()
+    pricing.plan(StepLoad(4, 4, 0))
+    assert pricing.least_chance() == pytest.approx(beside) and 0.3 < beside < 0.7
+
+
 def test_rows_below_the_least_chance_never_pay() -> None:
     device = curve([1, 2, 64], [1.0, 1.2, 13.6])
     for requests in (1, 2, 8, 30):
