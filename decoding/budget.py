@@ -112,8 +112,8 @@ class Pricing:
     What a token is worth depends on how many requests share a step, and on how many ranks do: each number, in powers of two, has
     its own price, so that a load that came and went leaves none behind that is not its own. The first guess is plain decoding.
 
-    Time that a step spends on prefills is theirs: rows that are drafted beside a prefill cost what they add. A token is worth what
-    tokens take of late, in steps with prefills and without: which of them one that is accepted now will save is not known.
+    Time that a step spends on prefills is theirs: rows that are drafted beside a prefill cost what they add. A token is worth
+    what tokens take of late, in steps with prefills and without: which of them one that is accepted now saves is not known.
 
     Example: plain decoding alone takes 10 ms a token. Among eight requests a step takes 12 ms, a token 1.5: there a row that adds
     1 ms needs a chance of 0.67, alone one of 0.1.

@@ -75,14 +75,17 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     if strategy not in makers:
         raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, makers)}; known: {', '.join(makers)}")
     known = inspect.signature(makers[strategy]).parameters
+    given = dict(options)
     for name, value in options.items():
         if name not in known:
             choices = ", ".join(known) or "none"
             raise ValueError(f"{strategy} has no option {name!r}{_nearest(name, known)}; its options: {choices}")
         expected = type(known[name].default)
-        if type(value) is not expected:
+        if expected is float and type(value) is int:  # rollback=5
+            given[name] = float(value)
+        elif type(value) is not expected:
             raise ValueError(f"option {name!r} of {strategy} must be of type {expected.__name__}, got {value!r}")
-    return makers[strategy](**options)
+    return makers[strategy](**given)
 
 
 def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str]) -> Drafter:

@@ -228,3 +228,9 @@ def test_request_views_and_limits() -> None:
     with pytest.raises(AssertionError):
         short.commit([1, 2])
     assert Request("t", np.array([1]), SamplingParams(), [[], [4]]).references[0].tolist() == [4]
+
+
+def test_whole_numbers_are_fine_where_any_number_is() -> None:
+    assert build_drafter("bild", {"rollback": 5, "fallback": 1}).draft_rows == 10
+    with pytest.raises(ValueError, match="'fallback' of bild must be of type float, got True"):
+        build_drafter("bild", {"fallback": True})
