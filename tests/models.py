@@ -227,3 +227,8 @@ def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:
     tokenizer.train_from_iterator(SENTENCES * 3, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
     return folder
+
+
+def draft_with(engine: Engine, drafter: Drafter) -> None:
+    """Has an engine without requests draft with another drafter than its strategy's."""
+    engine._drafter = engine._planner._drafter = drafter

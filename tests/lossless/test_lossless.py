@@ -16,7 +16,7 @@ from decoding.drafters import STRATEGIES
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from tests.hostile import HostileDrafter
-from tests.models import VOCAB, llama_config, save_model
+from tests.models import VOCAB, draft_with, llama_config, save_model
 
 STRATEGY_NAMES = sorted(STRATEGIES)
 DTYPES = ("float32", "float64")
@@ -135,5 +135,5 @@ def test_hostile_trees_change_nothing(folder: str, hot: bool, batch: int) -> Non
     params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8 if hot else 0.0, seed=i) for i in range(len(PROMPTS))]
     plain = generate(load(folder, "float64", "autoregressive", 1), params)
     engine = load(folder, "float64", "llma", batch)
-    engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(plain)}, batch)
+    draft_with(engine, HostileDrafter({str(i): output for i, output in enumerate(plain)}, batch))
     assert generate(engine, params) == plain

@@ -20,7 +20,7 @@ from decoding.request import Request, SamplingParams, TokenLogprob
 from decoding.sampling import choose
 from decoding.tree import DraftTree
 from engine.engine import Engine
-from tests.models import VOCAB, llama_config, save_model
+from tests.models import VOCAB, draft_with, llama_config, save_model
 
 MAX_TOKENS = 24
 PROMPTS = [[7], [1, 2, 3] * 12, [9, 30, 9, 31, 12, 9, 30]]
@@ -148,7 +148,7 @@ def test_every_strategy_gives_what_the_rules_give(
     _, plain_logprobs, _ = generate(engines["autoregressive"], params)
     for name, engine in engines.items():
         if name == "hostile":
-            engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(expected)}, seed=len(case))
+            draft_with(engine, HostileDrafter({str(i): output for i, output in enumerate(expected)}, seed=len(case)))
         outputs, logprobs, accepted = generate(engine, params)
         assert outputs == expected, name
         assert accepted > 0 or name != "hostile"  # else the comparison would show nothing of penalties inside a tree
@@ -207,7 +207,7 @@ def test_greedy_is_transformers_generate(
 def test_logprobs_are_those_of_a_fresh_forward(engines: dict[str, Engine], model: PreTrainedModel, dtype: str, case: str) -> None:
     params = params_of(case, logprobs=5)
     plain, _, _ = generate(engines["autoregressive"], params)
-    engines["hostile"]._drafter = HostileDrafter({str(i): output for i, output in enumerate(plain)}, seed=1)
+    draft_with(engines["hostile"], HostileDrafter({str(i): output for i, output in enumerate(plain)}, seed=1))
     outputs, logprobs, accepted = generate(engines["hostile"], params)
     assert accepted > 0
     for prompt, output, entries in zip(PROMPTS, outputs, logprobs, strict=True):
@@ -228,7 +228,7 @@ def test_logprobs_end_with_the_output(engines: dict[str, Engine]) -> None:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     whole, _, _ = generate(engines["autoregressive"], SamplingParams(MAX_TOKENS))
-    engine._drafter = HostileDrafter({str(i): output for i, output in enumerate(whole)}, seed=0)
+    draft_with(engine, HostileDrafter({str(i): output for i, output in enumerate(whole)}, seed=0))
     shorter = 0
     for i, output in enumerate(whole):
         text = tokenizer.decode(output)
