@@ -48,6 +48,7 @@ class GroupState:
     divergences: int  # walks that were left out because their first token was not the leader's: rounding in half precision
     disagreements: int  # ranks whose committed text was not the leader's
     width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
+    exchange_s: float = 0.0  # of all steps that emitted tokens, see StepTimes
 
     @property
     def degraded(self) -> bool:
@@ -102,6 +103,7 @@ class LookaheadParallelExecutor:
         self._roster = Roster(options, chunk)
         self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
         self._steps = self._divergences = 0
+        self._exchange_s = 0.0
         self._choices = WidthChoices()
         self._choice: WidthChoice | None = None  # of the next step
         self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and when the next one began
@@ -147,6 +149,7 @@ class LookaheadParallelExecutor:
             last_loss=roster.last_loss,
             divergences=self._divergences,
             disagreements=roster.disagreements,
+            exchange_s=self._exchange_s,
         )
 
     def tend(self) -> None:
@@ -261,7 +264,9 @@ class LookaheadParallelExecutor:
         rank_s = (own.seconds, *(seconds for seconds, _ in others))
         rows = (own.rows, *(deal.rows for _, deal in others))
         recomputed = (own.recomputed, *(deal.recomputed for _, deal in others))
-        self.times.append(StepTimes(rank_s, time.perf_counter() - began - max(rank_s), rows, recomputed, emitted))
+        exchange_s = time.perf_counter() - began - max(rank_s)
+        self._exchange_s += exchange_s
+        self.times.append(StepTimes(rank_s, exchange_s, rows, recomputed, emitted))
 
 
 def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[Part]:

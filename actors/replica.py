@@ -29,6 +29,7 @@ from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError, one_line
 from engine.executor import LocalExecutor
 from engine.loading import ModelInfo
+from engine.metrics import MetricsCounts
 from engine.strategy_counts import StrategyCounts
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Description:
     group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
     strategies: tuple[StrategyCounts, ...] = ()  # its requests that have ended, by who drafted for them
     energy: EnergyCounts | None = None  # None where nothing is metered
+    metrics: MetricsCounts | None = None
 
 
 class Replica:
@@ -146,7 +148,8 @@ class Replica:
         self.check_health()
         cache = None if self._mirror is None else self._mirror.counts()
         group = None if self._ranks is None else self._ranks.state()
-        return Description(self._info, self._counts, cache, group, self._engine.by_strategy(), self._engine.energy())
+        engine = self._engine
+        return Description(self._info, self._counts, cache, group, engine.by_strategy(), engine.energy(), engine.metrics())
 
     def check_health(self) -> None:
         """Returns when the replica serves.
@@ -304,7 +307,7 @@ class Replica:
         in_step = [key for key, live in self._live.items() if live.request.state is RequestState.RUNNING] or list(self._live)
         for request_id in in_step:
             live = self._live.pop(request_id)
-            self._engine.abort(request_id)
+            self._engine.abort(request_id, FinishReason.ERROR)
             self._publish(live, final=True)
             live.put(_failure(request_id, error))
         self._failed_steps += 1

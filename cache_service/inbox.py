@@ -76,6 +76,11 @@ class Inbox:
         """How much waits of a tenant, as a number of tokens."""
         return self._weights.get(tenant, 0)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """How much waits of all tenants; from any thread."""
+        return sum(list(self._weights.values()))
+
     def apply(self, memory: Histories, max_tokens: int) -> bool:
         """Applies about ``max_tokens``; whether more waits."""
         while max_tokens > 0:

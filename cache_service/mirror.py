@@ -47,6 +47,8 @@ class MirrorCounts:
     reloads: int  # from a snapshot, after the first
     outbox_bytes: int
     outbox_dropped_texts: int
+    waiting_tokens: int = 0  # that have come in and are not applied yet
+    lag_s: float = 0.0  # age of what is read now, by the clocks of Redis and of this host; 0 when all is read
 
 
 class Mirror:
@@ -152,6 +154,8 @@ class Mirror:
             reloads=self._tail.reloads,
             outbox_bytes=self._outbox.nbytes,
             outbox_dropped_texts=self._outbox.dropped_texts,
+            waiting_tokens=self._inbox.waiting_tokens,
+            lag_s=max(place.lag_s for place in self._tail.places.values()),
         )
 
     def close(self, timeout_s: float = 2.0) -> None:

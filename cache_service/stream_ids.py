@@ -20,6 +20,11 @@ def _pair(id: str) -> tuple[int, int]:
     return int(ms), int(sequence or 0)
 
 
+def written_s(id: str) -> float:
+    """When Redis took the entry, in seconds since 1970 by its clock: ``written_s("1500-0") == 1.5``."""
+    return _pair(id)[0] / 1000
+
+
 def text_of(value: bytes | str) -> str:
     """What Redis sends as text."""
     return value.decode() if isinstance(value, bytes) else value

@@ -14,7 +14,7 @@ from cache_service.outbox import Outbox
 from cache_service.records import Batch, CorruptRecordError, decode_batch
 from cache_service.redis_store import Head, RedisStore
 from cache_service.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
-from cache_service.stream_ids import START, compare_ids
+from cache_service.stream_ids import START, compare_ids, written_s
 from cache_service.texts import Admitted, Ledger
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Place:
     lost_after: str | None = None  # entries are missing somewhere behind this one
     useless: str = START  # id of a snapshot that could not be used
     warned: bool = False  # about a corrupt record, since the last look
+    lag_s: float = 0.0  # age of the entry that was read last, until all are read
 
     def follow(self, batch: Batch, id: str) -> int:
         """Notes a batch's number; returns how many of its origin are missing before it. Nothing changes when it comes again."""
@@ -105,6 +106,8 @@ class Tail:
         for tenant, place in self.places.items():
             head = heads[place.namespace]
             place.warned = False
+            if compare_ids(place.cursor, head.last_id) >= 0:
+                place.lag_s = 0.0
             place.ledger.forget(time.time() - self._ttl_s)
             if head.epoch > place.ledger.epoch:
                 found |= self._deliver(tenant, Batch(0, 0, head.epoch))
@@ -133,6 +136,7 @@ class Tail:
             tenant = self._tenants[namespace]
             for id, data in entries:
                 found |= self._take(tenant, id, data)
+            self.places[tenant].lag_s = max(0.0, time.time() - written_s(entries[-1][0]))
         return found
 
     def catch_up(self, deadline_s: float) -> bool:

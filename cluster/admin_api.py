@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.replica import Description
 from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cluster.errors import ApiError
-from cluster.openai_types import Text
+from cluster.strict import Text
 from cluster.tenancy import Tenancy
 from engine.strategy_counts import sum_counts
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from cluster.logprobs import LogprobWriter, TokenBytes
+from cluster.tool_calls import Call
 from decoding.request import TokenLogprob
 
 
@@ -22,6 +23,13 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int  # whose KV was there already: they begin another request of the same tenant
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of a predicted output: how many of its tokens the answers hold, and do not; see ``cluster.predicted``."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a response. Emitted tokens count, the end token included, whether or not they show as text."""
 
@@ -29,15 +37,17 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None  # only where something was predicted
     energy_joules: float | None = None  # as hardware counted it, see engine.energy_ledger; only where it did
 
 
 class Delta(BaseModel):
-    """What a chunk adds to the message."""
+    """A message, or what a chunk adds to it. A call of a tool comes whole, in one chunk."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""  # null where there are calls and no text
     refusal: None = None
+    tool_calls: list[dict[str, Any]] = []
 
 
 class Choice(BaseModel):
@@ -48,7 +58,7 @@ class Choice(BaseModel):
     delta: Delta = Delta()
     text: str = ""
     logprobs: dict[str, Any] | None = None  # see cluster.logprobs
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class Answer(BaseModel):
@@ -90,13 +100,23 @@ class AnswerBuilder:
         self._created = int(time.time())
         self._writers: dict[int, LogprobWriter] = {}  # by choice
 
-    def whole(self, texts: list[str], reasons: list[Any], logprobs: list[list[TokenLogprob]], usage: Usage) -> Answer:
-        """The answer that is not streamed; ``logprobs`` are empty where they were not asked for."""
+    def whole(
+        self,
+        pieces: list[list[str | Call]],
+        reasons: list[Any],
+        logprobs: list[list[TokenLogprob]],
+        usage: Usage,
+    ) -> Answer:
+        """The answer that is not streamed, by choice; ``logprobs`` are empty where they were not asked for."""
         choices = []
-        for index, (text, reason, entries) in enumerate(zip(texts, reasons, logprobs, strict=True)):
+        for index, (parts, reason, entries) in enumerate(zip(pieces, reasons, logprobs, strict=True)):
             written = self._logprobs(index, entries)
+            text = "".join(part for part in parts if isinstance(part, str))
+            calls = [part for part in parts if isinstance(part, Call)]
             if self._kind == "chat":
-                message = Delta(role="assistant", content=text, refusal=None)
+                message = Delta(role="assistant", content=text or (None if calls else ""), refusal=None)
+                if calls:
+                    message.tool_calls = [_called(call) for call in calls]
                 choices.append(Choice(index=index, message=message, logprobs=written, finish_reason=reason))
             else:
                 choices.append(Choice(index=index, text=text, logprobs=written, finish_reason=reason))
@@ -115,6 +135,11 @@ class AnswerBuilder:
         if self._kind == "chat":
             return self._object([Choice(index=index, delta=Delta(content=text), logprobs=written, finish_reason=None)])
         return self._object([Choice(index=index, text=text, logprobs=written, finish_reason=None)])
+
+    def call(self, index: int, call: Call, position: int) -> Answer:
+        """A chunk with a call of a tool, ``position`` of its choice."""
+        delta = Delta(tool_calls=[{"index": position, **_called(call)}])
+        return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
 
     def end(self, index: int, reason: Any) -> Answer:
         """The last chunk of a choice."""
@@ -143,3 +168,12 @@ class AnswerBuilder:
         if usage is not None:
             answer.usage = usage
         return answer
+
+
+def _called(call: Call) -> dict[str, Any]:
+    """A call in OpenAI's shape, with a name of its own that the client answers it by."""
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

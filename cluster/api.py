@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedTokenizerFast
 
 from actors.lookahead_parallel import GroupState
 from actors.replica import Description
-from cluster import errors
+from cluster import documents, errors
 from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
-from cluster.answers import AnswerBuilder, PromptTokensDetails, Usage
+from cluster.answers import AnswerBuilder
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Generation, Planner
 from cluster.logprobs import TokenBytes
+from cluster.metrics import MetricsService, add_metrics_route
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
+from cluster.respond import Form, respond
 from cluster.tenancy import Tenancy
+from cluster.text_api import TextService, add_text_routes
+from cluster.tool_calls import OPENING
 from configs.slices import TenancyOptions
-from decoding.request import TokenLogprob
+from engine.chat import marks_tool_calls
 from engine.loading import ModelInfo
 
-logger = logging.getLogger(__name__)
-
-Authorization = Annotated[str | None, Header()]
-
-# A proxy must not collect chunks before it passes them on.
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Authorization = Annotated[str | None, Header(include_in_schema=False)]
 
 
 class Service:
@@ -44,6 +41,7 @@ class Service:
         tenancy: TenancyOptions | None = None,
         cache: CacheAdminPort | None = None,
         replicas: int = 1,
+        open_metrics: bool = False,
     ) -> None:
         """
         Args:
@@ -52,12 +50,16 @@ class Service:
             tenancy: whose requests share drafts; nobody's when absent.
             cache: the shared memory, for the admin routes; None where there is none.
             replicas: how many there should be.
+            open_metrics: /metrics needs no key; otherwise it is the operator's.
         """
         self._engine, self._tokenizer, self._configured = engine, tokenizer, replicas
         self._tenancy = Tenancy(tenancy or TenancyOptions())
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
+        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics)
         self._token_bytes = TokenBytes(tokenizer)
+        self.text = TextService(tokenizer, self._tenancy, self._model)
         self._info: ModelInfo | None = None  # asked for once
+        self._loaded = False  # all replicas have been there at once
         self._started = int(time.time())
 
     async def health(self) -> Response:
@@ -78,6 +80,18 @@ class Service:
             }
         )
 
+    async def ready(self) -> Response:
+        """200 once every replica has loaded its model and warmed up, as long as one answers; else 503.
+
+        A replica that is lost later, and started anew, does not make the server unready: the others answer.
+        """
+        replicas = await self._engine.describe()
+        self._loaded = self._loaded or len(replicas) >= self._configured
+        if not self._loaded or not replicas:
+            message = f"{len(replicas)} of {self._configured} engine replicas are there: try again later"
+            raise ApiError(503, message, code="not_ready", headers={"Retry-After": "1"})
+        return JSONResponse({"status": "ready", "replicas": len(replicas), "of": self._configured})
+
     async def models(self, authorization: str | None) -> dict[str, Any]:
         """The list of the one model. Clients ask for it to see whether their key is good."""
         self._tenancy.tenant_of(authorization)
@@ -93,16 +107,25 @@ class Service:
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
         answer = AnswerBuilder("chat", "chatcmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
-        generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).chat(body))
-        return await _respond(answer, generation, 1, bool(body.stream), body.include_usage)
+        planner = Planner(self._tokenizer, info, answer.id, sharing)
+        form = Form(
+            bool(body.stream),
+            body.include_usage,
+            prediction=None if body.prediction is None else planner.encode(body.prediction.text),
+            reads_calls=marks_tool_calls(self._tokenizer, body.shown_tools, OPENING),
+            most_calls=1 if body.parallel_tool_calls is False else None,
+        )
+        generation = Generation(self._engine, planner.chat(body), body.n or 1)
+        return await respond(answer, generation, form)
 
     async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
         answer = AnswerBuilder("text", "cmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
-        generation = Generation(self._engine, Planner(self._tokenizer, info, answer.id, sharing).completion(body))
-        return await _respond(answer, generation, len(body.prompt), bool(body.stream), body.include_usage)
+        planner = Planner(self._tokenizer, info, answer.id, sharing)
+        generation = Generation(self._engine, planner.completion(body), body.n or 1)
+        return await respond(answer, generation, Form(bool(body.stream), body.include_usage, planner.echoes(body)))
 
     async def _model(self, name: str | None = None) -> ModelInfo:
         """What is served; a 404 when the caller named something else."""
@@ -135,30 +158,43 @@ class Service:
 
 def create_api(service: Service) -> FastAPI:
     """The application. Routes are the only thing it has: they unpack a request and call the service."""
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None)
     errors.install(app)
+    documents.install(app)
 
-    @app.get("/health")
+    @app.get("/health", responses=documents.STATES, response_model=None)
+    @app.get("/ping", responses=documents.STATES, response_model=None)
+    @app.post("/ping", responses=documents.STATES, response_model=None)
     async def health() -> Response:
         return await service.health()
 
-    @app.get("/v1/models")
+    @app.get("/ready", responses=documents.STATES, response_model=None)
+    async def ready() -> Response:
+        return await service.ready()
+
+    @app.get("/version")
+    async def version() -> documents.Version:
+        return documents.Version(version=documents.version())
+
+    @app.get("/v1/models", responses=documents.ERRORS | {200: {"model": documents.Models}})
     async def models(authorization: Authorization = None) -> dict[str, Any]:
         return await service.models(authorization)
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=documents.ERRORS | {200: {"model": documents.Model}})
     async def model(name: str, authorization: Authorization = None) -> dict[str, Any]:
         return await service.model(name, authorization)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", responses=documents.ANSWERS, response_model=None)
     async def completion(body: CompletionRequest, authorization: Authorization = None) -> Response:
         return await service.completion(body, authorization)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", responses=documents.ANSWERS, response_model=None)
     async def chat(body: ChatCompletionRequest, authorization: Authorization = None) -> Response:
         return await service.chat(body, authorization)
 
+    add_text_routes(app, service.text)
     add_admin_routes(app, service.admin)
+    add_metrics_route(app, service.metrics)
     return app
 
 
@@ -193,56 +229,3 @@ def _is_lossless(info: ModelInfo, body: ChatCompletionRequest | CompletionReques
     """Whether the strategy that a request asks for leaves the law of its answer alone; of an unknown one it does not matter."""
     speculation = body.speculation or SpeculationChoice()
     return info.is_lossless(speculation.strategy, speculation.max_draft_tokens)
-
-
-async def _respond(answer: AnswerBuilder, generation: Generation, choices: int, stream: bool, include_usage: bool) -> Response:
-    """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
-    if stream:
-        await generation.__aenter__()
-        events = _events(answer, generation, choices, include_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
-    texts: list[list[str]] = [[] for _ in range(choices)]
-    reasons: list[Any] = [None] * choices
-    logprobs: list[list[TokenLogprob]] = [[] for _ in range(choices)]
-    async with generation:
-        async for index, output in generation.outputs():
-            texts[index].append(output.text)
-            reasons[index] = output.finish_reason
-            logprobs[index] += output.logprobs or ()
-    whole = answer.whole(["".join(pieces) for pieces in texts], reasons, logprobs, _usage(generation))
-    return Response(whole.to_json(), media_type="application/json")
-
-
-async def _events(answer: AnswerBuilder, generation: Generation, choices: int, include_usage: bool) -> AsyncIterator[str]:
-    """The server-sent events of a started generation. A failure is an event with the error, and no ``[DONE]`` follows it."""
-    opened = [False] * choices
-    try:
-        async for index, output in generation.outputs():
-            if not opened[index]:
-                opened[index] = True
-                opening = answer.opening(index)
-                if opening is not None:
-                    yield opening.to_event(include_usage)
-            if output.text or output.logprobs:
-                yield answer.piece(index, output.text, output.logprobs or ()).to_event(include_usage)
-            if output.finish_reason is not None:
-                yield answer.end(index, output.finish_reason).to_event(include_usage)
-        if include_usage:
-            yield answer.usage(_usage(generation)).to_event(include_usage)
-        yield "data: [DONE]\n\n"
-    except Exception as error:
-        logger.exception("a stream broke off")
-        yield f"data: {json.dumps(errors.api_error(error).body())}\n\n"
-    finally:
-        await generation.__aexit__()
-
-
-def _usage(generation: Generation) -> Usage:
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
-    usage = Usage(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
-    )
-    if generation.energy_j is not None:
-        usage.energy_joules = round(generation.energy_j, 3)
-    return usage

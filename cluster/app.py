@@ -27,6 +27,7 @@ from cluster.lobby import Attendance, Company, LobbyActor
 from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions, TenancyOptions
+from configs.tenancy_checks import is_loopback
 from decoding.request import Request, StepOutput
 from engine.energy import open_meter
 from engine.errors import QueueFullError, RequestError
@@ -66,6 +67,7 @@ class EngineReplica:
             job.request_id, job.prompt_ids, job.params, job.references,
             tenant=job.tenant, public=job.public, emitted=job.emitted,
             strategy=job.strategy, max_draft_tokens=job.max_draft_tokens, priority=job.priority,
+            siblings=job.siblings,
         )  # fmt: skip
         outputs = self._replica.generate(request, BEAT_S)
         try:
@@ -108,7 +110,8 @@ class Ingress:
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
         patience_s = DESCRIBE_TIMEOUT_S if parallelism.mode == "none" else min(parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s)
-        self._service = Service(port, load_tokenizer(model.path), tenancy, admin, server.replicas)
+        tokenizer, is_open = load_tokenizer(model.path), is_loopback(server.host)
+        self._service = Service(port, tokenizer, tenancy, admin, server.replicas, is_open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, made where it runs: it is not sent to the actor."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ class Job:
     strategy: str | None = None  # who drafts for it; None: the engine's own
     max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
     priority: int = 0  # lower goes first
+    siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
 
 
 class EnginePort(Protocol):
@@ -60,6 +63,17 @@ class EnginePort(Protocol):
         ...
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of ``n`` choices of a prompt: the request's own for the first, so that ``n`` does not change it.
+
+    For the others the first 63 bits of the BLAKE2b hash of ``SEED/CHOICE``: each choice can be asked for alone, and neighbouring
+    seeds do not share choices.
+    """
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
+
+
 class Planner:
     """Tokenizes one request and settles what it leaves open."""
 
@@ -67,19 +81,46 @@ class Planner:
         self._tokenizer, self._info, self._answer_id, self._sharing = tokenizer, info, answer_id, sharing
 
     def chat(self, body: ChatCompletionRequest) -> list[Job]:
-        """The one job of a chat. Raises ``RequestError`` naming the field that cannot be served."""
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        """The jobs of a chat, one for each choice. Raises ``RequestError`` naming the field that cannot be served."""
+        ids = render_chat(self._tokenizer, [message.turn() for message in body.messages], body.shown_tools)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = body.max_completion_tokens or body.max_tokens
-        return [self._job(0, body, "messages", render_chat(self._tokenizer, messages), field, wanted, self._info.max_model_len)]
+        return self._choices(self._job(0, body, "messages", ids, field, wanted, self._info.max_model_len), 0, body.n or 1)
 
     def completion(self, body: CompletionRequest) -> list[Job]:
-        """One job for each prompt. Raises ``RequestError`` naming the field that cannot be served."""
-        jobs = []
+        """``n`` jobs for each prompt, in order. Raises ``RequestError`` naming the field that cannot be served."""
+        jobs: list[Job] = []
         for index, prompt in enumerate(body.prompt):
             ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            jobs.append(self._job(index, body, "prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS))
+            job = self._job(index, body, "prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS)
+            jobs += self._choices(job, len(jobs), body.n or 1)
         return jobs
+
+    def echoes(self, body: CompletionRequest) -> list[str]:
+        """What the text of each choice begins with: its prompt, as the client spelled it."""
+        if not body.echo:
+            return []
+        decode = self._tokenizer.decode
+        prompts = [text if isinstance(text, str) else str(decode(text, skip_special_tokens=True)) for text in body.prompt]
+        return [prompt for prompt in prompts for _ in range(body.n or 1)]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that is no prompt."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _choices(self, job: Job, first: int, n: int) -> list[Job]:
+        """The jobs of a prompt's choices, of which ``first`` is the number of the first one."""
+        seeds = [choice_seed(job.params.seed, choice) for choice in range(n)]
+        return [
+            dataclasses.replace(
+                job,
+                request_id=f"{self._answer_id}/{first + choice}",
+                params=dataclasses.replace(job.params, seed=seed),
+                siblings=n > 1,
+            )
+            for choice, seed in enumerate(seeds)
+        ]
 
     def _job(
         self,
@@ -107,8 +148,7 @@ class Planner:
                 f"at most {left} can be asked for",
             )
         params = self._params(body, wanted if wanted is not None else min(default, left))
-        documents = body.reference_documents or ()
-        references = tuple(np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32) for text in documents)
+        references = tuple(np.asarray(self.encode(text), np.int32) for text in body.references)
         speculation = body.speculation or SpeculationChoice()
         self._info.check_strategy(speculation.strategy)
         return Job(
@@ -121,6 +161,9 @@ class Planner:
         """The parameters with OpenAI's defaults."""
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
+        grammar = body.grammar()
+        if grammar is not None and body.ignore_eos:
+            raise RequestError("ignore_eos", "must be off where the form of the answer says where it may end")
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError("min_tokens", f"at most {max_tokens} tokens may come, but min_tokens is {body.min_tokens}")
         return SamplingParams(
@@ -139,6 +182,7 @@ class Planner:
             stop=tuple(body.stop or ()),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            grammar=grammar,
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
@@ -149,10 +193,17 @@ class Planner:
 class Generation:
     """The choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
 
-    def __init__(self, engine: EnginePort, jobs: Sequence[Job]) -> None:
-        self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
+    def __init__(self, engine: EnginePort, jobs: Sequence[Job], n: int = 1) -> None:
+        """
+        Args:
+            engine: computes them.
+            jobs: one for each choice, ``n`` of each prompt side by side.
+            n: choices of a prompt, which counts once in the usage.
+        """
+        self._n, self.num_choices = n, len(jobs)
+        self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs[::n])
         self.completion_tokens = 0
-        self.cached_tokens = 0  # of the prompts, whose KV was there already; of choices that have ended
+        self._cached: dict[int, int] = {}  # of the prompts, by choice; of choices that have ended
         self.energy_j: float | None = 0.0  # of choices that have ended; None where one of them was not measured
         self._streams = [engine.generate(job) for job in jobs]
         self._open = contextlib.AsyncExitStack()
@@ -176,6 +227,14 @@ class Generation:
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts whose KV was there already. What one choice computed and the others took over was not."""
+        fewest: dict[int, int] = {}  # by prompt
+        for index, count in self._cached.items():
+            fewest[index // self._n] = min(count, fewest.get(index // self._n, count))
+        return sum(fewest.values())
+
     async def outputs(self) -> AsyncIterator[tuple[int, StepOutput]]:
         """The outputs of all choices as they come, with the number of the choice.
 
@@ -187,7 +246,7 @@ class Generation:
                 raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
             self.completion_tokens += len(output.token_ids)
             if output.stats is not None:
-                self.cached_tokens += output.stats.cached_tokens
+                self._cached[index] = output.stats.cached_tokens
                 energy_j = output.stats.energy_j
                 self.energy_j = None if energy_j is None or self.energy_j is None else self.energy_j + energy_j
             yield index, output

@@ -1,40 +1,35 @@
 """Requests of OpenAI's HTTP API, as far as this server honours them.
 
-A parameter that is not honoured is an error, never ignored: ``NO_OPS`` lists, for parameters that clients send by habit, the
-values that ask for nothing. They are taken; any other value is refused.
+A parameter that is not honoured is an error, see ``cluster.strict``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator, model_validator
 
+from cluster.chat_types import ChatMessage, Prediction, Tool
+from cluster.strict import Strict, Text, unsupported
+from cluster.structured import StructuredFields
+from cluster.text_types import TEXT_BODIES
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_STOPS = 4  # as OpenAI
-MAX_PROMPTS = 128
+MAX_CHOICES = 128  # of one request: its prompts, times n
 
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
     "cache_salt": (),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
@@ -47,75 +42,28 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "add_generation_prompt": (True,),
 }
 _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "add_special_tokens": (True,),
 }
-_MESSAGE_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "name": (),
-    "tool_calls": ([],),
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-}
 
-
-def _encodable(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no text: no tokenizer and no response can carry it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must not hold half of a surrogate pair") from None
-    return text
-
-
-def _same(value: Any, noop: Any) -> bool:
-    """Equality in which true is not 1."""
-    return bool(value == noop) and isinstance(value, bool) is isinstance(noop, bool)
-
-
-def _unsupported(param: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported_parameter", "{message}", {"param": param, "message": message})
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Filled = Annotated[str, Field(min_length=1)]
+StopInput = Filled | Annotated[list[Filled], Field(max_length=MAX_STOPS)] | None
 CacheChoice = Literal["tenant", "private", "off"]
 
 
-class _Strict(BaseModel):
-    """A part of a request: unknown fields and values of another type are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in data.keys() & cls.NO_OPS.keys():
-            value = data[name]
-            allowed = cls.NO_OPS[name]
-            if value is not None and not any(_same(value, noop) for noop in allowed):
-                advice = " or send ".join(["leave it out", *(json.dumps(noop) for noop in allowed)])
-                raise _unsupported(name, f"{name} is not supported; {advice}")
-        return {name: value for name, value in data.items() if name not in cls.NO_OPS}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream carries besides the text."""
 
-    NO_OPS = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
     include_usage: bool | None = None  # a last chunk with the usage
 
 
-class SpeculationChoice(_Strict):
+class SpeculationChoice(Strict):
     """How a request is drafted for, without effect on the law of the answer; with a strategy that has one the answer says
     ``lossless: false``. The configuration bounds both (``speculation``)."""
 
@@ -123,7 +71,7 @@ class SpeculationChoice(_Strict):
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding
 
 
-class _GenerationRequest(_Strict):
+class _GenerationRequest(StructuredFields):
     """What both kinds of completion take."""
 
     model: Text
@@ -136,6 +84,7 @@ class _GenerationRequest(_Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None  # by token id, written as a string
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see cluster.generation.choice_seed
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
     min_tokens: Annotated[int, Field(ge=0)] | None = None  # no end token before so many
     stop: list[Text] | None = None
@@ -159,7 +108,7 @@ class _GenerationRequest(_Strict):
                 raise ValueError("must map token ids, written as decimal strings, to numbers")
         return value
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=StopInput)
     @classmethod
     def _check_stop(cls, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
@@ -172,8 +121,13 @@ class _GenerationRequest(_Strict):
     @model_validator(mode="after")
     def _check_stream_options(self) -> _GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise _unsupported("stream_options", "stream_options is only allowed when stream is true")
+            raise unsupported("stream_options", "stream_options is only allowed when stream is true")
         return self
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Texts that the answer may repeat, the likeliest first."""
+        return tuple(self.reference_documents or ())
 
     @property
     def include_usage(self) -> bool:
@@ -181,15 +135,20 @@ class _GenerationRequest(_Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+Prompt = Filled | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class CompletionRequest(_GenerationRequest):
-    """``POST /v1/completions``. Each of several prompts gives a choice, in order."""
+    """``POST /v1/completions``. Each of several prompts gives ``n`` choices, in order."""
 
     NO_OPS = _COMPLETION_NO_OPS
 
     prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
     logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
+    echo: bool | None = None  # the text begins with the prompt's
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=PromptInput)
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
         prompts = [value] if isinstance(value, str) or _token_ids(value) else value
@@ -197,35 +156,23 @@ class CompletionRequest(_GenerationRequest):
             raise ValueError("must be a string, a list of token ids, or a list of strings or of lists of token ids")
         if not prompts or not all(prompts):
             raise ValueError("must not be empty")
-        if len(prompts) > MAX_PROMPTS:
-            raise ValueError(f"must hold at most {MAX_PROMPTS} prompts")
+        if len(prompts) > MAX_CHOICES:
+            raise ValueError(f"must hold at most {MAX_CHOICES} prompts")
         return prompts
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionRequest:
+        prompts, n = len(self.prompt), self.n or 1
+        if prompts * n > MAX_CHOICES:
+            raise unsupported("n", f"{n} choices for each of {prompts} prompts make {prompts * n}, at most {MAX_CHOICES} may be")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo", "echo with logprobs is not supported: prompts get no log-probabilities; leave one out")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives of each token, None for no log-probabilities."""
         return self.logprobs
-
-
-class TextPart(_Strict):
-    """A piece of a message. Images, sound and files are not supported."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(_Strict):
-    """One turn of a conversation."""
-
-    NO_OPS = _MESSAGE_NO_OPS
-
-    role: Text
-    content: Text | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(_GenerationRequest):
@@ -237,6 +184,21 @@ class ChatCompletionRequest(_GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    tools: list[Tool] | None = None  # shown to the model by its chat template
+    tool_choice: Literal["none", "auto"] | None = None  # none: the tools are not shown; auto, the default: the model decides
+    parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
+    prediction: Prediction | None = None  # a text the answer may repeat: as reference_documents
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The prediction and the documents."""
+        predicted = () if self.prediction is None else (self.prediction.text,)
+        return (*predicted, *(self.reference_documents or ()))
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as chat templates take them."""
+        return [] if self.tool_choice == "none" else [tool.shown() for tool in self.tools or ()]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -246,26 +208,36 @@ class ChatCompletionRequest(_GenerationRequest):
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
-            raise _unsupported("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+            raise unsupported("top_logprobs", "top_logprobs is only allowed when logprobs is true")
         return self
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> ChatCompletionRequest:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise _unsupported("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one")
+            raise unsupported("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one")
         return self
+
+
+_BODIES: dict[str, type[Strict]] = {"/chat/completions": ChatCompletionRequest, "/completions": CompletionRequest}
 
 
 def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
     """The names a field at ``path`` of a request to ``url_path`` may have."""
-    kind: type[_Strict] = ChatCompletionRequest if "chat" in url_path else CompletionRequest
-    if len(path) > 1:
-        nested: dict[int | str, type[_Strict]] = {
-            "stream_options": StreamOptions, "messages": ChatMessage, "speculation": SpeculationChoice,
-        }  # fmt: skip
-        kind = TextPart if "content" in path else nested.get(path[0], kind)
-    return [*kind.model_fields, *kind.NO_OPS]
+    kinds = (kind for ending, kind in (_BODIES | TEXT_BODIES).items() if url_path.endswith(ending))
+    kind: type[Strict] = next(kinds, CompletionRequest)
+    for step in path[:-1]:
+        found = kind.model_fields.get(step) if isinstance(step, str) else None
+        kind = (None if found is None else _model_in(found.annotation)) or kind
+    return [*(field.alias or name for name, field in kind.model_fields.items()), *kind.NO_OPS]
+
+
+def _model_in(annotation: Any) -> type[Strict] | None:
+    """The kind of objects that a field holds, alone or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return annotation
+    inner = (_model_in(argument) for argument in get_args(annotation))
+    return next((kind for kind in inner if kind is not None), None)
 
 
 def _token_ids(value: Any) -> bool:

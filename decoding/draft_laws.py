@@ -41,7 +41,7 @@ class DraftLaws:
         return params.stop_token_ids if params.ignore_eos else (*self._own_ends, *params.stop_token_ids)
 
     def altered(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """[vocab] logits after bias, minimum length and penalties.
+        """[vocab] logits after grammar, bias, minimum length and penalties.
 
         Args:
             request: that is drafted for.
@@ -53,14 +53,14 @@ class DraftLaws:
             return logits
         rules = self._rules.get(request.request_id)
         if rules is None:
-            rules = self._rules[request.request_id] = LogitRules(params, request.prompt_ids)
-        if params.penalized:
-            rules.counts.catch_up(request.output_ids)
+            rules = self._rules[request.request_id] = LogitRules(params, request.prompt_ids, request.grammar)
+        if params.penalized or request.grammar is not None:
+            rules.catch_up(request.output_ids)
             for token in chain:
-                rules.counts.push(token)
+                rules.push(token)
         barred = self.ends(request) if request.num_output + len(chain) < params.min_tokens else ()
         scores = rules.apply(logits, barred)
-        rules.counts.truncate(request.num_output)  # the chain may be refused
+        rules.truncate(request.num_output)  # the chain may be refused
         return scores
 
     def choose(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> int:

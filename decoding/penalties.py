@@ -1,7 +1,8 @@
-"""What a request changes in the model's logits before a token is chosen: bias, tokens that may not come yet, penalties.
+"""What a request changes in the model's logits before a token is chosen: grammar, bias, tokens that may not come yet, penalties.
 
-The rules and their order are vLLM's: logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858, section 4.1;
-negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API reference).
+The rules and their order are vLLM's: grammar, logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858,
+section 4.1; negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API
+reference).
 Temperature, min-p, top-k and top-p follow (``decoding.sampling``). They act at every visited row of a draft tree with that row's
 own prefix: the committed tokens and the path to the row.
 
@@ -9,7 +10,7 @@ Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, pr
 becomes 3.0 / 2 = 1.5, and one of -1.0 of token 6 becomes -1.0 * 2 - 0.5 * 2 - 0.25 = -3.25.
 
 Departures from vLLM: ``min_tokens`` keeps back the tokens that would end this request (vLLM's also the model's own end tokens
-under ``ignore_eos``), and does not put off stop strings.
+under ``ignore_eos``), and does not put off stop strings. It gives way where a grammar allows nothing but the end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from decoding.grammar import Grammar
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
+
+# The logit of what a grammar forbids. No bias or penalty makes up for it, no temperature takes it out of float32, and its
+# probability is 0; finite, because rows of finite numbers are drawn from in one compiled call (see ``decoding.row_draw``).
+FORBIDDEN = -1e30
 
 
 class TokenCounts:
@@ -89,34 +95,63 @@ class TokenCounts:
 class LogitRules:
     """The rules of one request, and the tokens that they look back on."""
 
-    __slots__ = ("_bias_ids", "_biases", "_params", "counts")
+    __slots__ = ("_bias_ids", "_biases", "_params", "counts", "grammar")
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array, grammar: Grammar | None = None) -> None:
         """
         Args:
             params: the request's.
             prompt_ids: [n] its prompt, which the repetition penalty alone looks at.
+            grammar: the request's, which moves along with the counts; None where it has none.
         """
-        self._params = params
+        self._params, self.grammar = params, grammar
         self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1.0 else ())
         self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
         self._biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float64)
 
-    def apply(self, logits: torch.Tensor, barred: Collection[int] = ()) -> torch.Tensor:
-        """The logits after the rules, given the output that ``counts`` holds.
+    def push(self, token: int) -> None:
+        """Appends a token to the output."""
+        self.counts.push(token)
+        if self.grammar is not None:
+            self.grammar.push(token)
+
+    def truncate(self, length: int) -> None:
+        """Takes tokens from the end of the output until it holds ``length`` at most."""
+        self.counts.truncate(length)
+        if self.grammar is not None:
+            self.grammar.truncate(length)
+
+    def catch_up(self, output_ids: Int32Array) -> None:
+        """Makes the output equal to ``output_ids``, of which the shorter must be the beginning of the longer."""
+        self.counts.catch_up(output_ids)
+        if self.grammar is not None:
+            self.grammar.catch_up(output_ids)
+
+    def apply(self, logits: torch.Tensor, barred: Collection[int] = (), constrained: bool = True) -> torch.Tensor:
+        """The logits after the rules, given the output that was pushed.
 
         Args:
             logits: [vocab] floating point, left as they are.
             barred: tokens that may not be chosen here, because the output is shorter than ``min_tokens``; those outside the
                 vocabulary are ignored.
+            constrained: whether the grammar has a say.
 
         Returns:
-            [vocab] float32, or float64 where the logits are; -inf for barred tokens.
+            [vocab] float32, or float64 where the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the
+            grammar forbids. The logits themselves where it has no say and nothing else changes them.
         """
+        if not constrained and not barred and not self._params.penalized and not len(self._bias_ids):
+            return logits
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        allowed = self.grammar.allowed() if constrained and self.grammar is not None else None
+        if allowed is not None:
+            forbidden = torch.from_numpy(~allowed).to(scores.device)
+            scores[: len(forbidden)].masked_fill_(forbidden, FORBIDDEN)
         if len(self._bias_ids):
             scores[self._bias_ids.to(scores.device)] += self._biases.to(scores)
         inside = [token for token in barred if token < len(scores)]
+        if allowed is not None and inside and allowed.sum() == allowed[inside].sum():
+            inside = []  # there would be nothing left
         if inside:
             scores[torch.tensor(inside, device=scores.device)] = -torch.inf
         if self._params.penalized and len(self.counts.ids):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from decoding.grammar import Grammar
 from decoding.tree import Int32Array
 
 MAX_LOGPROBS = 20  # as OpenAI and vLLM
@@ -57,8 +58,9 @@ def request_of(text: int) -> int:
 class SamplingParams:
     """How tokens are chosen and when a request ends. Values outside their range raise ``ValueError`` naming the field.
 
-    ``logit_bias``, ``min_tokens`` and the penalties change the logits (``decoding.penalties``) of greedy and sampled requests
-    alike; ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape what a sampled request draws from (``decoding.sampling``).
+    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits (``decoding.penalties``) of greedy and sampled
+    requests alike; ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape what a sampled request draws from
+    (``decoding.sampling``).
     """
 
     max_tokens: int = 256
@@ -76,6 +78,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     logprobs: int | None = None  # alternatives reported with each token's log-probability; None: no log-probabilities
     min_tokens: int = 0  # tokens that end the text are not chosen before so many; stop strings end it all the same
+    grammar: str | None = None  # what the text must be of, see engine.grammar; None: any text
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -95,6 +98,8 @@ class SamplingParams:
             raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, or None for none, got {self.logprobs}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos must be off with a grammar, which says itself where the text may end")
         self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:
@@ -120,7 +125,12 @@ class SamplingParams:
     @property
     def alters_logits(self) -> bool:
         """Whether a greedy token may be another than the argmax of the model's own logits."""
-        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0
+        return self.penalized or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a sampled token is drawn from some of the tokens only."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
 
 
 class FinishReason(enum.StrEnum):
@@ -206,9 +216,9 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "admitted_s", "arrival", "finish_reason", "first_token_s", "max_draft_tokens", "num_computed",
-        "num_given", "num_prompt",
-        "params", "priority", "public", "queued_s", "references", "request_id", "scope", "slot", "state", "stats",
+        "_buffer", "_length", "admitted_s", "arrival", "arrived_s", "finish_reason", "first_token_s", "grammar",
+        "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
+        "public", "queued_s", "references", "request_id", "scope", "siblings", "slot", "state", "stats",
         "strategy", "tenant", "text", "waited_s",
     )  # fmt: skip
 
@@ -225,6 +235,7 @@ class Request:
         emitted: Sequence[int] | Int32Array = (),
         strategy: str | None = None,
         max_draft_tokens: int | None = None,
+        siblings: bool = False,
     ) -> None:
         """
         Args:
@@ -242,6 +253,8 @@ class Request:
                 decoding, which every engine has.
             max_draft_tokens: most drafted rows in a step, for each rank; the engine's own limit holds as well. 0 is plain
                 decoding, whoever would draft.
+            siblings: other choices of the same prompt run beside it, ``NAME/INDEX`` with its own NAME. They compute the prompt
+                once, also where the request is private otherwise.
 
         Raises:
             ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
@@ -258,7 +271,7 @@ class Request:
         self.request_id, self.params, self.priority = request_id, params, priority
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
-        self.tenant, self.public = tenant, public
+        self.tenant, self.public, self.siblings = tenant, public, siblings
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
         self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: output of an engine that is gone
@@ -274,6 +287,8 @@ class Request:
         self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
         self.finish_reason: FinishReason | None = None
         self.stats = SpecStats()
+        self.grammar: Grammar | None = None  # the state of ``params.grammar``, set where the request is computed
+        self.arrived_s = 0.0  # the engine's clock when it took the request
         self.admitted_s: float | None = None  # the engine's clock at the first step, and at the first token
         self.first_token_s: float | None = None
 

@@ -5,8 +5,9 @@ generator (Philox) whose key is the request's seed and whose counter is the abso
 not the draft, the batch, the replica or the number of draws before. So the same seed gives the same text under every strategy,
 after a preemption and after a failover, and tests of sampling are equality tests.
 
-The chain from the model's logits to the token, as in vLLM: bias, minimum length and penalties (``decoding.penalties``), then the
-argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw. Log-probabilities are of the model's raw logits.
+The chain from the model's logits to the token, as in vLLM: grammar, bias, minimum length and penalties
+(``decoding.penalties``), then the argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw.
+Log-probabilities are of the model's raw logits.
 """
 
 from __future__ import annotations
@@ -82,11 +83,21 @@ def choose(
         logits: [vocab] floating point, the row of the prefix that ends before ``position``.
         params: the request's; greedy gives the argmax, the lowest id among equals.
         position: absolute index of the token to choose.
-        rules: the request's bias and penalties, with the counts of the same prefix; None where it has none.
+        rules: the request's grammar, bias and penalties, with the same prefix pushed; None where it has none.
         barred: tokens that may not come yet (see ``LogitRules.apply``); needs ``rules``.
     """
     if rules is not None:
+        if rules.grammar is not None and (params.greedy or not params.truncates):
+            # The best of all tokens, noise included, is the best of those allowed if it is one of them: no mask is needed.
+            token = _choose(rules.apply(logits, barred, constrained=False), params, position)
+            if rules.grammar.accepts(token):
+                return token
         logits = rules.apply(logits, barred)
+    return _choose(logits, params, position)
+
+
+def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """The token at ``position``, by the logits after the rules."""
     if params.greedy:
         return int(argmax_rows(logits[None])[0])
     token = draw_row(logits, params, position)

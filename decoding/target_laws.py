@@ -91,7 +91,7 @@ class TargetLaws:
     def settle(self) -> None:
         """Takes from the counts of the rules what was asked for below the committed output."""
         if self._rules is not None:
-            self._rules.counts.truncate(self.num_output)
+            self._rules.truncate(self.num_output)
         self._path = []
 
     def _barred(self, row: int) -> Collection[int]:
@@ -103,9 +103,9 @@ class TargetLaws:
             path, shared = self.tree.path(row), 0
             while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
                 shared += 1
-            self._rules.counts.truncate(self.num_output + shared)
+            self._rules.truncate(self.num_output + shared)
             for below in path[shared:]:
-                self._rules.counts.push(int(self.tree.tokens[below]))
+                self._rules.push(int(self.tree.tokens[below]))
             self._path = path
         return self._rules
 

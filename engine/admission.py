@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from decoding.history import Histories
-from decoding.request import Request
+from decoding.request import Request, request_of
 from engine.executor import Executor
 
 
@@ -14,7 +14,8 @@ class Admission:
     """Places requests of one engine, and counts what of them did not have to be computed.
 
     A tenant's requests reuse each other's KV until texts of the tenant are deleted: what was computed before then is not reused
-    any more, as its history's ``edition`` is another. Requests of no tenant reuse nothing.
+    any more, as its history's ``edition`` is another. Requests of no tenant reuse nothing, but for choices of one prompt, which
+    compute it once.
     """
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
@@ -35,7 +36,7 @@ class Admission:
         A request that has a slot is asked for again, with that slot alone, when others may have computed what it lacks.
         """
         if request.slot is None:
-            request.scope = self._scope(request.tenant)
+            request.scope = self._scope(request)
         slot, computed = self._executor.place(request, free)
         assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
         if request.scope is not None and not request.stats.preemptions:  # what it computed itself before is no hit
@@ -44,9 +45,12 @@ class Admission:
             request.stats.cached_tokens += min(computed, request.num_prompt) - min(request.num_computed, request.num_prompt)
         return slot, computed
 
-    def _scope(self, tenant: str | None) -> str | None:
-        if tenant is None or not self._reuses:
+    def _scope(self, request: Request) -> str | None:
+        tenant = request.tenant
+        if not self._reuses:
             return None
+        if tenant is None:
+            return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None
         history = None if self._memory is None else self._memory.of(tenant)
         edition = None if history is None else history.edition
         former, number = self._scopes.get(tenant, (edition, 0))

@@ -22,7 +22,9 @@ from engine.energy import EnergyMeter
 from engine.energy_ledger import EnergyCounts, EnergyLedger
 from engine.errors import ContextLengthError, RequestError
 from engine.executor import Executor, LocalExecutor, Outcome
+from engine.grammar import FIELD, Grammars
 from engine.loading import LoadedModel, ModelInfo, load_model
+from engine.metrics import EngineMetrics, MetricsCounts
 from engine.outputs import Outputs
 from engine.planner import StepPlanner
 from engine.runner import ModelRunner
@@ -41,7 +43,10 @@ def load_runner(
     """
     loaded = load_model(model)
     capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
-    return loaded, ModelRunner(loaded.model, options.max_running, capacity)
+    runner = ModelRunner(loaded.model, options.max_running, capacity)
+    runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    runner.grammars.prepare()
+    return loaded, runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class EngineCounts:
     free_slots: int
     prefix_queries: int = 0  # tokens of requests that might find their KV there, since the start
     prefix_hits: int = 0  # of these, tokens that did and were not computed
+    preemptions: int = 0  # since the start
 
 
 class Engine:
@@ -69,6 +75,7 @@ class Engine:
         scheduler: Scheduler,
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """
         Args:
@@ -77,7 +84,9 @@ class Engine:
             scheduler: new; the engine owns it.
             info: of the model.
             tokenizer: without one, outputs carry token ids and no text, and stop strings are refused.
+            grammars: of the model; without them requests with a grammar are refused.
         """
+        self._grammars = grammars
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
         self._admission = Admission(executor, drafter.memory, scheduler.options.prefix_caching)
@@ -87,6 +96,7 @@ class Engine:
         self._planner = StepPlanner(scheduler, drafter, info, self._outputs)
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger: EnergyLedger | None = None
+        self._metrics = EngineMetrics(info.max_model_len)
 
     @classmethod
     def load(
@@ -124,7 +134,7 @@ class Engine:
             slots, rows = options.max_running, options.max_step_tokens
             drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(computes, drafter, scheduler, info, loaded.tokenizer)
+        return cls(computes, drafter, scheduler, info, loaded.tokenizer, runner.grammars)
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +154,7 @@ class Engine:
         """Requests and slots at this moment."""
         scheduler, admission = self._scheduler, self._admission
         places = len(scheduler.running), scheduler.num_waiting, scheduler.num_free_slots
-        return EngineCounts(*places, admission.queries, admission.hits)
+        return EngineCounts(*places, admission.queries, admission.hits, scheduler.num_preemptions)
 
     def meter(self, meter: EnergyMeter) -> None:
         """Has the energy of requests told from now on (``SpecStats.energy_j``); to be called before the first request.
@@ -162,6 +172,10 @@ class Engine:
         """Counts of the requests that have ended, the strategy of those that ask for none first. From any thread."""
         return self._by_strategy.read()
 
+    def metrics(self) -> MetricsCounts:
+        """What was counted for dashboards. From any thread."""
+        return self._metrics.read(None if self.memory is None else self.memory.log_bytes)
+
     def check_integrity(self) -> None:
         """Asserts, between steps, that no slot, no KV entry and no request is lost, and nothing kept of one that has ended."""
         self._scheduler.check_integrity()
@@ -177,7 +191,7 @@ class Engine:
         Raises:
             ContextLengthError: prompt and ``max_tokens`` exceed the context.
             RequestError: a token outside the vocabulary, stop strings without a tokenizer, an id in use, a priority where there
-                are none, or a strategy that this engine does not have.
+                are none, a strategy that this engine does not have, or a grammar that the model cannot follow.
             QueueFullError: too many wait.
         """
         params, limit = request.params, self.info.max_model_len
@@ -196,16 +210,21 @@ class Engine:
             raise RequestError("stop", "stop strings need a tokenizer")
         if params.logit_bias and max(token for token, _ in params.logit_bias) >= self.info.vocab_size:
             raise RequestError("logit_bias", f"token ids must be between 0 and {self.info.vocab_size - 1}")
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise RequestError(FIELD, "structured output needs a tokenizer")
+            request.grammar = self._grammars.start(params.grammar)
         self._scheduler.add(request)
         self._requests[request.request_id] = request
+        request.arrived_s = time.perf_counter()
         self._outputs.begin(request)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request without further output; its slot is free at once. False when it is not live."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """Ends a request without further output, counted as ``reason``; its slot is free at once. False when it is not live."""
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._release(request, FinishReason.ABORT)
+        self._release(request, reason)
         return True
 
     def fail_all(self, message: str) -> list[StepOutput]:
@@ -239,16 +258,20 @@ class Engine:
                 work.request.num_computed = work.end
             else:
                 outputs.append(self._commit(work, outcome))
+        self._metrics.stepped(works, forward_s)
         return outputs
 
     def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
+        if request.grammar is not None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
+            self._release(request, FinishReason.ERROR)
+            return StepOutput(request.request_id, (), "", FinishReason.ERROR, request.grammar.fault, request.stats)
         tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
         kept, text, reason = self._outputs.read(request, tokens)
         request.commit(tokens[:kept])
         request.num_computed = work.end + len(acceptance.rows)
-        self._count(request, tree, acceptance.rows[:kept])
+        self._count(request, tree, acceptance.rows[:kept], kept)
         emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
         if reason is None:
             if not request.plain:
@@ -257,9 +280,10 @@ class Engine:
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs)
 
-    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...]) -> None:
+    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int) -> None:
         stats, now = request.stats, time.perf_counter()
         assert request.admitted_s is not None, request.request_id
+        self._metrics.emitted(request, emitted, tree.num_candidates - 1, len(accepted), now)
         if request.first_token_s is None:
             request.first_token_s = now
             stats.prefill_s = now - request.admitted_s
@@ -276,3 +300,4 @@ class Engine:
         if self._ledger is not None:
             self._ledger.ended(request, last=not self._requests)
         self._by_strategy.add(request)
+        self._metrics.ended(request)

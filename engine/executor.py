@@ -21,6 +21,7 @@ from decoding.tree import DraftTree, Int32Array
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
 from engine.batch import Work, pack
+from engine.grammar import Grammars
 from engine.runner import ModelRunner
 
 
@@ -76,13 +77,18 @@ class Executor(Protocol):
 
 
 class Verifier:
-    """Walks computed trees, and keeps what the penalties of its requests count.
+    """Walks computed trees, and keeps what the penalties of its requests count and where their grammars stand.
 
-    The counts follow the committed tokens of a request and nothing else, so that they survive a preemption, and a verifier that
-    meets a request late catches up.
+    Both follow the committed tokens of a request and nothing else, so that they survive a preemption, and a verifier that meets a
+    request late catches up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        """
+        Args:
+            grammars: of the model; without them requests have none.
+        """
+        self._grammars = grammars
         self._rules: dict[str, tuple[Request, LogitRules]] = {}
 
     def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
@@ -129,22 +135,29 @@ class Verifier:
         def token_at(row: int) -> int:
             nonlocal position
             if rules is not None and row > 0:
-                rules.counts.push(int(tree.tokens[row]))
+                rules.push(int(tree.tokens[row]))
             barred = work.end_tokens if position - request.num_prompt < params.min_tokens else ()
             token = choose(logits[row], params, position, rules, barred)
             position += 1
             return token
 
-        return verify_exact(tree, token_at, request.remaining, work.end_tokens)
+        acceptance = verify_exact(tree, token_at, request.remaining, work.end_tokens)
+        if rules is not None:
+            rules.truncate(request.num_output)  # what was visited need not be what is committed
+        return acceptance
 
     def _rules_of(self, request: Request) -> LogitRules:
-        """The request's rules, with counts of its committed tokens: what the last walk pushed and was not committed is gone."""
+        """The request's rules, with its committed tokens pushed."""
         held = self._rules.get(request.request_id)
         if held is None or held[0] is not request:
             # Requests end without a word to the executor: the finished are forgotten when the next one comes.
             self._rules = {key: pair for key, pair in self._rules.items() if pair[0].state is not RequestState.FINISHED}
-            held = self._rules[request.request_id] = request, LogitRules(request.params, request.prompt_ids)
-        held[1].counts.catch_up(request.output_ids)
+            if request.params.grammar is not None and request.grammar is None:  # of another rank's engine
+                assert self._grammars is not None, request.request_id
+                request.grammar = self._grammars.start(request.params.grammar)
+            rules = LogitRules(request.params, request.prompt_ids, request.grammar)
+            held = self._rules[request.request_id] = request, rules
+        held[1].catch_up(request.output_ids)
         return held[1]
 
 
@@ -153,7 +166,7 @@ class LocalExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self._cache = runner, runner.cache
-        self._verifier = Verifier()
+        self._verifier = Verifier(runner.grammars)
         compile_rows()
         compile_nucleus()
         compile_ranking(runner.model.dtype)

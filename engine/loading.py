@@ -81,12 +81,17 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of which the model gives logits."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     def info(self, strategy: str, lossless: bool, strategies: tuple[str, ...] = ()) -> ModelInfo:
         """What an engine with this model and a strategy, and further ones that requests may ask for, says of itself."""
         return ModelInfo(
             served_name=self.served_name,
             max_model_len=self.max_model_len,
-            vocab_size=self.model.config.get_text_config().vocab_size,
+            vocab_size=self.vocab_size,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
             num_parameters=self.model.num_parameters(),

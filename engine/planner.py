@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from decoding.drafters import Drafter
+from decoding.grammar import permitted
 from decoding.latency import StepLoad
 from decoding.rules import Rule
 from decoding.tree import DraftTree
@@ -72,6 +73,9 @@ class StepPlanner:
             rule = self._drafter.rule(request)
             if rule is not None and len(kept) > 1:  # a root alone is the target's own choice under every rule
                 rules[request.request_id] = rule
+            elif request.grammar is not None:  # a rule counts on all that was drawn
+                request.grammar.catch_up(request.output_ids)
+                drafts[request.request_id] = permitted(kept, request.grammar)
             request.stats.propose_s += propose_s
         return drafts, rules
 

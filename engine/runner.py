@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from engine.attention import StepContext
 from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
+from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
 from engine.row_attention import RowAttention
 from engine.thin_modules import thin_modules
@@ -29,6 +30,7 @@ class ModelRunner:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
         """
         self.model = model
+        self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.dtype == torch.float64:
             model.set_experts_implementation("eager")  # torch's grouped matrix product has no float64
         config = model.config.get_text_config()

@@ -68,6 +68,7 @@ class Scheduler:
         self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival)
         self._arrivals = 0
+        self.num_preemptions = 0  # since the start
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
         self._prefilling: list[Request] = []  # of the step
@@ -127,6 +128,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot, request.num_computed, request.state = None, 0, RequestState.WAITING
         request.stats.preemptions += 1
+        self.num_preemptions += 1
         request.queued_s = self._clock()
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 

@@ -27,7 +27,7 @@ _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgp
 LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
-    "engine": _MODELS | {"numba", "llvmlite", "pynvml"},
+    "engine": _MODELS | {"numba", "llvmlite", "pynvml", "llguidance"},
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING | {"fastapi", "starlette", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml"},

@@ -30,7 +30,8 @@ _HISTORY_WEIGHT = 0.7  # of an occurrence in other outputs and public texts besi
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
 _MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
 _PROMPT_COUNT = 0.2  # what a token of the prompt adds to the frequencies of tokens, one of an output adds 1
-_RECYCLED_SOURCE = SOURCES.index("recycling")
+_RECYCLED_SOURCE, _GRAMMAR_SOURCE = SOURCES.index("recycling"), SOURCES.index("grammar")
+_MAX_FORCED = 8  # tokens that a grammar forces, drafted at once
 _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees reach further down
 _PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # among more requests, so many tokens of one are told to the others together
 _LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
@@ -70,6 +71,8 @@ class AutoDrafter(Drafter):
     * what the target ranked after the node's token when it last computed it for the tenant (``recycling``, Token Recycling), and,
       where the option is on, what it ranks after that token alone (``bigram``, N-Grammys, arXiv 2411.03786);
     * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).
+
+    Where the request's grammar leaves one text only, and none of these drafts it, that is drafted instead (``grammar``).
 
     A child's chance given its parent is a measured acceptance rate for its kind of evidence, the length of agreement (which grows
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
@@ -176,7 +179,7 @@ class AutoDrafter(Drafter):
             pauses, everyone = [state.pause for state in states], [state.pause for state in self._states.values()]
             rows = self._selection.rows(load, pauses, everyone, sum(state.accepted for state in states), grown)
         self._load = None
-        return [self._tree(*each) for each in zip(requests, states, rows, strict=True)]
+        return [self._tree(*each) for each in zip(requests, states, rows, budgets, strict=True)]
 
     def timed(self, seconds: float) -> None:
         """Asking a request for drafts has to pay, too."""
@@ -234,12 +237,19 @@ class AutoDrafter(Drafter):
         history.extend(request.text, state.told, request.output_ids[state.told :], final)
         state.told = request.num_output
 
-    def _tree(self, request: Request, state: _RequestState, rows: Rows) -> DraftTree:
+    def _tree(self, request: Request, state: _RequestState, rows: Rows, budget: int) -> DraftTree:
         if not len(rows.chances):
-            state.features = _ROOT_FEATURES
-            return DraftTree.chain(request.root, ())
-        state.features = rows.features
-        return DraftTree(rows.tokens, rows.parents, _SOURCE_OF_KIND[rows.kinds], len(rows.tokens))
+            state.features, tree = _ROOT_FEATURES, DraftTree.chain(request.root, ())
+        else:
+            state.features = rows.features
+            tree = DraftTree(rows.tokens, rows.parents, _SOURCE_OF_KIND[rows.kinds], len(rows.tokens))
+        if request.grammar is not None:
+            request.grammar.catch_up(request.output_ids)
+            forced = request.grammar.forced()[: min(budget, _MAX_FORCED)]
+            if not _holds(tree, forced):
+                state.features = _ROOT_FEATURES  # nothing is learned of it
+                return DraftTree.chain(request.root, forced, _GRAMMAR_SOURCE)
+        return tree
 
     def _frequent(self, request: Request, history: History | None) -> Int32Array:
         """The tokens that are most frequent in what the request drafts from, the references left out."""
@@ -282,3 +292,11 @@ class AutoDrafter(Drafter):
         history = self._history(request)
         if state is not None and history is not None:
             self._tell(request, state, history, final=True)
+
+
+def _holds(tree: DraftTree, tokens: Sequence[int]) -> bool:
+    """Whether a path from the root spells these tokens."""
+    rows = [0]
+    for token in tokens:
+        rows = tree.children(rows, token)
+    return bool(rows)

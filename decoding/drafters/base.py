@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
 SOURCES = (
     "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
-    "history", "draft_model",
+    "history", "draft_model", "grammar",
 )  # fmt: skip
 
 

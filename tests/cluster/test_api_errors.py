@@ -63,7 +63,8 @@ BOTH = [
     ({"stop": 7}, 400, "stop", ["string"]),
     ({"stop_token_ids": [258]}, 400, "stop_token_ids", ["257", "258"]),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids[0]", ["-1"]),
-    ({"n": 2}, 400, "n", ["not supported", "1"]),
+    ({"n": 0}, 400, "n", ["greater than or equal to 1"]),
+    ({"n": 129}, 400, "n", ["less than or equal to 128"]),
     ({"priority": 1}, 400, "priority", ["engine.scheduling_policy", "fcfs"]),
     ({"priority": "high"}, 400, "priority", ["integer"]),
     ({"priority": 2**31}, 400, "priority", ["less than"]),
@@ -91,7 +92,7 @@ BOTH = [
     ({"min_p": 1.1}, 400, "min_p", ["less than or equal to 1"]),
     ({"min_tokens": -1}, 400, "min_tokens", ["greater than or equal to 0"]),
     ({"min_tokens": 5}, 400, "min_tokens", ["4", "5"]),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", ["not supported"]),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format.type", ["json_object"]),
 ]
 
 
@@ -124,7 +125,10 @@ def test_what_both_refuse(
         ({"prompt": "x" * CONTEXT, "stream": True}, "prompt", [str(CONTEXT)]),
         ({"prompt": "x" * (CONTEXT - 3)}, "max_tokens", [str(CONTEXT), str(CONTEXT + 1), "at most 3"]),
         ({"messages": []}, "messages", ["unknown parameter"]),
-        ({"echo": True}, "echo", ["not supported"]),
+        ({"echo": True, "logprobs": 1}, "echo", ["not supported", "logprobs"]),
+        ({"echo": "yes"}, "echo", ["boolean"]),
+        ({"prompt": ["<"] * 43, "n": 3}, "n", ["43 prompts", "129", "128"]),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction", ["unknown parameter"]),
         ({"best_of": 3}, "best_of", ["not supported"]),
         ({"suffix": "end"}, "suffix", ["not supported"]),
         ({"logprobs": 21}, "logprobs", ["less than or equal to 20"]),
@@ -164,7 +168,27 @@ def test_what_completions_refuse(http: httpx.Client, change: dict[str, Any], par
         ({"logprobs": 2}, "logprobs", ["boolean"]),
         ({"top_logprobs": 2}, "top_logprobs", ["logprobs is true"]),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["less than or equal to 20"]),
-        ({"tools": [{"type": "function"}]}, "tools", ["not supported"]),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", ["required"]),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type", ["function"]),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", ["a b"]),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+            ["not supported"],
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parms": {}}}]}, "tools[0].function.parms", ["parameters"]),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", ["does not show tools"]),
+        ({"tool_choice": "required"}, "tool_choice", ["'none' or 'auto'"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", ["'none' or 'auto'"]),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", ["content"]),
+        ({"prediction": {"type": "content"}}, "prediction.content", ["required"]),
+        ({"prediction": {"type": "content", "content": "x", "contents": "y"}}, "prediction.contents", ["content"]),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", ["role tool"]),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            ["JSON object"],
+        ),
     ],
 )
 def test_what_chats_refuse(http: httpx.Client, change: dict[str, Any], param: str, words: list[str]) -> None:
@@ -217,7 +241,7 @@ def test_codes(http: httpx.Client) -> None:
     assert code({"max_tokens": CONTEXT}) == "context_length_exceeded"
     assert code({"prompt": "x" * CONTEXT}) == "context_length_exceeded"
     assert code({"wibble": 1}) == "unknown_parameter"
-    assert code({"echo": True}) == "unsupported_parameter"
+    assert code({"suffix": "end"}) == "unsupported_parameter"
     assert code({"temperature": 9}) == "invalid_value"
 
 

@@ -1,0 +1,145 @@
+"""What a chat request holds besides numbers: messages, tools and a prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from cluster.strict import Strict, Text, unsupported
+
+
+class TextPart(Strict):
+    """A piece of a message. Images, sound and files are not supported."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Text | list[TextPart]
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    """A content as one string."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class FunctionCall(Strict):
+    """What the assistant called in an earlier turn."""
+
+    name: Text
+    arguments: Text  # a JSON object, spelled as text
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, value: str) -> str:
+        try:
+            arguments = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError("must be a JSON object, spelled as a string")
+        return value or "{}"
+
+
+class ToolCall(Strict):
+    """A call in an earlier turn of the assistant."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Strict):
+    """One turn of a conversation."""
+
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "name": (),
+        "function_call": (),
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+    }
+
+    role: Text
+    content: Content  # may be left out, or null, beside tool_calls
+    tool_calls: list[ToolCall] | None = None  # of the assistant
+    tool_call_id: Text | None = None  # of a tool: the call that it answers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
+            return data | {"content": ""}
+        return data
+
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise unsupported("tool_calls", "tool_calls belong to messages of the assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise unsupported("tool_call_id", "tool_call_id belongs to messages of the role tool")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        resolved = handler.resolve_ref_schema(schema)
+        resolved["required"] = ["role"]
+        resolved["properties"]["content"]["description"] = "May be left out, or null, beside tool_calls only."
+        resolved["properties"]["content"]["anyOf"].append({"type": "null"})
+        return schema
+
+    def turn(self) -> dict[str, Any]:
+        """The message as chat templates take it: arguments of calls are objects, as in ``transformers``."""
+        turn: dict[str, Any] = {"role": self.role, "content": text_of(self.content)}
+        if self.tool_calls:
+            calls = ((call.id, call.function) for call in self.tool_calls)
+            turn["tool_calls"] = [
+                {"id": name, "type": "function", "function": {"name": made.name, "arguments": json.loads(made.arguments)}}
+                for name, made in calls
+            ]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"strict": (False,)}
+
+    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema; shown to the model, not enforced
+
+
+class Tool(Strict):
+    """Something that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": "function", "function": function | {"parameters": self.function.parameters or _NO_PARAMETERS}}
+
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output: a text that the answer may repeat. Here it is the first of the reference documents."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return text_of(self.content)

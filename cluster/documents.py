@@ -1,0 +1,102 @@
+"""The OpenAPI document at ``/openapi.json``: what the routes take and answer, as FastAPI tells it, with what it cannot know."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from cluster.answers import Answer
+
+_PRIVATE = "/admin"  # the operator's routes are not the public's
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str  # invalid_request_error, rate_limit_error or server_error
+    param: str | None  # the path of the field at fault, such as messages[0].content
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is no success."""
+
+    error: ErrorDetails
+
+
+class State(BaseModel):
+    """How the server is; there are more fields than these."""
+
+    status: str
+
+
+class Version(BaseModel):
+    """The version of this server."""
+
+    version: str
+
+
+class Model(BaseModel):
+    """A model that is served; there are more fields than these."""
+
+    id: str
+    object: str
+    created: int  # seconds since 1970
+    owned_by: str
+    max_model_len: int  # tokens of prompt and output together
+    lossless: bool  # whatever is asked for
+    strategies: list[str]
+    lossless_strategies: list[str]
+
+
+class Models(BaseModel):
+    """The list of models."""
+
+    object: str
+    data: list[Model]
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is refused, and why"},
+    "5XX": {"model": ErrorBody, "description": "The server cannot answer now"},
+}
+ANSWERS = ERRORS | {
+    200: {
+        "model": Answer,
+        "description": "The answer; with stream: true, server-sent events, each a chunk as JSON, and [DONE] as the last",
+        "content": {"text/event-stream": {}},
+    }
+}
+STATES = ERRORS | {200: {"model": State}}
+
+
+def version() -> str:
+    """Of this server; ``unknown`` where it runs from a folder in which it was not installed."""
+    try:
+        return installed("outrider")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def install(app: FastAPI) -> None:
+    """Has the application describe its public routes, when it has all of them."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            routes = [route for route in app.routes if not getattr(route, "path", "").startswith(_PRIVATE)]
+            schema = get_openapi(title="Outrider", version=version(), summary=_SUMMARY, routes=routes)
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{}, {"key": []}]  # an API key where the server asks for one
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+_SUMMARY = "OpenAI's API on draft-free speculative decoding, which changes no answer"

@@ -1,0 +1,127 @@
+"""``GET /metrics``: what the engine replicas have counted, in Prometheus' text form. They are asked when somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from actors.replica import Description
+from cluster.documents import ERRORS
+from cluster.metric_families import FAMILIES, Family, Told
+from cluster.tenancy import Tenancy
+from engine.metrics import HistogramCounts
+
+_LABELS = ("model_name", "engine")
+
+# vLLM's, by name without prefix. Lengths and times are those of requests that were served to their end, times from the arrival at
+# the engine on.
+HISTOGRAMS: dict[str, str] = {
+    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+    "inter_token_latency_seconds": "Between two steps that emitted tokens for a request.",
+    "request_time_per_output_token_seconds": "Decode time over the tokens after the first, a request.",
+    "e2e_request_latency_seconds": "From arrival to last token.",
+    "request_queue_time_seconds": "From arrival to the first step.",
+    "request_inference_time_seconds": "From the first step to the last token.",
+    "request_prefill_time_seconds": "From the first step to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_prompt_tokens": "Tokens of the prompt.",
+    "request_generation_tokens": "Tokens of the output.",
+    "request_params_max_tokens": "Tokens that might have come at most.",
+    "iteration_tokens_total": "Prompt tokens computed and tokens emitted in a step.",
+}
+
+
+class EngineCollector(Collector):
+    """The metrics of some replicas at one moment.
+
+    The label ``engine`` is a replica's own name for this life: where one is replaced its series end and new ones begin at 0, so
+    that no counter falls. Sums over engines are as Prometheus makes them of rates.
+    """
+
+    def __init__(self, replicas: Sequence[Description], configured: int) -> None:
+        """
+        Args:
+            replicas: what those that answered say of themselves.
+            configured: how many there should be.
+        """
+        self._answering, self._configured = len(replicas), configured
+        told = [Told(replica, replica.metrics) for replica in replicas if replica.metrics is not None]
+        self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics; those of engines have no samples while none answers."""
+        yield GaugeMetricFamily("outrider:replicas", "Engine replicas that answer.", self._answering)
+        yield GaugeMetricFamily("outrider:replicas_configured", "Engine replicas that should.", self._configured)
+        yield from map(self._family, FAMILIES)
+        for name, help in HISTOGRAMS.items():
+            yield self._histogram(name, help)
+
+    def _family(self, family: Family) -> Metric:
+        labelled = (*_LABELS, *family.labels)
+        metric: CounterMetricFamily | GaugeMetricFamily
+        if family.kind == "counter":
+            metric = CounterMetricFamily(family.name, family.help, labels=labelled)
+        else:
+            metric = GaugeMetricFamily(family.name, family.help, labels=labelled)
+        for labels, one in self._told:
+            for more, value in family.samples(one):
+                metric.add_metric((*labels, *more), value)
+        return metric
+
+    def _histogram(self, name: str, help: str) -> Metric:
+        metric = HistogramMetricFamily(f"vllm:{name}", help, labels=_LABELS)
+        for labels, one in self._told:
+            counts = one.metrics.histograms[name]
+            metric.add_metric(labels, _buckets(counts), counts.total)
+        return metric
+
+
+def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound: bounds 1 and 5 with the counts 2, 1, 1 are 2 up to 1.0, 3 up to 5.0, 4 up to +Inf."""
+    bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
+
+
+def exposition(replicas: Sequence[Description], configured: int) -> bytes:
+    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``."""
+    return generate_latest(EngineCollector(replicas, configured))
+
+
+class MetricsService:
+    """What the route does."""
+
+    def __init__(
+        self, tenancy: Tenancy, replicas: Callable[[], Awaitable[Sequence[Description]]], configured: int, is_open: bool
+    ) -> None:
+        """
+        Args:
+            tenancy: knows the operator's keys.
+            replicas: what the engine replicas that answer say of themselves.
+            configured: how many there should be.
+            is_open: nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin.
+        """
+        self._tenancy, self._replicas, self._configured, self._is_open = tenancy, replicas, configured, is_open
+
+    async def expose(self, request: Request) -> Response:
+        """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
+        if not self._is_open:
+            self._tenancy.check_admin(request.headers.get("authorization"))
+        # In a thread: it takes some milliseconds, in which other requests go on.
+        text = await asyncio.to_thread(exposition, await self._replicas(), self._configured)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def add_metrics_route(app: FastAPI, service: MetricsService) -> None:
+    """Gives an application the route."""
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
+    async def metrics(request: Request) -> Response:
+        return await service.expose(request)

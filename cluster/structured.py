@@ -1,0 +1,124 @@
+"""What the text of an answer must be of: OpenAI's ``response_format``, and vLLM's parameters of the same purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from cluster.strict import Strict, Text, unsupported
+from engine.errors import RequestError
+from engine.grammar import (
+    GrammarError,
+    choice_grammar,
+    context_free_grammar,
+    json_grammar,
+    object_grammar,
+    regex_grammar,
+)
+
+Schema = dict[str, Any] | Text  # a JSON schema, or its text
+Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1)]
+
+
+class JsonSchemaFormat(Strict):
+    """A schema with a name. It is always enforced, whether ``strict`` or not."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """``response_format`` of OpenAI's API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise unsupported("json_schema", "json_schema is required where the type is json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise unsupported("json_schema", f"json_schema is only allowed where the type is json_schema, not {self.type}")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """``structured_outputs`` of vLLM's API: one of these."""
+
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "disable_fallback": (True, False),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    }
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: Text | None = None  # of the whole text
+    choice: Choices | None = None
+    grammar: Text | None = None  # Lark or GBNF
+
+
+class StructuredFields(Strict):
+    """The parameters of a request by which the text of its answer is bound. At most one of them binds it."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # as vLLM
+    guided_json: Schema | None = None  # as older vLLM, like those below
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredFields:
+        fields = [field for field, _ in self._bounds()]
+        if len(fields) > 1:
+            raise unsupported(fields[1], f"{fields[0]} and {fields[1]} cannot both bind the answer; send one of them")
+        return self
+
+    def grammar(self) -> str | None:
+        """The grammar of the answer, for ``SamplingParams.grammar``; None where any text will do.
+
+        Raises:
+            RequestError: naming the field whose schema, pattern or grammar cannot be enforced, and why.
+        """
+        for field, build in self._bounds():
+            try:
+                return build()
+            except GrammarError as error:
+                raise RequestError(field, str(error)) from error
+        return None
+
+    def _bounds(self) -> list[tuple[str, Callable[[], str]]]:
+        """The fields that bind the answer, and what builds their grammars."""
+        found: list[tuple[str, Callable[[], str]]] = []
+        form = self.response_format
+        if form is not None and form.type == "json_object":
+            found.append(("response_format", object_grammar))
+        elif form is not None and form.json_schema is not None:
+            schema = form.json_schema.schema_
+            found.append(("response_format.json_schema.schema", lambda: json_grammar(schema)))
+        if self.structured_outputs is not None and self.structured_outputs.json_object:
+            found.append(("structured_outputs.json_object", object_grammar))
+        outputs = self.structured_outputs or StructuredOutputs()
+        kinds: tuple[tuple[str, Any, Any, Callable[[Any], str]], ...] = (
+            ("json", outputs.json_, self.guided_json, json_grammar),
+            ("regex", outputs.regex, self.guided_regex, regex_grammar),
+            ("choice", outputs.choice, self.guided_choice, choice_grammar),
+            ("grammar", outputs.grammar, self.guided_grammar, context_free_grammar),
+        )
+        for name, value, guided, build in kinds:
+            if value is not None:
+                found.append((f"structured_outputs.{name}", _call(build, value)))
+            if guided is not None:
+                found.append((f"guided_{name}", _call(build, guided)))
+        return found
+
+
+def _call(build: Callable[[Any], str], value: Any) -> Callable[[], str]:
+    return lambda: build(value)

@@ -1,0 +1,60 @@
+"""Bodies of ``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, Field, model_validator
+
+from cluster.chat_types import ChatMessage, Tool
+from cluster.strict import Strict, Text, unsupported
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: a prompt as completions take it, or messages as chats do."""
+
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,)}
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None  # beside messages
+    add_generation_prompt: bool = True  # beside messages: what begins the assistant's message comes last
+    add_special_tokens: bool | None = None  # of a prompt: true when absent. Messages have those of their template
+    return_token_strs: bool | None = None  # the tokens as the vocabulary spells them, too
+
+    @model_validator(mode="after")
+    def _check_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise unsupported("prompt", "send either prompt or messages")
+        if self.messages is None and (self.tools or not self.add_generation_prompt):
+            name = "tools" if self.tools else "add_generation_prompt"
+            raise unsupported(name, f"{name} belongs to messages, not to a prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise unsupported("add_special_tokens", "a chat has the special tokens of its template; leave add_special_tokens out")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: Text | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class Tokens(BaseModel):
+    """The answer to ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """The answer to ``/detokenize``. Special tokens are spelled, as all others are."""
+
+    prompt: str
+
+
+TEXT_BODIES: dict[str, type[Strict]] = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}

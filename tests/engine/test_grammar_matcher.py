@@ -1,0 +1,214 @@
+"""Compiled grammars: masks against the texts of small languages, one by one, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.errors import RequestError
+from engine.grammar import (
+    GrammarError,
+    Grammars,
+    MatcherGrammar,
+    choice_grammar,
+    context_free_grammar,
+    json_grammar,
+    object_grammar,
+    regex_grammar,
+)
+
+MERGED = ("ab", "abc", "ba", "cab", "aa", "{}", '{"', '":', "12", "é", "éa")
+SPECIAL = ("<eos>", "<end>", "<other>")
+PADDED = 300  # logits of the model, some of which no token has
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and a few longer tokens, and special tokens, of which the first two end a text."""
+    spelled = _byte_characters()
+    vocab = {name: number for number, name in enumerate(SPECIAL)}
+    merges: list[tuple[str, str]] = []
+    for character in spelled:
+        vocab[character] = len(vocab)
+    for text in MERGED:
+        characters = [spelled[byte] for byte in text.encode()]
+        for size in range(2, len(characters) + 1):
+            whole = "".join(characters[:size])
+            if whole not in vocab:
+                vocab[whole] = len(vocab)
+                merges.append(("".join(characters[: size - 1]), characters[size - 1]))
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=SPECIAL[0], pad_token=SPECIAL[1], additional_special_tokens=list(SPECIAL[2:])
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The characters by which byte-level tokenizers spell the bytes 0 to 255 (GPT-2's table)."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: PreTrainedTokenizerFast) -> Grammars:
+    return Grammars(tokenizer, PADDED, (0, 1))
+
+
+@pytest.fixture(scope="module")
+def spellings(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+    """The bytes of each token; of special ones and of numbers beyond the tokenizer's, none."""
+    table = {character: byte for byte, character in enumerate(_byte_characters())}
+    names = [tokenizer.convert_ids_to_tokens(token) for token in range(len(tokenizer))]
+    found = [b"" if name in SPECIAL else bytes(table[character] for character in name) for name in names]
+    return found + [b""] * (PADDED - len(found))
+
+
+def words(alphabet: str, longest: int) -> list[str]:
+    return ["".join(letters) for size in range(longest + 1) for letters in itertools.product(alphabet, repeat=size)]
+
+
+# A grammar, and the texts of its language.
+LANGUAGES: dict[str, tuple[str, list[str]]] = {
+    "choice": (choice_grammar(["abc", "ab", "cab", 'é"', "éab", "a\nb"]), ["abc", "ab", "cab", 'é"', "éab", "a\nb"]),
+    "regex": (regex_grammar("(ab|c){1,3}a?"), [text for text in words("abc", 7) if re.fullmatch("(ab|c){1,3}a?", text)]),
+    "lark": (
+        context_free_grammar('start: "a" start? "b" | "c"'),
+        ["c", *("a" * n + c + "b" * n for n in range(1, 12) for c in ("", "c"))],
+    ),
+    "gbnf": (context_free_grammar('root ::= "ab" ("c" | "ba")?'), ["ab", "abc", "abba"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_masks_are_those_of_the_language(grammars: Grammars, spellings: list[bytes], name: str) -> None:
+    """Random walks forwards and backwards, among what is allowed and what is not."""
+    grammar, language = LANGUAGES[name]
+    texts = [text.encode() for text in language]
+    rng = np.random.default_rng(3)
+    state, output = grammars.start(grammar), list[int]()
+    lengths = set()
+    for _ in range(400):
+        text = b"".join(spellings[token] for token in output)
+        if len(text) > 8:
+            expected = None  # the languages are listed so far only
+        else:
+            expected = [bool(part) and any(one.startswith(text + part) for one in texts) for part in spellings]
+            expected[0] = expected[1] = text in texts
+            allowed = state.allowed()
+            assert allowed is not None and allowed.tolist() == expected, text
+        lengths.add(len(text))
+        token = int(rng.integers(PADDED))
+        if expected is not None and rng.random() < 0.9:
+            token = int(rng.choice(np.flatnonzero(expected)))
+        if expected is None or rng.random() < 0.3:
+            back = int(rng.integers(0, len(output) + 1))
+            state.truncate(back)
+            del output[back:]
+            continue
+        assert state.accepts(token) == expected[token]
+        assert state.push(token) == expected[token]
+        assert state.length == len(output) + 1
+        if expected[token] and token > 1:
+            output.append(token)
+            continue
+        assert state.allowed() is None and state.accepts(5) and state.forced() == []
+        assert not state.push(5)
+        state.truncate(len(output))
+    assert len(lengths) > 3 and state.fault is None
+
+
+def test_json_of_a_schema_comes_through_and_nothing_else(grammars: Grammars, tokenizer: PreTrainedTokenizerFast) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 12}, "b": {"enum": ["é", None]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    grammar = json_grammar(schema)
+    assert json_grammar(json.dumps(schema)) == grammar
+
+    def through(text: str, compiled: str = grammar) -> bool:
+        state = grammars.start(compiled)
+        return all(state.push(token) for token in tokenizer.encode(text)) and state.push(0)
+
+    for good in ('{"a":12}', '{ "a" : 0,\n  "b": null}', '{"a":' + " " * 40 + '3,"b":"é"}'):
+        assert through(good), good
+    for bad in ("{}", '{"a":13}', '{"a":1,"c":2}', '{"a":1', '{"a":1}}', '{"b":null}', '{"a":' + " " * 41 + "3}", " {}", "[1]"):
+        assert not through(bad), bad
+    assert through('{"x": [1, {"y": "z\\n"}]}', object_grammar()) and not through("[]", object_grammar())
+
+
+def test_forced_tokens_are_the_only_text(grammars: Grammars, tokenizer: PreTrainedTokenizerFast) -> None:
+    state = grammars.start(choice_grammar(["abcab12x", "abcab12y"]))
+    forced = state.forced()
+    assert forced and "abcab12".startswith(str(tokenizer.decode(forced)))
+    assert all(state.push(token) for token in forced)
+    state.truncate(0)
+    for token in tokenizer.encode("abcab12"):
+        assert state.push(token)
+    assert state.forced() == []
+
+
+def test_the_states_of_requests_are_their_own(grammars: Grammars) -> None:
+    grammar = regex_grammar("a{3}")
+    first, second = grammars.start(grammar), grammars.start(grammar)
+    a = int(np.flatnonzero(first.allowed())[0])
+    before = second.allowed()
+    assert first.push(a) and before is not None
+    assert (second.allowed() == before).all() and second.length == 0
+
+
+def test_an_output_that_is_none_of_the_grammar_is_a_fault(grammars: Grammars, tokenizer: PreTrainedTokenizerFast) -> None:
+    state = grammars.start(choice_grammar(["abc"]))
+    state.catch_up(np.array(tokenizer.encode("ab"), np.int32))
+    assert state.fault is None and state.length == len(tokenizer.encode("ab"))
+    state.catch_up(np.array(tokenizer.encode("ab") + tokenizer.encode("x"), np.int32))
+    assert state.fault is not None and "grammar" in state.fault and state.allowed() is None
+
+
+@pytest.mark.parametrize(
+    ("build", "value", "words"),
+    [
+        (json_grammar, {"type": "objekt"}, ["objekt"]),
+        (json_grammar, {"type": "array", "uniqueItems": True}, ["uniqueItems"]),
+        (json_grammar, {"$ref": "http://example.com/schema"}, ["http://example.com/schema"]),
+        (json_grammar, {"type": "object", "properties": {"a": False}, "required": ["a"]}, ["unsatisfiable", "a"]),
+        (json_grammar, "{", []),
+        (json_grammar, "[1]", []),
+        (json_grammar, '{"type": "string", "x": "' + "y" * 100_000 + '"}', ["100000"]),
+        (regex_grammar, "(a", ["unclosed group"]),
+        (regex_grammar, "(?=a)b", ["look"]),
+        (choice_grammar, [], ["at least one"]),
+        (choice_grammar, ["a", ""], ["empty"]),
+        (context_free_grammar, "start: b", ["b"]),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(build: Callable[[object], str], value: object, words: list[str]) -> None:
+    with pytest.raises(GrammarError) as refusal:
+        build(value)
+    message = str(refusal.value)
+    assert message and "\n" not in message
+    for word in words:
+        assert word.lower() in message.lower()
+
+
+def test_a_model_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RequestError, match="end token") as refusal:
+        Grammars(tokenizer, PADDED, ()).start(object_grammar())
+    assert refusal.value.field == "response_format"
+
+
+def test_what_is_not_in_the_notation_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(RequestError, match="response_format"):
+        grammars.start("start: nothing")
+    assert isinstance(grammars.start(object_grammar()), MatcherGrammar)
