@@ -26,7 +26,7 @@ from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
 from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions, TenancyOptions
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from configs.tenancy_checks import is_loopback
 from decoding.request import Request, StepOutput
 from engine.energy import open_meter
@@ -97,21 +97,15 @@ class EngineReplica:
 class Ingress:
     """Takes HTTP requests. It has a tokenizer and no model."""
 
-    def __init__(
-        self,
-        engine: DeploymentHandle[Any],
-        model: ModelOptions,
-        tenancy: TenancyOptions,
-        cache: DeploymentHandle[Any] | None,
-        server: ServerOptions,
-        parallelism: ParallelismOptions,
-    ) -> None:
-        admin = None if cache is None else HandleCacheAdmin(cache)
+    def __init__(self, engine: DeploymentHandle[Any], cache: DeploymentHandle[Any] | None, config: Config) -> None:
+        admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
-        patience_s = DESCRIBE_TIMEOUT_S if parallelism.mode == "none" else min(parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
+        patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
+        if config.parallelism.mode == "none":
+            patience_s = DESCRIBE_TIMEOUT_S
         port = HandleEngine(engine, server.resume_timeout_s, patience_s)
-        tokenizer, is_open = load_tokenizer(model.path), is_loopback(server.host)
-        self._service = Service(port, tokenizer, tenancy, admin, server.replicas, is_open)
+        tokenizer, is_open = load_tokenizer(config.model.path), is_loopback(server.host)
+        self._service = Service(port, tokenizer, config.tenancy, admin, server.replicas, is_open)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, made where it runs: it is not sent to the actor."""
@@ -169,7 +163,7 @@ def application(config: Config, secret: bytes) -> serve.Application:
         max_ongoing_requests=INGRESS_ONGOING,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine, config.model, config.tenancy, keeper, server, config.parallelism)
+    return ingress.bind(engine, keeper, config)
 
 
 def _ranks(
