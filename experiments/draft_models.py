@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
-
-from engine.energy import EnergyMeter, measure_idle, open_meter
+from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
 from experiments.bench_models import MAX_TOKENS, calm
+from experiments.bench_run import conclude, metered, refused, show
 from experiments.competition import progress_bar
 from experiments.draft_models_agreement import beside_paper, figure
 from experiments.draft_models_batches import BatchRuns, measure_batches
@@ -23,7 +20,7 @@ from experiments.draft_models_methods import BASELINE, Method, Runner, Setting, 
 from experiments.draft_models_options import BEAMS, THRESHOLDS
 from experiments.draft_models_paper import Figure
 from experiments.draft_models_tables import lines, tables
-from experiments.record import IDLE_S, NOT_METERED, write_record
+from experiments.record import NOT_METERED, write_record
 from experiments.strategies import EXACT_DTYPES
 
 Figures = dict[str, Figure | None]  # by metric
@@ -100,23 +97,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         methods = methods_of(args)
         setting = load_setting(args, methods)
-        meter = open_meter([setting.loaded.model.device])
-        measure_idle(meter, IDLE_S)
-        with meter.span() as energy:
+        with metered(str(setting.loaded.model.device)) as (meter, energy):
             results = measure(setting, methods, args, meter)
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     device = str(setting.loaded.model.device)
     path = write_record("bench-draft-models", vars(args), results, args.seed, started, device, args.out, energy)
     pictures = draft_models_figures(results, path.with_suffix(".svg"))
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        Console(width=None if sys.stdout.isatty() else 200).print(*tables(results), sep="\n")
-        print("\n".join(lines(results)))
-    print(f"record: {path.name}, figures: {', '.join(picture.name for picture in pictures)}", file=sys.stderr)
-    wrong = unfaithful(results)
-    if wrong:
-        print(f"not identical to plain decoding: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong and setting.loaded.model.dtype in EXACT_DTYPES else 0
+    show(args.json, results, tables(results), lines(results))
+    return conclude(path, pictures, unfaithful(results), fails=setting.loaded.model.dtype in EXACT_DTYPES)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from decoding.drafters import LOSSLESS
-from engine.energy import measure_idle, open_meter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, calm, load_setting
+from experiments.bench_run import conclude, metered, refused, show
 from experiments.competition import progress_bar
 from experiments.load_bench import BASELINE, LoadBench
 from experiments.load_figures import load_figures
 from experiments.load_step import back_after_text
-from experiments.record import IDLE_S, write_record
+from experiments.record import write_record
 from experiments.strategies import EXACT_DTYPES
 
 
@@ -103,28 +101,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         choices = strategies_of(args.strategy)
         setting = load_setting(args)
-        meter = open_meter([setting.loaded.model.device])
-        measure_idle(meter, IDLE_S)
-        with meter.span() as energy:
+        with metered(str(setting.loaded.model.device)) as (_, energy):
             results = measure(setting, choices, args)
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     for name, reason in results["skipped"].items():
         print(f"{name} does not run: {reason}", file=sys.stderr)
     config = vars(args) | {"num_parameters": setting.loaded.model.num_parameters()}
     path = write_record("bench-load", config, results, args.seed, started, str(setting.loaded.model.device), args.out, energy)
     pictures = load_figures(results, path.with_suffix(".svg"))
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 200)
-        console.print(*tables(results), sep="\n")
-        print("\n".join(verdict(results)))
-    print(f"record: {path.name}, figures: {', '.join(picture.name for picture in pictures)}", file=sys.stderr)
+    show(args.json, results, tables(results), verdict(results))
     exact = args.guided or setting.stock.dtype in EXACT_DTYPES
     lossless = {choice.label for choice in choices if choice.name in LOSSLESS}
     wrong = [name for name, count in results["differing"].items() if count and name in lossless and exact]
-    if wrong:
-        print(f"not identical: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return conclude(path, pictures, wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Column, Table
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies
 from decoding.drafters import LOSSLESS
-from engine.energy import EnergyMeter, measure_idle, open_meter
+from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, Workload, calm, contestants, load_setting
+from experiments.bench_run import conclude, metered, refused, show
 from experiments.competition import (
     Tally,
     compete,
@@ -31,7 +30,7 @@ from experiments.competition import (
 )
 from experiments.contestants import Contestant
 from experiments.plots import strategy_bars
-from experiments.record import IDLE_S, write_record
+from experiments.record import write_record
 from experiments.stock_generate import LOOKUP_TOKENS, StockPromptLookup
 
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -168,25 +167,16 @@ def run(args: argparse.Namespace) -> int:
         setting = load_setting(args)
         runners, skipped = contestants(setting, choices, args)
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     for name, reason in skipped.items():
         print(f"{name} does not run: {reason}", file=sys.stderr)
     device = str(setting.loaded.model.device)
-    meter = open_meter([device])
-    measure_idle(meter, IDLE_S)
-    with meter.span() as energy:
+    with metered(device) as (meter, energy):
         results = measure(setting, runners, args.repeats, meter) | {"skipped": skipped, "lossless": sorted(LOSSLESS)}
     config = vars(args) | {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "num_parameters": setting.loaded.model.num_parameters()}
     seed = args.seed if args.random_model else None
     path = write_record("bench-strategies", config, results, seed, started, device, args.out, energy)
-    strategy_bars(results, path.with_suffix(".svg"))
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        Console(width=None if sys.stdout.isatty() else 160).print(table(results))
-    print(f"record: {path.name}, figure: {path.stem}.svg", file=sys.stderr)
-    wrong = unfaithful(results, choices, args.guided or setting.stock.dtype in EXACT_DTYPES)
-    if wrong:
-        print(f"not identical: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    picture = path.with_suffix(".svg")
+    strategy_bars(results, picture)
+    show(args.json, results, [table(results)])
+    return conclude(path, [picture], unfaithful(results, choices, args.guided or setting.stock.dtype in EXACT_DTYPES))

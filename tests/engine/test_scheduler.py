@@ -76,23 +76,25 @@ def test_long_prefills_are_cut_into_chunks_that_fit() -> None:
     assert compute(s) == {"a": (21, 3), "b": (20, 0)}
 
 
-def test_drafts_never_take_the_rows_of_a_prefill() -> None:
-    s = scheduler(running=3, step_tokens=16, drafts=100)
+def two_that_decode_and_a_long_prompt() -> Scheduler:
+    """``a`` and ``b`` have their first token, ``c`` comes with 100 of a prompt; steps have 16 rows."""
+    s = scheduler(running=4, step_tokens=16, drafts=100)
     s.add(request("a"))
     s.add(request("b"))
     compute(s)
     s.add(request("c", prompt=100))
+    return s
+
+
+def test_drafts_never_take_the_rows_of_a_prefill() -> None:
+    s = two_that_decode_and_a_long_prompt()
     shares = plan(s)
     assert shares["a"] == shares["b"] == (5, 5)  # 12 rows for two requests; 4 are kept for the prefill
     assert shares["c"] == (4, 0)
 
 
 def test_prefills_get_the_rows_that_were_kept_for_drafts_and_not_drafted() -> None:
-    s = scheduler(running=4, step_tokens=16, drafts=100)
-    s.add(request("a"))
-    s.add(request("b"))
-    compute(s)
-    s.add(request("c", prompt=100))
+    s = two_that_decode_and_a_long_prompt()
     shares = s.schedule()
     for drafted, rows in ((10, 4), (3, 11), (0, 14)):
         assert [(share.request.request_id, share.end) for share in s.top_up(shares, drafted)] == [("a", 5), ("b", 5), ("c", rows)]
@@ -139,11 +141,7 @@ def test_rows_of_a_step_never_exceed_the_budget() -> None:
 
 
 def test_ranks_that_share_a_step_draft_as_many_times_more() -> None:
-    s = scheduler(running=3, step_tokens=16, drafts=100)
-    s.add(request("a"))
-    s.add(request("b"))
-    compute(s)
-    s.add(request("c", prompt=100))
+    s = two_that_decode_and_a_long_prompt()
     assert {share.request.request_id: (share.end, share.draft_rows) for share in s.schedule(2)} == {
         "a": (5, 10), "b": (5, 10), "c": (4, 0),
     }  # fmt: skip
