@@ -83,9 +83,13 @@ class CacheAdmin:
             for tenant in dict.fromkeys((*tenants, PUBLIC))
         }
 
-    def stats(self) -> list[TenantStats]:
-        """Of each tenant. Reads all that is kept, one tenant after another, to count it."""
-        return [self._stats(tenant) for tenant in self._namespaces]
+    def stats(self, tenant: str | None = None) -> list[TenantStats]:
+        """Of each tenant, or of one alone. Reads all that is kept, one tenant after another, to count it.
+
+        Raises:
+            UnknownTenantError: no such tenant.
+        """
+        return [self._stats(name) for name in (self._namespaces if tenant is None else [tenant])]
 
     def export(self, tenant: str) -> bytes:
         """A snapshot of now: the stored one, and the stream since.

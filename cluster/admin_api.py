@@ -38,8 +38,8 @@ class CacheAdminPort(Protocol):
     what it should, or an ``ApiError``.
     """
 
-    async def stats(self) -> Sequence[TenantStats]:
-        """What is kept, an entry a tenant."""
+    async def stats(self, tenant: str | None = None) -> Sequence[TenantStats]:
+        """What is kept: an entry a tenant, or that of one alone."""
         ...
 
     async def export(self, tenant: str) -> bytes:
@@ -106,7 +106,7 @@ class AdminService:
         tenants: Sequence[TenantStats] = ()
         error = None
         try:
-            with _answered():
+            with answered():
                 tenants = await port.stats()
         except ApiError as refusal:
             error = str(refusal)
@@ -123,7 +123,7 @@ class AdminService:
     async def export(self, request: Request) -> Response:
         """A snapshot of one tenant, as a file."""
         port, tenant = self._allowed(request), _tenant(request)
-        with _answered(500, "corrupt_snapshot"):
+        with answered(500, "corrupt_snapshot"):
             data = await port.export(tenant)
         logger.info("exported %d bytes of tenant %s", len(data), tenant)
         name = "public" if tenant == "*" else tenant
@@ -134,7 +134,7 @@ class AdminService:
         """Adds an exported snapshot to a tenant."""
         port, tenant = self._allowed(request), _tenant(request)
         data = await _body(request, MAX_IMPORT_BYTES, "export less, or raise cluster.admin_api.MAX_IMPORT_BYTES")
-        with _answered(400, "invalid_snapshot", "the body cannot be imported: "):
+        with answered(400, "invalid_snapshot", "the body cannot be imported: "):
             texts = await port.import_(tenant, data)
         logger.info("imported %d texts into tenant %s", texts, tenant)
         return {"tenant": tenant, "texts": texts}
@@ -144,7 +144,7 @@ class AdminService:
         port = self._allowed(request)
         body = _documents(await _body(request, MAX_PRELOAD_BYTES, "send the documents in several requests"))
         documents = await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
-        with _answered(400, "invalid_value"):
+        with answered(400, "invalid_value"):
             texts = await port.preload(documents)
         tokens = sum(map(len, documents))
         logger.info("preloaded %d documents with %d tokens", len(documents), tokens)
@@ -153,7 +153,7 @@ class AdminService:
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
         """Forgets a tenant's texts."""
         port = self._allowed(request)
-        with _answered():
+        with answered():
             await port.delete_tenant(tenant)
         logger.info("deleted all texts of tenant %s", tenant)
         return {"tenant": tenant, "deleted": True}
@@ -161,7 +161,7 @@ class AdminService:
     async def delete_request(self, request: Request, tenant: str, request_id: str) -> dict[str, Any]:
         """Forgets the texts of one answer."""
         port = self._allowed(request)
-        with _answered():
+        with answered():
             await port.delete_request(tenant, request_id)
         logger.info("deleted the texts of one answer to tenant %s", tenant)
         return {"tenant": tenant, "request": request_id, "deleted": True}
@@ -169,7 +169,7 @@ class AdminService:
     async def verify(self, request: Request) -> dict[str, Any]:
         """What is wrong with the stored data; an empty list when nothing is."""
         port = self._allowed(request)
-        with _answered():
+        with answered():
             return {"problems": [dataclasses.asdict(problem) for problem in await port.verify()]}
 
     def _allowed(self, request: Request) -> CacheAdminPort:
@@ -228,7 +228,7 @@ def add_admin_routes(app: FastAPI, service: AdminService) -> None:
 
 
 @contextlib.contextmanager
-def _answered(status: int = 500, code: str = "internal_error", prefix: str = "") -> Iterator[None]:
+def answered(status: int = 500, code: str = "internal_error", prefix: str = "") -> Iterator[None]:
     """What the shared memory raises, as what the operator is told. The arguments are for a ``ValueError``."""
     try:
         yield

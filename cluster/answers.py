@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from cluster.extras import Extras
 from cluster.logprobs import LogprobWriter, TokenBytes
+from cluster.step_reports import Reported, reported
 from cluster.tool_calls import Call
-from decoding.request import TokenLogprob
+from decoding.request import StepOutput, StepReport, TokenLogprob
 
 
 class PromptTokensDetails(BaseModel):
@@ -58,6 +60,10 @@ class Choice(BaseModel):
     delta: Delta = Delta()
     text: str = ""
     logprobs: dict[str, Any] | None = None  # see cluster.logprobs
+    token_ids: list[int] | None = None  # these three where the request asks for them; see cluster.extras
+    prompt_token_ids: list[int] | None = None  # of a completion
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # of a completion: by token id, for each token of the prompt
+    speculation: Reported | None = None  # the steps that it comes from, where the request asks for them
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
@@ -71,6 +77,9 @@ class Answer(BaseModel):
     lossless: bool  # whether it has the law of plain decoding: how it was drafted for, if at all, changed nothing
     choices: list[Choice]
     usage: Usage | None = None
+    obfuscation: str | None = None  # of a padded chunk, see cluster.stream_guard
+    prompt_token_ids: list[int] | None = None  # of a chat, where the request asks for them, as its prompt_logprobs
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     def to_json(self) -> str:
         """The fields that were set."""
@@ -86,7 +95,15 @@ class Answer(BaseModel):
 class AnswerBuilder:
     """Builds the objects of one answer: all have its id."""
 
-    def __init__(self, kind: Literal["chat", "text"], prefix: str, model: str, lossless: bool, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self,
+        kind: Literal["chat", "text"],
+        prefix: str,
+        model: str,
+        lossless: bool,
+        token_bytes: TokenBytes,
+        skip_special: bool = True,
+    ) -> None:
         """
         Args:
             kind: a message of a chat, or texts.
@@ -94,11 +111,19 @@ class AnswerBuilder:
             model: its name.
             lossless: whether the strategy that drafts for it is.
             token_bytes: of the model's tokenizer.
+            skip_special: special tokens give no text.
         """
+        self._skip_special = skip_special
         self._kind, self._model, self._lossless, self._token_bytes = kind, model, lossless, token_bytes
         self.id = f"{prefix}-{uuid.uuid4().hex}"  # what the client sees, and what its texts are deleted by
         self._created = int(time.time())
         self._writers: dict[int, LogprobWriter] = {}  # by choice
+        self.extras: Extras | None = None  # what is told besides
+
+    def hear(self, index: int, output: StepOutput) -> None:
+        """Takes in what an output of a choice tells besides its text, before anything is built of it."""
+        if self.extras is not None:
+            self.extras.heard(index, output)
 
     def whole(
         self,
@@ -106,8 +131,9 @@ class AnswerBuilder:
         reasons: list[Any],
         logprobs: list[list[TokenLogprob]],
         usage: Usage,
+        reports: Sequence[Sequence[StepReport]] = (),
     ) -> Answer:
-        """The answer that is not streamed, by choice; ``logprobs`` are empty where they were not asked for."""
+        """The answer that is not streamed, by choice; ``logprobs`` and ``reports`` are empty where they were not asked for."""
         choices = []
         for index, (parts, reason, entries) in enumerate(zip(pieces, reasons, logprobs, strict=True)):
             written = self._logprobs(index, entries)
@@ -120,6 +146,8 @@ class AnswerBuilder:
                 choices.append(Choice(index=index, message=message, logprobs=written, finish_reason=reason))
             else:
                 choices.append(Choice(index=index, text=text, logprobs=written, finish_reason=reason))
+        for choice, steps in zip(choices, reports, strict=False):
+            _report(choice, steps)
         return self._object(choices, streamed=False, usage=usage)
 
     def opening(self, index: int) -> Answer | None:
@@ -129,12 +157,15 @@ class AnswerBuilder:
         delta = Delta(role="assistant", content="", refusal=None)
         return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
 
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Answer:
-        """A chunk with text, and with log-probabilities of the tokens that came with it: the text may be held back."""
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] = (), reports: Sequence[StepReport] = ()) -> Answer:
+        """A chunk with text, with log-probabilities and the step of the tokens that came with it: the text may be held back."""
         written = self._logprobs(index, logprobs)
         if self._kind == "chat":
-            return self._object([Choice(index=index, delta=Delta(content=text), logprobs=written, finish_reason=None)])
-        return self._object([Choice(index=index, text=text, logprobs=written, finish_reason=None)])
+            choice = Choice(index=index, delta=Delta(content=text), logprobs=written, finish_reason=None)
+        else:
+            choice = Choice(index=index, text=text, logprobs=written, finish_reason=None)
+        _report(choice, reports)
+        return self._object([choice])
 
     def call(self, index: int, call: Call, position: int) -> Answer:
         """A chunk with a call of a tool, ``position`` of its choice."""
@@ -152,11 +183,16 @@ class AnswerBuilder:
         return self._object([], usage=usage)
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not entries:
+        if not entries and self.extras is None:
             return None
         if index not in self._writers:
-            self._writers[index] = LogprobWriter(self._kind, self._token_bytes)
-        return self._writers[index].write(entries)
+            self._writers[index] = LogprobWriter(self._kind, self._token_bytes, self._skip_special)
+        writer = self._writers[index]
+        prompt = None if self.extras is None else self.extras.echoed(index, writer)
+        if not entries:
+            return prompt
+        own = writer.write(entries)
+        return own if prompt is None else {name: [*prompt[name], *values] for name, values in own.items()}
 
     def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:
         name: Any = "text_completion"
@@ -167,7 +203,19 @@ class AnswerBuilder:
         )
         if usage is not None:
             answer.usage = usage
+        if self.extras is not None:
+            for choice in choices:
+                of_choice, of_answer = self.extras.told(choice.index)
+                for target, fields in ((choice, of_choice), (answer, of_answer)):
+                    for field, value in fields.items():
+                        setattr(target, field, value)
         return answer
+
+
+def _report(choice: Choice, reports: Sequence[StepReport]) -> None:
+    """Tells of steps where there are any; else the field is not written."""
+    if reports:
+        choice.speculation = reported(reports)
 
 
 def _called(call: Call) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
@@ -15,16 +16,28 @@ from actors.replica import Description
 from cluster import documents, errors
 from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
 from cluster.answers import AnswerBuilder
+from cluster.audit import Auditor
+from cluster.audit_api import AuditService, add_audit_routes
+from cluster.audited_engine import AuditedEngine
+from cluster.compare import Baseline, CompareService, add_compare_route
+from cluster.door import Door, DoorOptions
+from cluster.door_middleware import DoorMiddleware
+from cluster.draining import Draining
 from cluster.errors import ApiError
+from cluster.extras import Extras
 from cluster.generation import EnginePort, Generation, Planner
 from cluster.logprobs import TokenBytes
 from cluster.metrics import MetricsService, add_metrics_route
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
+from cluster.playground import add_playground
+from cluster.readiness import Readiness
 from cluster.respond import Form, respond
+from cluster.stream_guard import StreamGuard
 from cluster.tenancy import Tenancy
+from cluster.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from cluster.text_api import TextService, add_text_routes
 from cluster.tool_calls import OPENING
-from configs.slices import TenancyOptions
+from configs.slices import CacheOptions, ServerOptions, TenancyOptions
 from engine.chat import marks_tool_calls
 from engine.loading import ModelInfo
 
@@ -42,6 +55,11 @@ class Service:
         cache: CacheAdminPort | None = None,
         replicas: int = 1,
         open_metrics: bool = False,
+        auditor: Auditor | None = None,
+        cache_options: CacheOptions | None = None,
+        guard: StreamGuard | None = None,
+        door: DoorOptions | None = None,
+        baseline: Baseline | None = None,
     ) -> None:
         """
         Args:
@@ -51,15 +69,29 @@ class Service:
             cache: the shared memory, for the admin routes; None where there is none.
             replicas: how many there should be.
             open_metrics: /metrics needs no key; otherwise it is the operator's.
+            auditor: hears what is served; None where nothing is audited.
+            cache_options: the slice ``cache`` of the configuration, for what tenants are told; its defaults when absent.
+            guard: of streams; None where they leave as they come.
+            door: who may come in; whoever has no wrong key when absent.
+            baseline: deployed beside the engine, for comparisons; None where there is none.
         """
-        self._engine, self._tokenizer, self._configured = engine, tokenizer, replicas
-        self._tenancy = Tenancy(tenancy or TenancyOptions())
+        self._engine = engine if auditor is None else AuditedEngine(engine, auditor)
+        self._tokenizer, self._configured = tokenizer, replicas
+        self._tenancy = Tenancy(tenancy or TenancyOptions(), door is not None and door.require_key)
+        self.door = Door(self._tenancy, door)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
-        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics)
+        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, auditor, self.door.counts)
         self._token_bytes = TokenBytes(tokenizer)
+        self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.text = TextService(tokenizer, self._tenancy, self._model)
+        own_mib = {name: options.cache_mib for name, options in (tenancy or TenancyOptions()).tenants.items()}
+        kept = cache_options or CacheOptions()
+        self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib)
         self._info: ModelInfo | None = None  # asked for once
-        self._loaded = False  # all replicas have been there at once
+        self._guard = guard or StreamGuard(ServerOptions())
+        self._readiness = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
+        self.compare = CompareService(self._engine, baseline, tokenizer, self._tenancy, self.door, self._model, self._token_bytes)
+        self.draining = Draining()
         self._started = int(time.time())
 
     async def health(self) -> Response:
@@ -81,16 +113,12 @@ class Service:
         )
 
     async def ready(self) -> Response:
-        """200 once every replica has loaded its model and warmed up, as long as one answers; else 503.
+        """200 once every replica has loaded its model and warmed up, and all else is there, as long as one answers; else 503.
 
         A replica that is lost later, and started anew, does not make the server unready: the others answer.
         """
-        replicas = await self._engine.describe()
-        self._loaded = self._loaded or len(replicas) >= self._configured
-        if not self._loaded or not replicas:
-            message = f"{len(replicas)} of {self._configured} engine replicas are there: try again later"
-            raise ApiError(503, message, code="not_ready", headers={"Retry-After": "1"})
-        return JSONResponse({"status": "ready", "replicas": len(replicas), "of": self._configured})
+        replicas = await self._readiness.replicas()
+        return JSONResponse({"status": "ready", "replicas": replicas, "of": self._configured})
 
     async def models(self, authorization: str | None) -> dict[str, Any]:
         """The list of the one model. Clients ask for it to see whether their key is good."""
@@ -106,7 +134,8 @@ class Service:
         """The assistant's next message."""
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
+        lossless, skips = _is_lossless(info, body), body.skips_special
+        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, lossless, self._token_bytes, skips)
         planner = Planner(self._tokenizer, info, answer.id, sharing)
         form = Form(
             bool(body.stream),
@@ -114,18 +143,29 @@ class Service:
             prediction=None if body.prediction is None else planner.encode(body.prediction.text),
             reads_calls=marks_tool_calls(self._tokenizer, body.shown_tools, OPENING),
             most_calls=1 if body.parallel_tool_calls is False else None,
+            reports_usage=body.reports_usage,
+            shape=self._guard.shape(body),
         )
-        generation = Generation(self._engine, planner.chat(body), body.n or 1)
+        engine, jobs = self.door.admit(self._engine, planner.chat(body), body)
+        generation = Generation(engine, jobs, body.n or 1)
+        answer.extras = Extras.asked(body, jobs, self._token_bytes)
+        self.metrics.asked(body.n or 1, info.served_name)
         return await respond(answer, generation, form)
 
     async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
         sharing = self._tenancy.sharing(authorization, body.cache)
         info = await self._model(body.model)
-        answer = AnswerBuilder("text", "cmpl", info.served_name, _is_lossless(info, body), self._token_bytes)
+        lossless, skips = _is_lossless(info, body), body.skips_special
+        answer = AnswerBuilder("text", "cmpl", info.served_name, lossless, self._token_bytes, skips)
         planner = Planner(self._tokenizer, info, answer.id, sharing)
-        generation = Generation(self._engine, planner.completion(body), body.n or 1)
-        return await respond(answer, generation, Form(bool(body.stream), body.include_usage, planner.echoes(body)))
+        engine, jobs = self.door.admit(self._engine, planner.completion(body), body)
+        generation = Generation(engine, jobs, body.n or 1, silent=body.max_tokens == 0)
+        self.metrics.asked(body.n or 1, info.served_name)
+        echoes, shape = planner.echoes(body), self._guard.shape(body)
+        answer.extras = Extras.asked(body, jobs, self._token_bytes, echoes)
+        form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape)
+        return await respond(answer, generation, form)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
         """What is served; a 404 when the caller named something else."""
@@ -156,9 +196,20 @@ class Service:
         }
 
 
-def create_api(service: Service) -> FastAPI:
-    """The application. Routes are the only thing it has: they unpack a request and call the service."""
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None)
+def create_api(
+    service: Service,
+    *,
+    has_operator_routes: bool = True,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """The application. Routes are the only thing it has: they unpack a request and call the service.
+
+    Args:
+        service: does what they say.
+        has_operator_routes: /admin and /metrics are among them; false where they have a port of their own.
+        lifespan: what lives as long as the application.
+    """
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
     errors.install(app)
     documents.install(app)
 
@@ -193,9 +244,21 @@ def create_api(service: Service) -> FastAPI:
         return await service.chat(body, authorization)
 
     add_text_routes(app, service.text)
-    add_admin_routes(app, service.admin)
-    add_metrics_route(app, service.metrics)
+    add_compare_route(app, service.compare)
+    add_tenant_cache_routes(app, service.tenant_cache)
+    add_playground(app)
+    if has_operator_routes:
+        add_operator_routes(app, service)
+    app.add_middleware(DoorMiddleware, door=service.door)
+    app.add_middleware(service.draining.middleware)
     return app
+
+
+def add_operator_routes(app: FastAPI, service: Service) -> None:
+    """Gives an application what is the operator's: /admin and /metrics."""
+    add_admin_routes(app, service.admin)
+    add_audit_routes(app, service.audit)
+    add_metrics_route(app, service.metrics)
 
 
 def _cache_state(replicas: Sequence[Description]) -> str:

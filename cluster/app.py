@@ -2,6 +2,7 @@
 
 # No postponed annotations here: Serve reads the one of build_app to check the arguments in a configuration file.
 
+import contextlib
 import logging
 import os
 import secrets
@@ -19,16 +20,24 @@ from actors.group import Group
 from actors.heap import spare_collector
 from actors.ranks import Ranks
 from actors.replica import Description, Replica
+from cluster.admin_port import AdminPort
 from cluster.api import Service, create_api
+from cluster.audit import Auditor
 from cluster.cache_actor import CacheActor, HandleCacheAdmin
-from cluster.generation import Job
+from cluster.compare import Baseline
+from cluster.door import capacity, door_options
+from cluster.generation import EnginePort, Job
 from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
 from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
+from cluster.stream_guard import StreamGuard
+from cluster.tracing import open_tracing
+from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
+from configs.server_checks import admin_address
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from configs.tenancy_checks import is_loopback
-from decoding.request import Request, StepOutput
+from decoding.request import PLAIN, Request, StepOutput
 from engine.energy import open_meter
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
@@ -67,7 +76,7 @@ class EngineReplica:
             job.request_id, job.prompt_ids, job.params, job.references,
             tenant=job.tenant, public=job.public, emitted=job.emitted,
             strategy=job.strategy, max_draft_tokens=job.max_draft_tokens, priority=job.priority,
-            siblings=job.siblings,
+            siblings=job.siblings, report=job.report, prompt_logprobs=job.prompt_logprobs,
         )  # fmt: skip
         outputs = self._replica.generate(request, BEAT_S)
         try:
@@ -97,19 +106,51 @@ class EngineReplica:
 class Ingress:
     """Takes HTTP requests. It has a tokenizer and no model."""
 
-    def __init__(self, engine: DeploymentHandle[Any], cache: DeploymentHandle[Any] | None, config: Config) -> None:
+    def __init__(
+        self,
+        engine: DeploymentHandle[Any],
+        cache: DeploymentHandle[Any] | None,
+        config: Config,
+        baseline: DeploymentHandle[Any] | None = None,
+    ) -> None:
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
         patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
         if config.parallelism.mode == "none":
             patience_s = DESCRIBE_TIMEOUT_S
-        port = HandleEngine(engine, server.resume_timeout_s, patience_s)
-        tokenizer, is_open = load_tokenizer(config.model.path), is_loopback(server.host)
-        self._service = Service(port, tokenizer, config.tenancy, admin, server.replicas, is_open)
+        address = admin_address(server)
+        self._admin_port = None if address is None else AdminPort(*address)
+        self._tracing = open_tracing(config)
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.replicas)
+        asked: EnginePort = port if self._tracing is None else self._tracing.traced(port)
+        tokenizer, is_open = load_tokenizer(config.model.path), address is not None or is_loopback(server.host)
+        auditor = Auditor(port, config.audit, config.speculation, config.engine)
+        self._service = Service(
+            asked, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
+            guard=StreamGuard(server), door=door_options(config),
+            cache_options=config.cache,
+            baseline=None if baseline is None else _baseline_of(config, baseline),
+        )  # fmt: skip
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, made where it runs: it is not sent to the actor."""
-        return create_api(self._service)
+        app = create_api(self._service, has_operator_routes=self._admin_port is None, lifespan=self._alive)
+        if self._tracing is not None:
+            app.add_middleware(self._tracing.middleware)
+        return app
+
+    async def drain(self, timeout_s: float) -> int:
+        """Takes nothing new and waits for what runs; see ``Draining.stop``."""
+        return await self._service.draining.stop(timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def _alive(self, app: FastAPI) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as parts:
+            if self._tracing is not None:
+                parts.push_async_callback(self._tracing.close)
+            if self._admin_port is not None:
+                await parts.enter_async_context(self._admin_port.serving(self._service))
+            yield
 
 
 def build_app(config: Config) -> serve.Application:
@@ -119,7 +160,8 @@ def build_app(config: Config) -> serve.Application:
         config: all of it; each deployment gets its slices, which are plain data. Without ``redis_url`` replicas share nothing.
 
     Raises:
-        configs.schema.ConfigError: outputs are to be shared, and the environment has no secret to derive names from.
+        configs.schema.ConfigError: outputs are to be shared, and the environment has no secret to derive names from; or
+            the file of keys cannot be used.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if config.redis_url and config.cache.enabled and not secret:
@@ -129,10 +171,12 @@ def build_app(config: Config) -> serve.Application:
 
 def application(config: Config, secret: bytes) -> serve.Application:
     """The application with a secret for the names of tenants in Redis; see ``build_app``."""
+    config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache = config.server, config.cache
     gpus = gpus_of_a_rank(config)
-    # More than the engines take, so that it is the engine that queues and refuses.
-    ongoing = max(server.max_ongoing_requests, config.engine.max_running + config.engine.max_waiting + 64)
+    # More than the door lets in and the engine takes, also when a single replica is left: Serve never queues, the engine refuses.
+    most = max(capacity(config), config.engine.max_running + config.engine.max_waiting)
+    ongoing = max(server.max_ongoing_requests, most + 64)
     access = None
     if config.redis_url and cache.enabled:
         access = CacheAccess(cache, config.redis_url, secret, tenant_names(config))
@@ -161,9 +205,34 @@ def application(config: Config, secret: bytes) -> serve.Application:
         name="api",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=INGRESS_ONGOING,
+        max_surge_percent=100,  # a redeploy stops it when the next one answers: no request finds none
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
-    return ingress.bind(engine, keeper, config)
+    return ingress.bind(engine, keeper, config, _baseline(config, gpus, ongoing) if config.baseline.enabled else None)
+
+
+def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
+    """The deployment that answers are compared with: the engine without drafts, ranks and memory."""
+    server = config.server
+    return serve.deployment(
+        name="baseline",
+        num_replicas=config.baseline.replicas,
+        ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
+        max_ongoing_requests=ongoing,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=server.stop_timeout_s,
+    )(EngineReplica).bind(
+        config.model, config.engine, SpeculationOptions(PLAIN, max_draft_tokens=0), ParallelismOptions(), None,
+        server.start_timeout_s, None, _has_devices_alone(config, gpus),
+    )  # fmt: skip
+
+
+def _baseline_of(config: Config, handle: DeploymentHandle[Any]) -> Baseline:
+    """The baseline as comparisons see it. Processors are shared with the engine, and whole GPUs are not."""
+    gpus, server = gpus_of_a_rank(config), config.server
+    port = HandleEngine(handle, server.resume_timeout_s, replicas=config.baseline.replicas)
+    return Baseline(port, config.baseline.kind, shares_devices=not gpus or gpus != int(gpus))
 
 
 def _ranks(
@@ -190,7 +259,7 @@ def _company(config: Config) -> Company | None:
 
 def _has_devices_alone(config: Config, gpus: float) -> bool:
     """Whether no other replica computes on a replica's devices: whole GPUs are its own, processors where there is one replica."""
-    return gpus == int(gpus) if gpus else config.server.replicas == 1
+    return gpus == int(gpus) if gpus else config.server.replicas == 1 and not config.baseline.enabled
 
 
 def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dict[str, Any]:

@@ -61,9 +61,9 @@ class HandleCacheAdmin:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
-    async def stats(self) -> Sequence[TenantStats]:
+    async def stats(self, tenant: str | None = None) -> Sequence[TenantStats]:
         """See ``CacheAdminPort``, as for the others."""
-        return cast("Sequence[TenantStats]", await self._call("stats"))
+        return cast("Sequence[TenantStats]", await self._call("stats", tenant))
 
     async def export(self, tenant: str) -> bytes:
         return cast("bytes", await self._call("export", tenant))

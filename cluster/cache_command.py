@@ -28,7 +28,7 @@ cache = typer.Typer(
     no_args_is_help=True,
 )
 
-Url = Annotated[str, typer.Option(help="Where the server listens.")]
+Url = Annotated[str, typer.Option(help="Where /admin listens: server.admin_port where there is one, else the server.")]
 _URL = "http://127.0.0.1:8000"
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a tenant; '*' is the public corpus.")]
 

@@ -23,7 +23,7 @@ class ChatError(RuntimeError):
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="Where the server listens (server.port).")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Name of a served model; the first one when absent.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 256,

@@ -111,11 +111,10 @@ class ChatMessage(Strict):
 class Function(Strict):
     """A function that the model may call."""
 
-    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"strict": (False,)}
-
     name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema; shown to the model, not enforced
+    parameters: dict[str, Any] | None = None  # JSON schema; shown to the model, and enforced where the answer is bound
+    strict: bool | None = None  # calls are of tools that were sent, and this one's arguments valid; see cluster.tool_grammar
 
 
 class Tool(Strict):
@@ -128,6 +127,19 @@ class Tool(Strict):
         """As chat templates take it."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": function | {"parameters": self.function.parameters or _NO_PARAMETERS}}
+
+
+class NamedFunction(Strict):
+    """Which function."""
+
+    name: Text
+
+
+class NamedTool(Strict):
+    """The one tool that the answer calls."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.audit_command import audit
 from cluster.bench_command import bench
 from cluster.cache_command import cache
 from cluster.chat_command import chat
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(replay)
+app.command()(audit)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 app.command()(doctor)

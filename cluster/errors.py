@@ -117,8 +117,8 @@ def _resolve(loc: Sequence[int | str], body: Any) -> list[int | str]:
         try:
             node = node[step]
         except (KeyError, IndexError, TypeError):
-            if position == len(loc) - 1 and isinstance(node, dict):
-                path.append(step)  # a field that is missing
+            if position == len(loc) - 1 and isinstance(node, dict) and not str(step).startswith("<"):
+                path.append(step)  # a field that is missing; in brackets, a kind of body
             continue
         path.append(step)
     return path

@@ -18,9 +18,10 @@ from actors.replica import Description
 from cluster.errors import ApiError
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
 from cluster.tenancy import Sharing
+from cluster.tool_calls import OPENING
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from decoding.tree import Int32Array
-from engine.chat import render_chat
+from engine.chat import bracketed_tokens, marks_tool_calls, render_chat
 from engine.errors import ContextLengthError, RequestError
 from engine.loading import ModelInfo
 
@@ -42,6 +43,8 @@ class Job:
     max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
     priority: int = 0  # lower goes first
     siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
+    report: bool = False  # outputs say who drafted their tokens
+    prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
 
 
 class EnginePort(Protocol):
@@ -83,6 +86,9 @@ class Planner:
     def chat(self, body: ChatCompletionRequest) -> list[Job]:
         """The jobs of a chat, one for each choice. Raises ``RequestError`` naming the field that cannot be served."""
         ids = render_chat(self._tokenizer, [message.turn() for message in body.messages], body.shown_tools)
+        if body.binds_calls is not None and not marks_tool_calls(self._tokenizer, body.shown_tools, OPENING):
+            message = f"the model's chat template does not have {OPENING}, by which calls are bound; leave it out"
+            raise RequestError(body.binds_calls, message)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = body.max_completion_tokens or body.max_tokens
         return self._choices(self._job(0, body, "messages", ids, field, wanted, self._info.max_model_len), 0, body.n or 1)
@@ -100,8 +106,8 @@ class Planner:
         """What the text of each choice begins with: its prompt, as the client spelled it."""
         if not body.echo:
             return []
-        decode = self._tokenizer.decode
-        prompts = [text if isinstance(text, str) else str(decode(text, skip_special_tokens=True)) for text in body.prompt]
+        skip, decode = body.skips_special, self._tokenizer.decode
+        prompts = [text if isinstance(text, str) else str(decode(text, skip_special_tokens=skip)) for text in body.prompt]
         return [prompt for prompt in prompts for _ in range(body.n or 1)]
 
     def encode(self, text: str) -> list[int]:
@@ -147,7 +153,7 @@ class Planner:
                 f"the context is {context} tokens, but the prompt's {len(ids)} and {wanted} more make {len(ids) + wanted}: "
                 f"at most {left} can be asked for",
             )
-        params = self._params(body, wanted if wanted is not None else min(default, left))
+        params = self._params(body, min(default, left) if wanted is None else max(1, wanted))  # of 0 the one token is not told
         references = tuple(np.asarray(self.encode(text), np.int32) for text in body.references)
         speculation = body.speculation or SpeculationChoice()
         self._info.check_strategy(speculation.strategy)
@@ -155,13 +161,17 @@ class Planner:
             f"{self._answer_id}/{index}", np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public,
             strategy=speculation.strategy, max_draft_tokens=speculation.max_draft_tokens, priority=body.priority or 0,
+            report=bool(speculation.report), prompt_logprobs=body.num_prompt_logprobs,
         )  # fmt: skip
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int) -> SamplingParams:
         """The parameters with OpenAI's defaults."""
         logit_bias = tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items())
         self._check_ids("logit_bias", [token for token, _ in logit_bias])
-        grammar = body.grammar()
+        if isinstance(body, ChatCompletionRequest) and body.binds_calls is not None:
+            grammar: str | None = body.calls_grammar(bracketed_tokens(self._tokenizer))
+        else:
+            grammar = body.grammar()
         if grammar is not None and body.ignore_eos:
             raise RequestError("ignore_eos", "must be off where the form of the answer says where it may end")
         if (body.min_tokens or 0) > max_tokens:
@@ -182,6 +192,8 @@ class Planner:
             stop=tuple(body.stop or ()),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skips_special,
             grammar=grammar,
         )
 
@@ -193,13 +205,15 @@ class Planner:
 class Generation:
     """The choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
 
-    def __init__(self, engine: EnginePort, jobs: Sequence[Job], n: int = 1) -> None:
+    def __init__(self, engine: EnginePort, jobs: Sequence[Job], n: int = 1, silent: bool = False) -> None:
         """
         Args:
             engine: computes them.
             jobs: one for each choice, ``n`` of each prompt side by side.
             n: choices of a prompt, which counts once in the usage.
+            silent: what the jobs emit is left out: only their prompts are scored.
         """
+        self.jobs, self._silent = tuple(jobs), silent
         self._n, self.num_choices = n, len(jobs)
         self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs[::n])
         self.completion_tokens = 0
@@ -235,7 +249,7 @@ class Generation:
             fewest[index // self._n] = min(count, fewest.get(index // self._n, count))
         return sum(fewest.values())
 
-    async def outputs(self) -> AsyncIterator[tuple[int, StepOutput]]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, StepOutput], None]:
         """The outputs of all choices as they come, with the number of the choice.
 
         Raises:
@@ -244,6 +258,9 @@ class Generation:
         async for index, output in _merge(self._streams):
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
+            if self._silent:
+                reason = output.finish_reason and FinishReason.LENGTH
+                output = dataclasses.replace(output, token_ids=(), text="", logprobs=None, report=None, finish_reason=reason)
             self.completion_tokens += len(output.token_ids)
             if output.stats is not None:
                 self._cached[index] = output.stats.cached_tokens

@@ -40,6 +40,7 @@ class _Progress:
     """How far a request has come, on all its replicas together."""
 
     deadline_s: float  # for a replica to take it
+    spare: bool  # a replica that is full may be left for another, once
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
@@ -59,21 +60,27 @@ class HandleEngine:
     """
 
     def __init__(
-        self, handle: DeploymentHandle[Any], resume_timeout_s: float, describe_timeout_s: float = DESCRIBE_TIMEOUT_S
+        self,
+        handle: DeploymentHandle[Any],
+        resume_timeout_s: float,
+        describe_timeout_s: float = DESCRIBE_TIMEOUT_S,
+        replicas: int = 1,
     ) -> None:
         """
         Args:
             handle: of the deployment.
             resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
             describe_timeout_s: a replica that does not describe itself within it counts as missing.
+            replicas: of the deployment. Where there are several, a request that one refuses for a full queue is sent once more:
+                Serve sends it where fewer requests are.
         """
         self._handle, self._stream = handle, handle.options(stream=True)
-        self._resume_timeout_s, self._describe_timeout_s = resume_timeout_s, describe_timeout_s
+        self._resume_timeout_s, self._describe_timeout_s, self._replicas = resume_timeout_s, describe_timeout_s, replicas
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         """See ``EnginePort.generate``. The counters of the last output are those of the last replica; the energy is not told when
         others used some, too."""
-        progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S)
+        progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S, spare=self._replicas > 1)
         while True:
             reason: Exception
             try:
@@ -92,6 +99,10 @@ class HandleEngine:
             except _LostError as lost:
                 reason = lost
             except (QueueFullError, RequestError) as refusal:
+                if isinstance(refusal, QueueFullError) and progress.spare and not progress.taken:
+                    progress.spare = False
+                    progress.attempts -= 1  # nothing was computed
+                    continue
                 if not _passes(refusal, progress):
                     raise
                 reason = refusal

@@ -17,6 +17,7 @@ import httpx
 import ray
 import redis
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from actors.own_ray import start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -24,11 +25,14 @@ from cache_service.redis_store import RedisStore
 from cluster.launch_console import Progress, StopRequested, StopSignals
 from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation
 from configs.schema import Config
+from configs.server_checks import admin_address
+from configs.tenancy_checks import key_is_required
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
 POLL_S = 0.2
 REDIS_TIMEOUT_S = 5.0
+DRAIN_GRACE_S = 10.0  # for an API that is busy
 # What the printed curl asks: an answer that is to be found in the prompt.
 EXAMPLE = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
@@ -146,9 +150,24 @@ def _application(config: Config, secret: bytes, say: Callable[[str], None], sign
         yield
     finally:
         say("Serve: stopping")
+        _drain(config.server.stop_timeout_s, say)
         # The application alone: others of a cluster that was joined go on, and Serve itself ends with a Ray of our own.
         serve.delete(APPLICATION)
         say("Serve stopped")
+
+
+def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
+    """Lets running requests end, and has new ones refused meanwhile."""
+    application = serve.status().applications.get(APPLICATION)
+    if application is None or application.status != "RUNNING":
+        return  # nothing is served yet
+    try:
+        ended = serve.get_app_handle(APPLICATION).drain.remote(timeout_s).result(timeout_s=timeout_s + DRAIN_GRACE_S)
+    except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
+        say(f"the API does not answer, running requests break off: {_one_line(error)}")
+        return
+    if ended:
+        say(f"{ended} requests were not done within server.stop_timeout_s={timeout_s:g} and were broken off")
 
 
 def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: StopSignals) -> None:
@@ -214,16 +233,24 @@ def _pending() -> str:
 
 def _announce(config: Config, say: Callable[[str], None]) -> None:
     url = base_url(config)
-    model = httpx.get(f"{url}/v1/models", timeout=30.0).raise_for_status().json()["data"][0]["id"]
+    model = httpx.get(f"{url}/health", timeout=30.0).raise_for_status().json()["model"]  # it needs no key
     body = {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "temperature": 0, "max_tokens": 64}
+    admin = admin_address(config.server)
+    if admin is not None:
+        say(f"/metrics and /admin are at {_url(*admin)}")
     say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
-    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
+    key = "-H 'Authorization: Bearer KEY' " if key_is_required(config.server.require_key, config.server.host) else ""
+    print(f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
 
 
 def base_url(config: Config) -> str:
     """Where a client on this machine finds the service."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
-    return f"http://{host}:{config.server.port}"
+    return _url(config.server.host, config.server.port)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    return f"http://{shown}:{port}"
 
 
 def _reason(message: str) -> str:

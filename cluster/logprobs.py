@@ -5,6 +5,7 @@ A token is reported by its text; one that holds a part of a character only has n
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -56,9 +57,9 @@ def _byte_level_alphabet() -> dict[str, int]:
 class LogprobWriter:
     """Log-probabilities of one choice, step by step, in the shape of its endpoint."""
 
-    def __init__(self, kind: Literal["chat", "text"], token_bytes: TokenBytes) -> None:
-        self._kind, self._bytes = kind, token_bytes
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, kind: Literal["chat", "text"], token_bytes: TokenBytes, skip_special: bool = True) -> None:
+        self._kind, self._bytes, self._skip_special = kind, token_bytes, skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._length = 0  # characters that the tokens before gave
 
     def write(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -67,10 +68,29 @@ class LogprobWriter:
             return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._alternatives(entry) for entry in entries],
             "text_offset": [self._offset(entry.token_id) for entry in entries],
         }
+
+    def write_prompt(self, first: int, entries: Sequence[TokenLogprob], count: int, text: str) -> dict[str, Any]:
+        """The part of a completion's ``logprobs`` object that is about the prompt that its text begins with.
+
+        Args:
+            first: token of the prompt; it has no log-probability.
+            entries: of the other ones.
+            count: alternatives of each that are told.
+            text: of the prompt, behind which the text of the tokens begins that are written next.
+        """
+        cut = [dataclasses.replace(entry, top=entry.top[:count]) for entry in entries]
+        written = {
+            "tokens": [self._name(token) for token in (first, *(entry.token_id for entry in cut))],
+            "token_logprobs": [None, *(finite(entry.logprob) for entry in cut)],
+            "top_logprobs": [None, *(self._alternatives(entry) for entry in cut)],
+            "text_offset": [self._offset(token) for token in (first, *(entry.token_id for entry in cut))],
+        }
+        self._stream, self._length = DecodeStream(skip_special_tokens=self._skip_special), len(text)
+        return written
 
     def _chat_entry(self, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._chat_token(token, logprob) for token, logprob in entry.top]
@@ -78,13 +98,13 @@ class LogprobWriter:
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._bytes(token_id)
-        return {"token": data.decode("utf-8", "backslashreplace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": data.decode("utf-8", "backslashreplace"), "logprob": finite(logprob), "bytes": list(data)}
 
     def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
         """The emitted token is always among them, as OpenAI has it; of tokens that read alike, the more likely counts."""
         found: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self._name(token), _finite(logprob))
+            found.setdefault(self._name(token), finite(logprob))
         return found
 
     def _name(self, token_id: int) -> str:
@@ -102,5 +122,6 @@ class LogprobWriter:
         return offset
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it."""
     return max(logprob, _LOWEST)

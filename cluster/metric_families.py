@@ -12,6 +12,7 @@ from typing import Literal
 
 from actors.replica import Description
 from cache_service.mirror import MirrorCounts
+from decoding.budget import BudgetCounts
 from engine.metrics import MetricsCounts
 from engine.strategy_counts import StrategyCounts
 
@@ -78,6 +79,16 @@ def _kv_usage(told: Told) -> float:
     return counts.running / max(1, counts.running + counts.free_slots)
 
 
+def _cache_config(told: Told) -> Samples:
+    info, counts = told.replica.info, told.replica.counts
+    return (((str(info.max_model_len), str(counts.running + counts.free_slots), info.dtype), 1.0),)
+
+
+def _budget(value: Callable[[BudgetCounts], float]) -> Callable[[Told], float | None]:
+    """Of engines with a strategy that has a budget."""
+    return lambda told: None if told.metrics.budget is None else value(told.metrics.budget)
+
+
 def _ranks_ready(told: Told) -> float:
     group = told.replica.group
     return 1 if group is None or group.width is not None else len(group.ready)
@@ -136,6 +147,13 @@ VLLM: tuple[Family, ...] = (
         ("position",),
         lambda one: (((str(at),), count) for at, count in enumerate(one.metrics.accepted_per_position)),
     ),
+    Family(
+        "gauge",
+        "vllm:cache_config_info",
+        "The KV memory: as many blocks as there are slots, each of them holds one request's whole context.",
+        ("block_size", "num_gpu_blocks", "cache_dtype"),
+        _cache_config,
+    ),
 )
 
 _BY_STRATEGY = ("strategy", "lossless")
@@ -152,6 +170,34 @@ STEPS: tuple[Family, ...] = (
         "Accepted draft tokens of requests that have ended, by what drafted them.",
         ("source",),
         lambda one: (((source,), count) for source, count in one.metrics.accepted_by_source.items()),
+    ),
+    Family(
+        "counter",
+        "outrider:drafts_by_source",
+        "Draft trees that held tokens of a drafter: where past texts had something to say, history and trie.",
+        ("source",),
+        lambda one: (((source,), count) for source, count in one.metrics.drafts_by_source.items()),
+    ),
+    Family(
+        "counter",
+        "outrider:draft_tokens_by_source",
+        "Draft tokens verified, by the drafter that proposed them.",
+        ("source",),
+        lambda one: (((source,), count) for source, count in one.metrics.drafted_by_source.items()),
+    ),
+    _counter("outrider:budget_rows", "Rows that the budget granted.", _budget(lambda budget: budget.granted)),
+    _counter(
+        "outrider:budget_offered_rows",
+        "Rows that drafters had found, from which it chose.",
+        _budget(lambda budget: budget.offered),
+    ),
+    _counter(
+        "outrider:budget_requests", "Requests that were asked for rows, step by step.", _budget(lambda budget: budget.asked)
+    ),
+    _gauge(
+        "outrider:budget_least_chance",
+        "Chance of acceptance from which a row paid in the latest step.",
+        _budget(lambda budget: budget.least_chance),
     ),
     Family("counter", "outrider:requests", "Requests that have ended.", _BY_STRATEGY, _strategies(lambda one: one.requests)),
     Family("counter", "outrider:tokens", "Tokens emitted for these.", _BY_STRATEGY, _strategies(lambda one: one.tokens)),
@@ -188,6 +234,7 @@ STEPS: tuple[Family, ...] = (
 )
 
 MEMORY: tuple[Family, ...] = (
+    _gauge("outrider:process_resident_bytes", "Memory of the replica's process.", lambda one: one.metrics.resident_bytes),
     _gauge("outrider:history_bytes", "Memory of remembered outputs.", lambda one: one.metrics.history_bytes),
     _gauge("outrider:mirror_connected", "1 while Redis answers.", _mirror(lambda mirror: mirror.connected)),
     _gauge(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
@@ -14,12 +15,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from actors.replica import Description
+from cluster.audit import Auditor
 from cluster.documents import ERRORS
 from cluster.metric_families import FAMILIES, Family, Told
 from cluster.tenancy import Tenancy
-from engine.metrics import HistogramCounts
+from engine.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
+_DOOR = "door"  # stands for the engine in what only the API knows
+_CHOICES = (1, 2, 5, 10, 20)  # vLLM's bounds of request_params_n
 
 # vLLM's, by name without prefix. Lengths and times are those of requests that were served to their end, times from the arrival at
 # the engine on.
@@ -37,6 +41,64 @@ HISTOGRAMS: dict[str, str] = {
     "request_params_max_tokens": "Tokens that might have come at most.",
     "iteration_tokens_total": "Prompt tokens computed and tokens emitted in a step.",
 }
+
+
+class DoorState(Protocol):
+    """What the limits of the API tell."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Requests that were refused since the start, by the error's code."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were let in and are not answered to the end."""
+        ...
+
+
+class DoorCollector(Collector):
+    """What the API itself has counted; it belongs to no engine."""
+
+    def __init__(
+        self,
+        choices: HistogramCounts | None = None,
+        model: str | None = None,
+        audits: Mapping[str, int] | None = None,
+        door: DoorState | None = None,
+    ) -> None:
+        """
+        Args:
+            choices: of the requests that were let in.
+            model: the name that is served; None while it is not known.
+            audits: by result; None where there are none.
+            door: None where nothing limits it.
+        """
+        self._choices, self._model, self._audits, self._door = choices, model, audits or {}, door
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, some of them without samples."""
+        asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
+        if self._choices is not None and self._model is not None:
+            asked.add_metric((self._model, _DOOR), _buckets(self._choices), self._choices.total)
+        yield asked
+        audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
+        for result, count in self._audits.items():
+            audits.add_metric((result,), count)
+        yield audits
+        refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
+        for code, count in ({} if self._door is None else self._door.refused).items():
+            refused.add_metric((code,), count)
+        yield refused
+        in_flight = GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.")
+        if self._door is not None:
+            in_flight.add_metric((), self._door.in_flight)
+        yield in_flight
+        memory = GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.")
+        held = resident_bytes()
+        if held is not None:
+            memory.add_metric((), held)
+        yield memory
 
 
 class EngineCollector(Collector):
@@ -90,16 +152,22 @@ def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
     return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
 
 
-def exposition(replicas: Sequence[Description], configured: int) -> bytes:
-    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``."""
-    return generate_latest(EngineCollector(replicas, configured))
+def exposition(replicas: Sequence[Description], configured: int, door: DoorCollector | None = None) -> bytes:
+    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``; ``door`` tells what the API counts."""
+    return generate_latest(EngineCollector(replicas, configured)) + generate_latest(door or DoorCollector())
 
 
 class MetricsService:
     """What the route does."""
 
     def __init__(
-        self, tenancy: Tenancy, replicas: Callable[[], Awaitable[Sequence[Description]]], configured: int, is_open: bool
+        self,
+        tenancy: Tenancy,
+        replicas: Callable[[], Awaitable[Sequence[Description]]],
+        configured: int,
+        is_open: bool,
+        auditor: Auditor | None = None,
+        door: Callable[[], DoorState] | None = None,
     ) -> None:
         """
         Args:
@@ -107,15 +175,27 @@ class MetricsService:
             replicas: what the engine replicas that answer say of themselves.
             configured: how many there should be.
             is_open: nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin.
+            auditor: counts audits; None where nothing is audited.
+            door: what the limits tell; None where there are none.
         """
+        self._auditor, self._door = auditor, door
+        self._choices = Histogram(_CHOICES)
+        self._model: str | None = None
         self._tenancy, self._replicas, self._configured, self._is_open = tenancy, replicas, configured, is_open
+
+    def asked(self, choices: int, model: str) -> None:
+        """Counts a request for so many choices of each prompt."""
+        self._choices.observe(choices)
+        self._model = model
 
     async def expose(self, request: Request) -> Response:
         """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
         if not self._is_open:
             self._tenancy.check_admin(request.headers.get("authorization"))
         # In a thread: it takes some milliseconds, in which other requests go on.
-        text = await asyncio.to_thread(exposition, await self._replicas(), self._configured)
+        replicas, audits = await self._replicas(), None if self._auditor is None else self._auditor.counts()
+        told = DoorCollector(self._choices.read(), self._model, audits, None if self._door is None else self._door())
+        text = await asyncio.to_thread(exposition, replicas, self._configured, told)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

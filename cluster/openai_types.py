@@ -5,24 +5,22 @@ A parameter that is not honoured is an error, see ``cluster.strict``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.chat_types import ChatMessage, Prediction, Tool
+from cluster.chat_types import ChatMessage, NamedTool, Prediction, Tool
 from cluster.strict import Strict, Text, unsupported
 from cluster.structured import StructuredFields
 from cluster.text_types import TEXT_BODIES
+from cluster.tool_grammar import tools_grammar
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_STOPS = 4  # as OpenAI
 MAX_CHOICES = 128  # of one request: its prompts, times n
 
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "prompt_logprobs": (),
     "cache_salt": (),
 }
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
@@ -58,9 +56,15 @@ CacheChoice = Literal["tenant", "private", "off"]
 class StreamOptions(Strict):
     """What a stream carries besides the text."""
 
-    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
-
     include_usage: bool | None = None  # a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # beside include_usage: every chunk holds the usage so far, as vLLM
+    include_obfuscation: bool | None = None  # events are padded; when absent as server.stream_guard says
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise unsupported("continuous_usage_stats", "continuous_usage_stats is only allowed when include_usage is true")
+        return self
 
 
 class SpeculationChoice(Strict):
@@ -69,6 +73,7 @@ class SpeculationChoice(Strict):
 
     strategy: Text | None = None  # one of the server's, listed by /v1/models; its own default when absent
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding
+    report: bool | None = None  # the answer says of every token who drafted it; see cluster.step_reports
 
 
 class _GenerationRequest(StructuredFields):
@@ -90,12 +95,17 @@ class _GenerationRequest(StructuredFields):
     stop: list[Text] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
+    skip_special_tokens: bool | None = None  # true when absent
+    prompt_logprobs: Alternatives | None = None  # as vLLM: of the prompt's tokens, each with so many alternatives
+    return_token_ids: bool | None = None  # as vLLM: the ids of the prompt and of the answer
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
     cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds from arrival; after that it is a 504
     user: Text | None = None  # opaque label
     safety_identifier: Text | None = None  # opaque label
 
@@ -130,6 +140,16 @@ class _GenerationRequest(StructuredFields):
         return tuple(self.reference_documents or ())
 
     @property
+    def skips_special(self) -> bool:
+        """Whether the text is without the tokenizer's special tokens."""
+        return self.skip_special_tokens is not False
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether every chunk of a stream holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -144,6 +164,7 @@ class CompletionRequest(_GenerationRequest):
 
     NO_OPS = _COMPLETION_NO_OPS
 
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
     prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
     logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
     echo: bool | None = None  # the text begins with the prompt's
@@ -165,14 +186,20 @@ class CompletionRequest(_GenerationRequest):
         prompts, n = len(self.prompt), self.n or 1
         if prompts * n > MAX_CHOICES:
             raise unsupported("n", f"{n} choices for each of {prompts} prompts make {prompts * n}, at most {MAX_CHOICES} may be")
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo", "echo with logprobs is not supported: prompts get no log-probabilities; leave one out")
+        if self.max_tokens == 0 and not self.echo:
+            raise unsupported("max_tokens", "max_tokens must be at least 1, or 0 beside echo: true")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives of each token, None for no log-probabilities."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives of each token of the prompt, None for no log-probabilities."""
+        wanted = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(wanted, default=None)
 
 
 class ChatCompletionRequest(_GenerationRequest):
@@ -185,7 +212,8 @@ class ChatCompletionRequest(_GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     tools: list[Tool] | None = None  # shown to the model by its chat template
-    tool_choice: Literal["none", "auto"] | None = None  # none: the tools are not shown; auto, the default: the model decides
+    # none: the tools are not shown; auto, the default: the model decides; required: the answer is calls; or the one to call
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
     prediction: Prediction | None = None  # a text the answer may repeat: as reference_documents
 
@@ -201,14 +229,46 @@ class ChatCompletionRequest(_GenerationRequest):
         return [] if self.tool_choice == "none" else [tool.shown() for tool in self.tools or ()]
 
     @property
+    def binds_calls(self) -> str | None:
+        """The field that says of which form calls in the answer are; None where none does."""
+        if self.tool_choice not in (None, "none", "auto"):
+            return "tool_choice"
+        shown = () if self.tool_choice == "none" else self.tools or ()
+        strict = (index for index, tool in enumerate(shown) if tool.function.strict)
+        return next((f"tools[{index}].function.strict" for index in strict), None)
+
+    def calls_grammar(self, own_tokens: Collection[str]) -> str:
+        """The grammar of the answer where ``binds_calls``; see ``cluster.tool_grammar.tools_grammar``."""
+        return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, own_tokens)
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives of each token, None for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives of each token of the prompt, None for no log-probabilities."""
+        return self.prompt_logprobs
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice == "required" and not names:
+            raise unsupported("tool_choice", "tool_choice: required needs tools to choose from")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise unsupported("tool_choice", f"there is no tool {self.tool_choice.function.name!r} in tools")
+        if self.binds_calls is not None and len(set(names)) < len(names):
+            raise unsupported("tools", "two tools have the same name")
+        if self.binds_calls is not None and self.bound_by is not None:
+            message = f"{self.binds_calls} and {self.bound_by} cannot both bind the answer; send one of them"
+            raise unsupported(self.bound_by.partition(".")[0], message)
         return self
 
     @model_validator(mode="after")

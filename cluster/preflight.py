@@ -9,8 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from configs.schema import Config
+from configs.keys_file import with_keys_file
+from configs.schema import Config, ConfigError
+from configs.server_checks import admin_address
 from configs.slices import ParallelismOptions, SpeculationOptions
+from configs.tenancy_checks import key_is_required
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -29,10 +32,14 @@ class LaunchError(RuntimeError):
 def check(config: Config) -> None:
     """Raises LaunchError when the server cannot start for a reason that can be seen from here."""
     check_port(config.server.host, config.server.port)
+    admin = admin_address(config.server)
+    if admin is not None and config.server.ray_address is None:  # else the API may be on another machine
+        check_port(*admin, name="admin_")
     check_disk(ray_folder())
     check_model(config.model.path)
     check_speculation(config.speculation, config.parallelism.mode == "lookahead")
     check_secret(config)
+    check_keys(config)
     check_processors(config)
 
 
@@ -41,19 +48,20 @@ def ray_folder() -> Path:
     return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises LaunchError unless a server can listen there."""
+def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
+    """Raises LaunchError unless a server can listen there; ``name`` is the beginning of the keys that say so."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except PermissionError:
-            raise LaunchError(f"port {port} needs root: choose one above 1023, server.port=8000") from None
+            raise LaunchError(f"port {port} needs root: choose one above 1023, server.{name}port=8000") from None
         except OSError as error:
             if isinstance(error, socket.gaierror) or "assign" in str(error):
-                raise LaunchError(f"server.host {host!r} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
-            advice = f"stop what listens there, or choose another with server.port={port + 1}"
+                what = f"server.{name}host {host!r}"
+                raise LaunchError(f"{what} is not an address of this machine: use 127.0.0.1 or 0.0.0.0") from None
+            advice = f"stop what listens there, or choose another with server.{name}port={port + 1}"
             raise LaunchError(f"port {port} on {host} is in use: {advice}") from None
 
 
@@ -102,6 +110,16 @@ def check_secret(config: Config) -> None:
         raise LaunchError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
 
 
+def check_keys(config: Config) -> None:
+    """Raises LaunchError when the file of keys cannot be used; where the API runs on another machine, it is left to that."""
+    if config.tenancy.keys_file is None or config.server.ray_address is not None:
+        return
+    try:
+        with_keys_file(config.tenancy, key_is_required(config.server.require_key, config.server.host))
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
+
+
 def group_size(options: ParallelismOptions) -> int:
     """Ranks that are reserved for each replica, its own included; 1 where it computes alone, or with whoever is free."""
     return options.world_size if options.mode == "lookahead" and options.world_size != "auto" else 1
@@ -116,14 +134,17 @@ def check_processors(config: Config) -> None:
 
 
 def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, available: float) -> None:
-    """Raises LaunchError when there are not enough processors of a kind for all ranks of all replicas.
+    """Raises LaunchError when there are not enough processors of a kind for all ranks of all replicas, and the baseline's.
 
-    Example: two groups of 4 ranks, one CPU each, need 8 CPUs.
+    Example: two groups of 4 ranks, one CPU each, need 8 CPUs, with a baseline of one replica 9.
     """
     ranks, replicas = group_size(config.parallelism), config.server.replicas
-    needed = ranks * replicas * each
-    if ranks > 1 and needed > available:
+    baselines = config.baseline.replicas if config.baseline.enabled else 0
+    needed = (ranks * replicas + baselines) * each
+    if (ranks > 1 or baselines) and needed > available:
+        beside = f" and {baselines} of the baseline" if baselines else ""
         raise LaunchError(
-            f"{replicas} x {ranks} ranks need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "
-            f"lower server.replicas, parallelism.world_size or server.{kind.lower()}s_per_replica"
+            f"{replicas} x {ranks} ranks{beside} need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "
+            f"lower server.replicas, parallelism.world_size{', baseline.replicas' if baselines else ''} "
+            f"or server.{kind.lower()}s_per_replica"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
@@ -14,8 +14,9 @@ from cluster import errors
 from cluster.answers import Answer, AnswerBuilder, CompletionTokensDetails, PromptTokensDetails, Usage
 from cluster.generation import Generation
 from cluster.predicted import PredictionMatch
+from cluster.stream_guard import StreamShape
 from cluster.tool_calls import Call, ToolCallReader
-from decoding.request import FinishReason, StepOutput, TokenLogprob
+from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,12 @@ class Form:
 
     stream: bool
     include_usage: bool = False  # a stream ends with the usage
+    reports_usage: bool = False  # and every chunk holds it as far as it is known
     echoes: Sequence[str] = ()  # what the text of each choice begins with
     prediction: Sequence[int] | None = None  # token ids of a predicted output
     reads_calls: bool = False  # of tools, out of the text
     most_calls: int | None = None  # that are told of each choice; None: all
+    shape: StreamShape = field(default_factory=StreamShape)  # of a stream
 
 
 class _ChoiceReader:
@@ -65,53 +68,65 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
     readers = [_ChoiceReader(form, index) for index in choices]
     if form.stream:
         await generation.__aenter__()
-        events = _events(answer, generation, readers, form.include_usage)
+        events = _events(answer, generation, readers, form)
         return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
     pieces: list[list[str | Call]] = [[] for _ in choices]
     reasons: list[Any] = [None for _ in choices]
     logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
+    reports: list[list[StepReport]] = [[] for _ in choices]
     async with generation:
         async for index, output in generation.outputs():
+            answer.hear(index, output)
             pieces[index] += readers[index].read(output)
             reasons[index] = readers[index].reason(output.finish_reason)
             logprobs[index] += output.logprobs or ()
-    whole = answer.whole(pieces, reasons, logprobs, _usage(generation, readers))
+            if output.report is not None:
+                reports[index].append(output.report)
+    whole = answer.whole(pieces, reasons, logprobs, _usage(generation, readers), reports)
     return Response(whole.to_json(), media_type="application/json")
 
 
 async def _events(
-    answer: AnswerBuilder, generation: Generation, readers: Sequence[_ChoiceReader], include_usage: bool
+    answer: AnswerBuilder, generation: Generation, readers: Sequence[_ChoiceReader], form: Form
 ) -> AsyncIterator[str]:
     """The server-sent events of a started generation. A failure is an event with the error, and no ``[DONE]`` follows it."""
+    include_usage, shape = form.include_usage, form.shape
     opened, called = [False] * len(readers), [0] * len(readers)
+    outputs = shape.outputs(generation.outputs(), len(readers))
     try:
-        async for index, output in generation.outputs():
+        async for index, output in outputs:
             chunks: list[Answer | None] = []
+            answer.hear(index, output)
             if not opened[index]:
                 opened[index] = True
                 chunks.append(answer.opening(index))
             pieces, logprobs = readers[index].read(output), output.logprobs or ()
-            if logprobs and not (pieces and isinstance(pieces[0], str)):
+            reports = () if output.report is None else (output.report,)
+            untold = logprobs or reports or output.prompt_logprobs
+            if (untold or shape.has_period) and not (pieces and isinstance(pieces[0], str)):
                 pieces = ["", *pieces]  # they come with text, be it none
             for piece in pieces:
                 if isinstance(piece, Call):
                     chunks.append(answer.call(index, piece, called[index]))
                     called[index] += 1
                 else:
-                    chunks.append(answer.piece(index, piece, logprobs))
-                    logprobs = ()
+                    chunks.append(answer.piece(index, piece, logprobs, reports))
+                    logprobs = reports = ()
             if output.finish_reason is not None:
                 chunks.append(answer.end(index, readers[index].reason(output.finish_reason)))
             for chunk in chunks:
                 if chunk is not None:
-                    yield chunk.to_event(include_usage)
+                    if form.reports_usage:
+                        chunk.usage = _usage(generation, readers)
+                    yield shape.pad(chunk.to_event(include_usage))
         if include_usage:
-            yield answer.usage(_usage(generation, readers)).to_event(include_usage)
+            yield shape.pad(answer.usage(_usage(generation, readers)).to_event(include_usage))
         yield "data: [DONE]\n\n"
     except Exception as error:
         logger.exception("a stream broke off")
-        yield f"data: {json.dumps(errors.api_error(error).body())}\n\n"
+        yield shape.pad(f"data: {json.dumps(errors.api_error(error).body())}\n\n")
     finally:
+        await outputs.aclose()
         await generation.__aexit__()
 
 

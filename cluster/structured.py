@@ -81,6 +81,11 @@ class StructuredFields(Strict):
             raise unsupported(fields[1], f"{fields[0]} and {fields[1]} cannot both bind the answer; send one of them")
         return self
 
+    @property
+    def bound_by(self) -> str | None:
+        """The field that binds the answer; None where any text will do."""
+        return next((field for field, _ in self._bounds()), None)
+
     def grammar(self) -> str | None:
         """The grammar of the answer, for ``SamplingParams.grammar``; None where any text will do.
 

@@ -13,9 +13,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from configs.server_checks import server_faults
 from configs.slices import (
+    AuditOptions,
+    BaselineOptions,
     CacheOptions,
     EngineOptions,
+    LimitsOptions,
     ModelOptions,
     ParallelismOptions,
     ServerOptions,
@@ -23,7 +27,7 @@ from configs.slices import (
     TenancyOptions,
     TenantOptions,
 )
-from configs.tenancy_checks import KEY_ADVICE, tenancy_faults
+from configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, tenancy_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -35,6 +39,9 @@ _SLICES: dict[str, type] = {
     "server": ServerOptions,
     "cache": CacheOptions,
     "tenancy": TenancyOptions,
+    "limits": LimitsOptions,
+    "audit": AuditOptions,
+    "baseline": BaselineOptions,
 }
 
 MAX_WORLD_SIZE = 64
@@ -56,6 +63,10 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "parallelism.step_timeout_s": (0.2, 100),
     "parallelism.check_steps": (1, 2**31),
     "server.port": (1, 65535),
+    "server.admin_port": (1, 65535),
+    "server.stream_period_s": (0.01, 10),
+    "server.stream_pad_bytes": (64, 65536),
+    "server.max_queued": (1, 2**20),
     "server.replicas": (1, 1024),
     "server.cpus_per_replica": (0, 4096),
     "server.gpus_per_replica": (0, 64),
@@ -75,6 +86,16 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "cache.timeout_s": (0.01, 60),
     "cache.retry_s": (0.01, 3600),
     "cache.start_timeout_s": (0, 86400),
+    "limits.requests_per_minute": LIMIT_BOUNDS,
+    "limits.tokens_per_minute": LIMIT_BOUNDS,
+    "limits.max_concurrent": LIMIT_BOUNDS,
+    "limits.max_request_bytes": (1024, 2**31),
+    "limits.max_prompt_tokens": (1, 2**24),
+    "limits.max_output_tokens": (1, 2**24),
+    "limits.request_timeout_s": (0.01, 86400),
+    "audit.keep": (0, 65536),
+    "audit.sample": (0, 1),
+    "baseline.replicas": (1, 1024),
 }
 
 
@@ -94,12 +115,15 @@ class Config(BaseModel):
     server: ServerOptions = Field(default_factory=ServerOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
     tenancy: TenancyOptions = Field(default_factory=TenancyOptions)
+    limits: LimitsOptions = Field(default_factory=LimitsOptions)
+    audit: AuditOptions = Field(default_factory=AuditOptions)
+    baseline: BaselineOptions = Field(default_factory=BaselineOptions)
     redis_url: str | None = None  # an embedded Redis is started when absent
 
     @model_validator(mode="after")
     def _check_tenancy(self) -> Config:
         """Here and not in ``load_config``: whose requests share drafts is checked however a configuration comes about."""
-        faults = tenancy_faults(self.tenancy, self.server.host)
+        faults = tenancy_faults(self.tenancy, self.server.host, self.server.require_key)
         if faults:
             raise PydanticCustomError("tenancy", "{faults}", {"faults": "; ".join(faults)})
         return self
@@ -128,7 +152,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     speculation = config.speculation
     if speculation.draft_model is not None:
         speculation = dataclasses.replace(speculation, draft_model=find_model(speculation.draft_model))
-    return config.model_copy(update={"model": model, "speculation": speculation})
+    tenancy = config.tenancy
+    if tenancy.keys_file is not None:  # actors have other working directories
+        tenancy = dataclasses.replace(tenancy, keys_file=str(Path(tenancy.keys_file).expanduser().absolute()))
+    return config.model_copy(update={"model": model, "speculation": speculation, "tenancy": tenancy})
 
 
 def find_model(path: str) -> str:
@@ -166,6 +193,8 @@ def _check_values(config: Config) -> None:
     if not _PREFIX.fullmatch(config.cache.prefix):
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
     _check_parallelism(config)
+    for fault in server_faults(config.server):
+        raise ConfigError(fault)
 
 
 def _check_parallelism(config: Config) -> None:

@@ -79,6 +79,10 @@ class ServerOptions:
 
     host: str = "127.0.0.1"  # 0.0.0.0: reachable from other machines
     port: int = 8000
+    admin_port: int | None = None  # of /admin and /metrics; when absent the main port on loopback, else the one after port
+    admin_host: str = "127.0.0.1"  # where admin_port listens, on the node of the API's actor
+    require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
+    max_queued: int | None = None  # choices that run or wait; more get a 429. All that the engines run and queue when absent
     replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
     cpus_per_replica: float = 1.0  # what Ray reserves for each rank; the threads that torch uses are model.threads
     gpus_per_replica: float | None = None  # for each rank; one when the model is on cuda, else none, when absent
@@ -86,7 +90,22 @@ class ServerOptions:
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops
     resume_timeout_s: float = 120.0  # a request that lost its replica gets so long until another one has taken it
+    stream_guard: Literal["none", "cadence", "pad", "both"] = "none"  # what hides the steps in a stream's packets
+    stream_period_s: float = 0.1  # cadence: between two chunks
+    stream_pad_bytes: int = 512  # pad: the lengths of events are multiples of it
+    otlp_endpoint: str | None = None  # traces go to this OTLP/HTTP collector, such as http://127.0.0.1:4318; nowhere when absent
     ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineOptions:
+    """What answers are compared with (``POST /v1/compare``): a deployment beside the engine, which shares nothing with it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    enabled: bool = False
+    kind: Literal["plain"] = "plain"  # the same model, decoded token by token
+    replicas: int = 1  # each takes what one replica without parallelism takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +138,9 @@ class TenantOptions:
 
     keys: tuple[str, ...] = ()  # hashes of its API keys, "sha256:HEX"; see outrider new-key
     cache_mib: float | None = None  # its own cache.tenant_mib
+    requests_per_minute: int | None = None  # each of its keys' own limits.requests_per_minute
+    tokens_per_minute: int | None = None  # each of its keys' own limits.tokens_per_minute
+    max_concurrent: int | None = None  # each of its keys' own limits.max_concurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +152,30 @@ class TenancyOptions:
     tenants: dict[str, TenantOptions] = field(default_factory=dict)  # by name
     anonymous: str | None = None  # tenant of requests without a key, for a server that one user has on loopback
     admin_keys: tuple[str, ...] = ()  # hashes of the keys that may use /admin, which is closed without one
+    keys_file: str | None = None  # yaml with more tenants and admin_keys, such as a mounted secret; read again when it changes
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsOptions:
+    """What one API key, and one request, may take. Requests without a key count as one key together."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    requests_per_minute: int | None = None  # in any 60 seconds; no limit when absent
+    tokens_per_minute: int | None = None  # of prompts and answers; a request reserves the longest answer that it may get
+    max_concurrent: int | None = None  # requests at once
+    max_request_bytes: int = 8 * 2**20  # of a request's body
+    max_prompt_tokens: int | None = None  # the model's context when absent
+    max_output_tokens: int | None = None  # of one choice: more is refused, and what asks for no number gets no more
+    request_timeout_s: float | None = None  # from arrival to the last token; a request may ask for less with timeout
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """Which served requests may be computed again without drafts: drafting must have changed nothing. See ``outrider audit``."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
+
+    keep: int = 64  # choices served last whose prompt and output stay in the API's memory, to be replayed when asked; 0: none
+    sample: float = 0.0  # share of served choices that are replayed in the background, while slots are free and nobody waits
+    private: bool = False  # also choices of no tenant, and of requests with cache private or off

@@ -6,14 +6,16 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from configs.slices import TenancyOptions
+from configs.slices import TenancyOptions, TenantOptions
 
 KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
 _TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+LIMIT_BOUNDS = (1, 2**40)  # of a number of requests or tokens
+_OWN_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 
 
-def tenancy_faults(tenancy: TenancyOptions, host: str) -> list[str]:
+def tenancy_faults(tenancy: TenancyOptions, host: str, require_key: bool | None = None) -> list[str]:
     """One sentence for each fault; none when all is well.
 
     What stands where a hash belongs is not shown: it may be the key itself.
@@ -21,8 +23,21 @@ def tenancy_faults(tenancy: TenancyOptions, host: str) -> list[str]:
     Args:
         tenancy: as configured.
         host: where the server listens.
+        require_key: ``server.require_key``.
     """
-    return [*_names(tenancy), *_hashes(tenancy), *_anonymous(tenancy, host)]
+    needed = list(_needed(tenancy, host, require_key))
+    return [*entry_faults(tenancy), *(list(_anonymous(tenancy, host)) or needed)]
+
+
+def entry_faults(tenancy: TenancyOptions) -> list[str]:
+    """Those of the tenants and keys themselves."""
+    limits = (fault for name, tenant in tenancy.tenants.items() for fault in _limits(name, tenant))
+    return [*_names(tenancy), *_hashes(tenancy), *limits]
+
+
+def key_is_required(require_key: bool | None, host: str) -> bool:
+    """Whether requests need a key: as configured, else wherever other machines reach the server."""
+    return not is_loopback(host) if require_key is None else require_key
 
 
 def is_loopback(host: str) -> bool:
@@ -53,6 +68,31 @@ def _hashes(tenancy: TenancyOptions) -> Iterator[str]:
                 yield f"tenancy.tenants.{name}.keys.{index} is not a hash of a key; allowed: {KEY_ADVICE}"
             elif (owner := owners.setdefault(text, name)) != name:
                 yield f"tenancy.tenants: {owner} and {name} have the same key {text[:15]}...; a key belongs to one tenant"
+
+
+def _limits(name: str, tenant: TenantOptions) -> Iterator[str]:
+    low, high = LIMIT_BOUNDS
+    for limit in _OWN_LIMITS:
+        value = getattr(tenant, limit)
+        if value is not None and not low <= value <= high:
+            yield f"tenancy.tenants.{name}.{limit} is {value}; allowed: {low} to {high}"
+
+
+def _needed(tenancy: TenancyOptions, host: str, require_key: bool | None) -> Iterator[str]:
+    """Where keys are required there have to be some, and nobody comes without one."""
+    if not key_is_required(require_key, host):
+        return
+    if tenancy.anonymous is not None:
+        yield (
+            f"server.require_key is {require_key} and tenancy.anonymous is {tenancy.anonymous!r}, the tenant of requests without "
+            "a key; set tenancy.anonymous=null, or server.require_key=false"
+        )
+    if tenancy.keys_file is None and not any(tenant.keys for tenant in tenancy.tenants.values()):
+        why = "server.require_key is true" if require_key else f"other machines reach server.host {host!r}"
+        yield (
+            f"{why}, and no tenant has an API key: give one to tenancy.tenants.NAME.keys or tenancy.keys_file (outrider new-key "
+            "makes a key and its hash), or set server.require_key=false to serve whoever comes"
+        )
 
 
 def _anonymous(tenancy: TenancyOptions, host: str) -> Iterator[str]:

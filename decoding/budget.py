@@ -47,6 +47,16 @@ class Sharing:
         return dealt
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetCounts:
+    """What a budget has decided since its start."""
+
+    asked: int = 0  # times that a request was asked for rows
+    offered: int = 0  # rows that were found likely enough to be looked at
+    granted: int = 0  # of these, rows that were drafted
+    least_chance: float = 0.0  # of the latest step: a row of a lower chance does not pay
+
+
 _ALONE, _NO_DEPTHS = Sharing(), np.zeros(0, np.int32)
 
 

@@ -68,9 +68,11 @@ class SamplingParams:
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     seed: int = 0
-    stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it
+    stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it unless include_stop
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False  # the model's own end tokens do not end the text
+    include_stop: bool = False  # what ends the text, one of stop or stop_token_ids, is part of it
+    skip_special_tokens: bool = True  # the text is without the tokenizer's special tokens
     min_p: float = 0.0  # tokens less likely than this share of the most likely one are excluded; 0: none
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output
@@ -184,6 +186,21 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the most likely tokens and theirs, the most likely first, equals by token id
+    rank: int | None = None  # among all tokens, 1 the most likely; told of tokens of a prompt only
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Who drafted what a step emitted, for requests that ask (see ``decoding.origins``)."""
+
+    pieces: tuple[str, ...]  # of the output's ``text``, one for each token: what it released; "" for a part of a character
+    sources: tuple[str, ...]  # one for each token: ``model`` for the target's own, else what drafted it
+    drafted: int  # rows that were verified, accepted ones included
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were emitted."""
+        return sum(source != "model" for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +215,9 @@ class StepOutput:
     error: str | None = None  # set with FinishReason.ERROR
     stats: SpecStats | None = None  # set with the finish reason
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, where the request asks for them
+    report: StepReport | None = None  # where the request asks for it
+    # Of the first output with tokens, where the request asks for it: one for each token of the prompt from the second on.
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class RequestState(enum.Enum):
@@ -218,7 +238,8 @@ class Request:
     __slots__ = (
         "_buffer", "_length", "admitted_s", "arrival", "arrived_s", "finish_reason", "first_token_s", "grammar",
         "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
-        "public", "queued_s", "references", "request_id", "scope", "siblings", "slot", "state", "stats",
+        "prompt_logprobs", "prompt_scores",
+        "public", "queued_s", "references", "report", "request_id", "scope", "siblings", "slot", "state", "stats",
         "strategy", "tenant", "text", "waited_s",
     )  # fmt: skip
 
@@ -236,6 +257,8 @@ class Request:
         strategy: str | None = None,
         max_draft_tokens: int | None = None,
         siblings: bool = False,
+        report: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """
         Args:
@@ -255,6 +278,9 @@ class Request:
                 decoding, whoever would draft.
             siblings: other choices of the same prompt run beside it, ``NAME/INDEX`` with its own NAME. They compute the prompt
                 once, also where the request is private otherwise.
+            report: outputs say who drafted each token (``StepOutput.report``).
+            prompt_logprobs: alternatives reported with each log-probability of the prompt (``StepOutput.prompt_logprobs``); None
+                for none. The whole prompt is computed then, whatever is there of it. With ``emitted`` they were told before.
 
         Raises:
             ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
@@ -271,7 +297,9 @@ class Request:
         self.request_id, self.params, self.priority = request_id, params, priority
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
-        self.tenant, self.public, self.siblings = tenant, public, siblings
+        self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
+        self.prompt_logprobs = None if len(emitted) else prompt_logprobs
+        self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed
         self.text = text_key(request_id)  # key of its output in histories
         self.references: tuple[Int32Array, ...] = tuple(np.asarray(r, np.int32) for r in references if len(r))
         self.num_prompt, self.num_given = len(prompt_ids), len(emitted)  # num_given: output of an engine that is gone
@@ -331,6 +359,13 @@ class Request:
     def root(self) -> int:
         """The last committed token."""
         return int(self._buffer[self._length - 1])
+
+    def take_prompt_scores(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the prompt, once its whole is computed; they are not asked for any more."""
+        assert len(self.prompt_scores) == self.num_prompt - 1, (len(self.prompt_scores), self.num_prompt)
+        scores = tuple(self.prompt_scores)
+        self.prompt_logprobs, self.prompt_scores = None, []
+        return scores
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends emitted tokens; the caller keeps within ``remaining``."""

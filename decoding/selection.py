@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decoding.budget import Pricing
+from decoding.budget import BudgetCounts, Pricing
 from decoding.expansion import Rows
 from decoding.latency import LatencyCurve, StepLoad
 from decoding.pause import EXPLORED_ROWS, Explorer, Pause
@@ -30,6 +30,8 @@ class Selection:
         self._pricing, self._explorer = Pricing(curve), Explorer()
         self._number, self._busiest, self._asked = 0, 1, 0
         self._ranks, self._asking_s = 1, 0.0  # seconds of asking one request
+        self._requests_asked = self._offered = self._granted = 0  # since the start, see ``BudgetCounts``
+        self._least_chance = 0.0
 
     def scale(self, ranks: int) -> None:
         """From now on so many ranks share each step."""
@@ -60,17 +62,26 @@ class Selection:
         self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
         if not asked:
             return grown
-        least = _NEAR * self._pricing.least_chance()
+        self._least_chance = self._pricing.least_chance()
+        least = _NEAR * self._least_chance
         for at in asked:
             grown[at] = grow(at, 0.0 if at == explored else least)
         depths = [rows.depths[1:] for rows in grown] if self._ranks > 1 else ()
+        self._requests_asked += len(asked)
         counts, saved = self._pricing.rows_to_draft([rows.chances for rows in grown], depths, accepted)
         for at in asked:
             pauses[at].drafted(counts[at], count, self._number, saved[at], self._asking_s)
             drafted = max(counts[at], EXPLORED_ROWS) if at == explored else counts[at]
-            if drafted < len(grown[at].chances):
+            found = len(grown[at].chances)
+            self._offered += found
+            self._granted += min(drafted, found)
+            if drafted < found:
                 grown[at] = grown[at].first(drafted)
         return grown
+
+    def counts(self) -> BudgetCounts:
+        """What was decided so far; from any thread."""
+        return BudgetCounts(self._requests_asked, self._offered, self._granted, self._least_chance)
 
     def timed(self, seconds: float) -> None:
         """Counts how long the last proposal took."""

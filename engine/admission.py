@@ -15,7 +15,7 @@ class Admission:
 
     A tenant's requests reuse each other's KV until texts of the tenant are deleted: what was computed before then is not reused
     any more, as its history's ``edition`` is another. Requests of no tenant reuse nothing, but for choices of one prompt, which
-    compute it once.
+    compute it once. Who asks for log-probabilities of the prompt has it computed.
     """
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
@@ -47,7 +47,7 @@ class Admission:
 
     def _scope(self, request: Request) -> str | None:
         tenant = request.tenant
-        if not self._reuses:
+        if not self._reuses or request.prompt_logprobs is not None:
             return None
         if tenant is None:
             return f"{self._engine}/-/{request_of(request.text):x}" if request.siblings else None

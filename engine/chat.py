@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from engine.errors import RequestError
 
 # What a client may write, and what templates call it; "developer" is OpenAI's newer word for "system".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_BRACKETED = re.compile(r"<[^<>\s]+>")
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
@@ -59,6 +62,14 @@ def render_chat(
 def marks_tool_calls(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], mark: str) -> bool:
     """Whether the chat template tells the model to write calls of tools with a mark, such as ``<tool_call>``."""
     return bool(tools) and mark in _template(tokenizer, tools)
+
+
+def bracketed_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts like ``<think>`` that are tokens of their own beside the vocabulary, and show as text."""
+    return [
+        text for token in tokenizer.added_tokens_decoder.values()
+        if not token.special and _BRACKETED.fullmatch(text := token.content)
+    ]  # fmt: skip
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:

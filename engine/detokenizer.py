@@ -16,17 +16,22 @@ class Detokenizer:
     token that completes it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str], include_stop: bool = False, skip_special: bool = True
+    ) -> None:
         """
         Args:
             tokenizer: of the model.
-            stop: strings that end the text and are not part of it.
+            stop: strings that end the text.
+            include_stop: the one that ends it is part of it.
+            skip_special: special tokens give no text.
         """
+        self._include_stop, self._skip_special = include_stop, skip_special
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._backend = tokenizer.backend_tokenizer
         # Proper beginnings of stop strings, the longest first.
         self._beginnings = tuple(sorted({text[:size] for text in stop for size in range(1, len(text))}, key=len, reverse=True))
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
         self._decoded = ""  # all that the stream gave
         self._shown = 0
@@ -49,14 +54,15 @@ class Detokenizer:
         before = len(self._decoded)
         self._decoded += piece
         start = max(0, before - self._longest + 1)
-        found = [at for text in self._stop if (at := self._decoded.find(text, start)) >= 0]
+        found = [(at, len(text)) for text in self._stop if (at := self._decoded.find(text, start)) >= 0]
         if found:
-            return self._show(min(found)), True
+            at, size = min(found)
+            return self._show(at + size if self._include_stop else at), True
         return self._show(len(self._decoded) - self._held_back()), False
 
     def flush(self) -> str:
         """The rest of the text at the end of a request without a stop string, unfinished characters included."""
-        full = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        full = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
         if full.startswith(self._decoded):
             self._decoded = full
         return self._show(len(self._decoded))

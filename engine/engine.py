@@ -12,6 +12,7 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
 from decoding.drafters.base import count_step
 from decoding.history import Histories
+from decoding.origins import step_report
 from decoding.request import FinishReason, Request, StepOutput
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
@@ -174,7 +175,7 @@ class Engine:
 
     def metrics(self) -> MetricsCounts:
         """What was counted for dashboards. From any thread."""
-        return self._metrics.read(None if self.memory is None else self.memory.log_bytes)
+        return self._metrics.read(None if self.memory is None else self.memory.log_bytes, self._drafter.budget())
 
     def check_integrity(self) -> None:
         """Asserts, between steps, that no slot, no KV entry and no request is lost, and nothing kept of one that has ended."""
@@ -268,22 +269,27 @@ class Engine:
             self._release(request, FinishReason.ERROR)
             return StepOutput(request.request_id, (), "", FinishReason.ERROR, request.grammar.fault, request.stats)
         tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
-        kept, text, reason = self._outputs.read(request, tokens)
+        pieces, reason = self._outputs.read(request, tokens)
+        kept, text = len(pieces), "".join(pieces)
+        report = step_report(request, tree, acceptance.rows[:kept], pieces, self.memory) if request.report else None
         request.commit(tokens[:kept])
         request.num_computed = work.end + len(acceptance.rows)
         self._count(request, tree, acceptance.rows[:kept], kept)
         emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
+        scores = None if request.prompt_logprobs is None else request.take_prompt_scores()
         if reason is None:
             if not request.plain:
                 self._drafter.observe(request, tree, outcome.target, acceptance)
-            return StepOutput(request.request_id, emitted, text, logprobs=logprobs)
+            return StepOutput(request.request_id, emitted, text, logprobs=logprobs, report=report, prompt_logprobs=scores)
         self._release(request, reason)
-        return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs)
+        return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs, report, scores)
 
     def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int) -> None:
         stats, now = request.stats, time.perf_counter()
         assert request.admitted_s is not None, request.request_id
         self._metrics.emitted(request, emitted, tree.num_candidates - 1, len(accepted), now)
+        if tree.num_candidates > 1:
+            self._metrics.drafted(tree)
         if request.first_token_s is None:
             request.first_token_s = now
             stats.prefill_s = now - request.admitted_s

@@ -20,6 +20,7 @@ from decoding.target_laws import TargetLaws
 from decoding.tree import DraftTree, Int32Array
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
+from engine import prompt_scores
 from engine.batch import Work, pack
 from engine.grammar import Grammars
 from engine.runner import ModelRunner
@@ -196,7 +197,13 @@ class LocalExecutor:
         prefixes = self._cache.prefixes
         for segment in batch.segments:
             prefixes.cut(segment.slot, segment.start)
-        logits = self.runner.forward(batch)
+        if prompt_scores.asks(works):
+            wanted = len(batch.logit_rows)
+            both = self.runner.forward(prompt_scores.with_prompt_rows(works, batch))
+            prompt_scores.score(works, both[wanted:])
+            logits = both[:wanted]
+        else:
+            logits = self.runner.forward(batch)
         greedy = argmax_rows(logits)
         outcomes: list[Outcome | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):

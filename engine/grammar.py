@@ -35,7 +35,7 @@ MAX_GRAMMAR_CHARS = 100_000  # of a schema or pattern: more would hold up the re
 KEPT = 64  # compiled grammars
 _UNFORCED = '%llguidance {"no_forcing": true}'
 # Runs of it between the tokens of JSON. Bounded: a model may lose itself in it otherwise, and never come to the next value.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 
 
 class GrammarError(ValueError):
@@ -46,7 +46,7 @@ def json_grammar(schema: Mapping[str, Any] | str) -> str:
     """JSON that is valid under a schema, with any whitespace, at most 40 characters in a row. Raises ``GrammarError``."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        return _checked(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}), len(text))
+        return _checked(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}), len(text))
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
     except ValueError as error:
@@ -79,6 +79,11 @@ def context_free_grammar(text: str) -> str:
         return _checked(grammar_from("grammar", text), len(text))
     except ValueError as error:
         raise GrammarError(_reason(str(error))) from None
+
+
+def lark_grammar(text: str) -> str:
+    """Text of a grammar in the library's own dialect of Lark's notation. Raises ``GrammarError``."""
+    return _checked(LLMatcher.grammar_from_lark(text), len(text))
 
 
 def _checked(grammar: str, size: int) -> str:

@@ -6,12 +6,17 @@ seen now or at the next reading.
 
 from __future__ import annotations
 
+import os
 import uuid
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from decoding.budget import BudgetCounts
+from decoding.drafters.base import SOURCES
 from decoding.request import FinishReason, Request
+from decoding.tree import DraftTree
 from engine.batch import Work
 
 # Seconds. Those of vLLM, so that its dashboards fit, and finer ones below them: its first bound is 0.3 s for a whole request.
@@ -27,7 +32,17 @@ REQUEST_S = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+_STATM = Path("/proc/self/statm")
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None where the system has no ``/proc``."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -90,6 +105,11 @@ class MetricsCounts:
     finished: dict[str, int]  # requests that have ended, by ``FinishReason``
     histograms: dict[str, HistogramCounts]  # by vLLM's name without its prefix
     history_bytes: int | None = None  # of remembered outputs; None for a strategy that remembers none
+    drafts_by_source: dict[str, int] = field(default_factory=dict)  # trees that held draft tokens of a drafter
+    drafted_by_source: dict[str, int] = field(default_factory=dict)  # these tokens
+    budget: BudgetCounts | None = None  # None for a strategy that drafts as many rows as it may
+    # Memory of the process, not a count of the engine's; None where the system does not tell.
+    resident_bytes: int | None = field(default=None, compare=False)
 
     @property
     def drafts(self) -> int:
@@ -120,6 +140,7 @@ class EngineMetrics:
         self._forward_s = 0.0
         self._accepted_lengths = [0]
         self._accepted_by_source: dict[str, int] = {}
+        self._drafts_by_source, self._drafted_by_source = [0] * len(SOURCES), [0] * len(SOURCES)
         self._finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
         self._first_token, self._inter_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
         self._iteration = Histogram(STEP_TOKENS)
@@ -169,6 +190,13 @@ class EngineMetrics:
                 lengths.extend([0] * (accepted + 1 - len(lengths)))
             lengths[accepted] += 1
 
+    def drafted(self, tree: DraftTree) -> None:
+        """Counts who drafted the tokens of a tree that holds any."""
+        sources = tree.sources[1 : tree.num_candidates].tolist()
+        for source in set(sources):  # one or two of them: faster than arrays
+            self._drafted_by_source[source] += sources.count(source)
+            self._drafts_by_source[source] += 1
+
     def stepped(self, works: Sequence[Work], forward_s: float) -> None:
         """Counts a step, after what it gave each request.
 
@@ -215,7 +243,7 @@ class EngineMetrics:
         if request.num_output > 1:
             self._token_time.observe(stats.decode_s / (request.num_output - 1))
 
-    def read(self, history_bytes: int | None = None) -> MetricsCounts:
+    def read(self, history_bytes: int | None = None, budget: BudgetCounts | None = None) -> MetricsCounts:
         """The counts of this moment; from any thread."""
         return MetricsCounts(
             engine=self._engine,
@@ -230,4 +258,13 @@ class EngineMetrics:
             finished=dict(self._finished),
             histograms={name: histogram.read() for name, histogram in self._histograms.items()},
             history_bytes=history_bytes,
+            drafts_by_source=_by_name(self._drafts_by_source),
+            drafted_by_source=_by_name(self._drafted_by_source),
+            budget=budget,
+            resident_bytes=resident_bytes(),
         )
+
+
+def _by_name(counts: Sequence[int]) -> dict[str, int]:
+    """Counts in the order of ``SOURCES`` by name, those of 0 left out."""
+    return {source: count for source, count in zip(SOURCES, counts, strict=True) if count}

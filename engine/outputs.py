@@ -28,7 +28,9 @@ class Outputs:
         own = () if request.params.ignore_eos else self._eos_token_ids
         self._end_tokens[request.request_id] = frozenset((*own, *request.params.stop_token_ids))
         if self._tokenizer is not None:
-            detokenizer = self._detokenizers[request.request_id] = Detokenizer(self._tokenizer, request.params.stop)
+            params = request.params
+            detokenizer = Detokenizer(self._tokenizer, params.stop, params.include_stop, params.skip_special_tokens)
+            self._detokenizers[request.request_id] = detokenizer
             for token in request.output_ids.tolist():  # emitted elsewhere, and shown
                 detokenizer.push(token)
 
@@ -41,31 +43,39 @@ class Outputs:
         """The tokens that end a live request."""
         return self._end_tokens[request.request_id]
 
-    def read(self, request: Request, tokens: Sequence[int]) -> tuple[int, str, FinishReason | None]:
-        """How many of the emitted tokens belong to the output, the text they add, and why it ends there, if it does.
+    def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
+        """The text that each emitted token releases, and why the output ends, if it does: then the tokens behind are not of it.
+
+        Text that was held back is the token's that decided it; what is left at the end is the last token's.
 
         Args:
             request: live, before the tokens are committed.
             tokens: at least one.
+
+        Returns:
+            A piece of text, be it empty, for each token that belongs to the output.
         """
         end_tokens, detokenizer = self._end_tokens[request.request_id], self._detokenizers.get(request.request_id)
-        text = ""
+        pieces: list[str] = []
         reason: FinishReason | None = None
-        for kept, token in enumerate(tokens, start=1):
+        for token in tokens:
             if token in end_tokens:
                 reason = FinishReason.STOP
+                if not request.params.include_stop or token not in request.params.stop_token_ids:
+                    pieces.append("")
+                    break
+            piece, stopped = ("", False) if detokenizer is None else detokenizer.push(token)
+            pieces.append(piece)
+            if stopped:
+                return pieces, FinishReason.STOP
+            if reason is not None:
                 break
-            if detokenizer is not None:
-                piece, stopped = detokenizer.push(token)
-                text += piece
-                if stopped:
-                    return kept, text, FinishReason.STOP
-            if kept == request.remaining:
+            if len(pieces) == request.remaining:
                 reason = FinishReason.LENGTH
                 break
         if reason is not None and detokenizer is not None:
-            text += detokenizer.flush()
-        return kept, text, reason
+            pieces[-1] += detokenizer.flush()
+        return pieces, reason
 
     def check_integrity(self, live: Collection[str]) -> None:
         """Asserts that nothing is kept but of these requests, by their ids."""

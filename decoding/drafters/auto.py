@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables
+from decoding.budget import BudgetCounts
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
@@ -180,6 +181,10 @@ class AutoDrafter(Drafter):
             rows = self._selection.rows(load, pauses, everyone, sum(state.accepted for state in states), grown)
         self._load = None
         return [self._tree(*each) for each in zip(requests, states, rows, budgets, strict=True)]
+
+    def budget(self) -> BudgetCounts | None:
+        """See ``Drafter``."""
+        return None if self._selection is None else self._selection.counts()
 
     def timed(self, seconds: float) -> None:
         """Asking a request for drafts has to pay, too."""

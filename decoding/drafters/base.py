@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from decoding.budget import BudgetCounts
 from decoding.history import Histories
 from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
@@ -164,6 +165,10 @@ class Drafter(ABC):
 
         Asked once for each request of a ``propose``, right after it.
         """
+        return None
+
+    def budget(self) -> BudgetCounts | None:
+        """What decides how many rows pay has decided; None for a strategy that drafts as many as it may. From any thread."""
         return None
 
     def timed(self, seconds: float) -> None:  # noqa: B027

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from decoding.budget import BudgetCounts
 from decoding.drafters.base import Drafter, Target, TargetRows
 from decoding.latency import StepLoad
 from decoding.request import Acceptance, Request
@@ -118,6 +119,10 @@ class ByRequest(Drafter):
     def rule(self, request: Request) -> Rule | None:
         """By the strategy of the request."""
         return self._drafters[self._name(request)].rule(request)
+
+    def budget(self) -> BudgetCounts | None:
+        """That of the first strategy which has one."""
+        return next((counts for counts in (drafter.budget() for drafter in self._all) if counts is not None), None)
 
     def timed(self, seconds: float) -> None:
         """To who drafted alone: of several, how long each took is not known."""

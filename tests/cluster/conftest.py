@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from redis import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from actors.replica import Description
+from actors.replica import Description, Replica
 from cache_service.admin import CacheAdmin, Problem, TenantStats
 from cache_service.embedded import EmbeddedRedis
 from cache_service.namespace import Identity, hash_key, namespace
@@ -37,6 +37,7 @@ from cache_service.snapshot import decode_snapshot
 from cluster import errors
 from cluster.admin_api import AdminService, add_admin_routes
 from cluster.app import build_app
+from cluster.generation import Job
 from cluster.tenancy import Tenancy
 from configs.schema import Config
 from configs.slices import (
@@ -48,7 +49,7 @@ from configs.slices import (
     TenancyOptions,
     TenantOptions,
 )
-from decoding.request import text_key
+from decoding.request import Request, StepOutput, text_key
 
 # Greedy decoding walks around the circle, one byte a token; no byte occurs twice, so that the last token alone decides the next.
 CIRCLE = "<abcdefgh-é_日:🦙;ijklm>"
@@ -174,14 +175,44 @@ def serve_api() -> Callable[[FastAPI], AbstractContextManager[str]]:
     return served
 
 
+class LocalEngine:
+    """The ``EnginePort`` over a replica in this process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        request = Request(
+            job.request_id, job.prompt_ids, job.params, job.references,
+            tenant=job.tenant, public=job.public, strategy=job.strategy, max_draft_tokens=job.max_draft_tokens,
+            report=job.report,
+        )  # fmt: skip
+        async with contextlib.aclosing(self._replica.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def describe(self) -> list[Description]:
+        return [self._replica.describe()]
+
+
+@pytest.fixture(scope="session")
+def circle_engine(circle_model: Path) -> Iterator[LocalEngine]:
+    """An engine of the model without Ray, for an application that is served in this process."""
+    speculation = SpeculationOptions(strategy="llma", max_draft_tokens=8)
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    replica = Replica(model, EngineOptions(max_running=MAX_RUNNING), speculation, meter=None)
+    yield LocalEngine(replica)
+    replica.stop()
+
+
 class LocalCacheAdmin:
     """The ``CacheAdminPort`` over a ``CacheAdmin`` in this process."""
 
     def __init__(self, admin: CacheAdmin) -> None:
         self._admin = admin
 
-    async def stats(self) -> list[TenantStats]:
-        return await asyncio.to_thread(self._admin.stats)
+    async def stats(self, tenant: str | None = None) -> list[TenantStats]:
+        return await asyncio.to_thread(self._admin.stats, tenant)
 
     async def export(self, tenant: str) -> bytes:
         return await asyncio.to_thread(self._admin.export, tenant)

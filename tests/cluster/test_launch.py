@@ -196,5 +196,8 @@ def test_check_model(tmp_path: Path) -> None:
 
 
 def test_base_url_is_one_that_a_client_can_use() -> None:
-    assert base_url(load_config(None, ["server.host=0.0.0.0", "server.port=81"])) == "http://127.0.0.1:81"
+    assert (
+        base_url(load_config(None, ["server.host=0.0.0.0", "server.port=81", "server.require_key=false"]))
+        == "http://127.0.0.1:81"
+    )
     assert base_url(load_config(None, ["server.host=127.0.0.1", "server.port=82"])) == "http://127.0.0.1:82"

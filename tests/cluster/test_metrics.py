@@ -153,6 +153,30 @@ def test_totals_are_what_clients_got_and_nothing_falls_meanwhile(url: str) -> No
     assert (total(last, "outrider:replicas"), total(last, "outrider:replicas_configured")) == (1, 2)
 
 
+def test_sources_memory_and_what_the_door_counts(url: str) -> None:
+    before = scrape(url)
+    body = {"model": "circle", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    for more in ({"prompt": "<abc" * 3}, {"prompt": ["<", "a"], "n": 3}):
+        assert httpx.post(f"{url}/v1/completions", json=body | more, timeout=60).status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={**body, "prompt": "<", "speculation": {"strategy": "gone"}}, timeout=60)
+    assert refused.status_code == 400
+    eventually(lambda: total(scrape(url), "outrider:door_requests_in_flight") == 0)
+    after = scrape(url)
+
+    def grown(name: str, **labels: str) -> float:
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    drafted = grown("vllm:spec_decode_num_draft_tokens_total")
+    assert grown("outrider:draft_tokens_by_source_total", source="llma") == drafted > 0
+    assert grown("outrider:drafts_by_source_total") == grown("vllm:spec_decode_num_drafts_total") > 0
+    assert total(after, "outrider:accepted_tokens_by_source_total") <= total(after, "outrider:draft_tokens_by_source_total")
+    assert grown("vllm:request_params_n_count") == 2 and grown("vllm:request_params_n_sum") == 4
+    assert total(after, "vllm:request_params_n_bucket", le="1.0") >= 1
+    for name in ("outrider:door_resident_bytes", "outrider:process_resident_bytes"):
+        assert total(after, name) > 2**20, name
+    assert ("outrider:door_requests_in_flight", ()) in after
+
+
 def test_a_client_that_goes_away_is_an_abort(url: str, engines: Engines) -> None:
     before = scrape(url)
     with httpx.Client(base_url=url, timeout=60) as client:
@@ -188,8 +212,8 @@ def test_a_replica_that_takes_another_s_place_counts_under_its_own_name(url: str
 def test_names_types_and_labels_are_vllm_s(url: str) -> None:
     text = httpx.get(f"{url}/metrics", timeout=60).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
-    histograms = {f"vllm:{name}" for name in HISTOGRAMS}
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"}
+    histograms = {"vllm:request_params_n", *(f"vllm:{name}" for name in HISTOGRAMS)}
     assert {name for name in families if name.startswith("vllm:") and families[name].type == "gauge"} == gauges
     assert {name for name in families if families[name].type == "histogram"} == histograms
     for name, family in families.items():
@@ -197,6 +221,9 @@ def test_names_types_and_labels_are_vllm_s(url: str) -> None:
             if name.startswith("vllm:"):
                 assert {"model_name", "engine"} <= sample.labels.keys(), name
                 assert sample.labels["model_name"] == "circle"
+    (info,) = families["vllm:cache_config_info"].samples
+    held = {"block_size": "16384", "num_gpu_blocks": "3", "cache_dtype": "float32"}  # three slots for a context each
+    assert info.value == 1 and held.items() <= info.labels.items()
     lines = text.splitlines()
     assert not any("_created" in line for line in lines)  # vllm bench serve adds up all lines that begin with vllm:spec_decode
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
@@ -263,4 +290,5 @@ def test_the_service_on_ray(http: httpx.Client, client: OpenAI, api_server: Any)
     assert not falls(before, after)
     tokens = [total(series, "vllm:generation_tokens_total") for series in (before, after)]
     assert tokens[1] - tokens[0] == sum(usage.completion_tokens for usage in usages if usage is not None) == 26
+    assert {name for name, _ in after} >= {"outrider:audits_total", "vllm:request_params_n_count"}
     assert total(after, "outrider:ranks_ready") == total(after, "outrider:ranks") == total(after, "outrider:replicas") == 1

@@ -200,3 +200,58 @@ def test_the_template_shows_tools_calls_and_their_answers(caller: OpenAI, callin
     assert shown.endswith("write calls as <tool_call>[user]hi[assistant]<tool_call>look:é[tool]blue(c1)>")
     assert '"name": "look"' in shown and '"parameters"' in shown
     assert ask(caller, messages=messages).usage.prompt_tokens == len(tokens)
+
+
+PLACES = {"type": "object", "properties": {"at": {"$ref": "#/$defs/place"}}, "required": ["at"], "additionalProperties": False}
+PLACES |= {"$defs": {"place": {"enum": ["here", "there"]}}}
+FIND: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": PLACES}}
+LIST = {"type": "array"}
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+def calls_of(choice: Any) -> list[tuple[str, Any]]:
+    assert not choice.message.content, choice
+    return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+
+
+@pytest.mark.parametrize("speculation", [{}, {"max_draft_tokens": 0}])
+def test_a_call_that_must_come(caller: OpenAI, speculation: dict[str, Any]) -> None:
+    extra = {"speculation": speculation, "reference_documents": [CALL]}
+    tools = [*TOOLS, FIND]
+    for options in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
+        single = {"tools": tools, "parallel_tool_calls": False, "max_tokens": 300, **options, "extra_body": extra}
+        required = ask(caller, tool_choice="required", **single).choices[0]
+        assert required.finish_reason == "tool_calls" and {name for name, _ in calls_of(required)} <= {"look", "find"}
+        named = ask(caller, tool_choice=NAMED, **single).choices[0]
+        ((name, arguments),) = calls_of(named)
+        assert name == "find" and arguments in ({"at": "here"}, {"at": "there"})
+        assert ask(caller, tool_choice="auto", **single).choices[0].finish_reason in ("tool_calls", "length", "stop")
+
+
+def test_strict_tools_bind_calls_and_leave_text_alone(caller: OpenAI) -> None:
+    strict = {"type": "function", "function": {**FIND["function"], "name": "look", "strict": True}}
+    calls = ask(caller, tools=[strict], max_tokens=300).choices[0].message.tool_calls
+    assert calls and all(json.loads(call.function.arguments)["at"] in ("here", "there") for call in calls)
+    free = ask(caller, tools=[strict], max_tokens=6, logit_bias={"2": -100, "3": -100, "4": -100}).choices[0]
+    assert free.finish_reason == "length" and len(free.message.content) > 3
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice", ["no tool 'no'"]),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", ["cannot both"]),
+        ({"tool_choice": "required", "tools": [FIND, FIND]}, "tools", ["same name"]),
+        (
+            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": LIST}}]},
+            "tools[0].function.parameters",
+            ["object", "array"],
+        ),
+    ],
+)
+def test_calls_that_cannot_be_bound(calling: str, change: dict[str, Any], param: str, words: list[str]) -> None:
+    body = {"model": "calling", "messages": ASK, "tools": TOOLS, "max_tokens": 4} | change
+    response = httpx.post(f"{calling}/v1/chat/completions", json=body, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert all(word in error["message"] for word in words), error

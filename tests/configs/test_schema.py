@@ -239,12 +239,12 @@ def test_anonymous_is_for_loopback(host: str, loopback: bool) -> None:
     else:
         with pytest.raises(ConfigError, match=r"tenancy\.anonymous is 'local'.*server\.host.*outrider new-key"):
             load_config(None, overrides)
-    assert load_config(None, overrides[1:]).server.host == host  # without it any host will do
+    assert load_config(None, [overrides[1], "server.require_key=false"]).server.host == host  # without it any host will do
 
 
 def test_anonymous_is_checked_without_a_file() -> None:
     with pytest.raises(ValueError, match=r"tenancy\.anonymous"):
-        Config(server=ServerOptions(host="0.0.0.0"), tenancy=TenancyOptions(anonymous="local"))
+        Config(server=ServerOptions(host="0.0.0.0", require_key=False), tenancy=TenancyOptions(anonymous="local"))
 
 
 @pytest.mark.parametrize(
@@ -301,4 +301,5 @@ def test_the_local_file_is_for_one_user() -> None:
     assert tenant_names(load_config(path)) == ("local",)
     with pytest.raises(ConfigError, match=r"tenancy\.anonymous=null"):
         load_config(path, ["server.host=0.0.0.0"])
-    assert tenant_names(load_config(path, ["server.host=0.0.0.0", "tenancy.anonymous=null"])) == ()
+    open_to_all = ["server.host=0.0.0.0", "tenancy.anonymous=null", "server.require_key=false"]
+    assert tenant_names(load_config(path, open_to_all)) == ()

@@ -92,6 +92,14 @@ def test_totals_are_those_of_the_requests(strategy: str) -> None:
     assert counts.draft_tokens == sum(one.stats.drafted for one in asked)
     assert sum(counts.accepted_per_position) == sum(one.stats.accepted for one in asked)
     assert counts.accepted_by_source == _sources(asked)
+    assert sum(counts.drafted_by_source.values()) == counts.draft_tokens
+    assert counts.drafted_by_source.keys() == counts.drafts_by_source.keys() >= counts.accepted_by_source.keys()
+    assert all(counts.drafts_by_source[source] <= min(rows, counts.drafts) for source, rows in counts.drafted_by_source.items())
+    assert (counts.budget is not None) == (strategy == "auto")
+    if counts.budget is not None:
+        assert counts.draft_tokens <= counts.budget.granted <= counts.budget.offered and counts.budget.least_chance > 0
+        assert counts.budget.asked >= counts.drafts
+    assert counts.resident_bytes is None or counts.resident_bytes > 2**20
     assert (counts.draft_tokens == 0) == (strategy == "autoregressive")
     assert counts.rows >= counts.generation_tokens - sum(counts.accepted_per_position) + counts.draft_tokens
     assert counts.finished == {"stop": 0, "length": 5, "abort": 0, "error": 0}

@@ -1,0 +1,82 @@
+"""The port of the operator's routes: /admin and /metrics, apart from the public's, on loopback unless configured otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from cluster import errors
+from cluster.api import Service, add_operator_routes
+from configs.schema import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 1  # what answers get to finish in when the port closes
+_POLL_S = 0.01
+
+
+class AdminPort:
+    """A port, and the server on it while the application lives.
+
+    The ingress that a redeploy starts listens beside the one that it replaces (SO_REUSEPORT), so that the port always answers:
+    each asks all engines. A port that any other program holds is an error.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Takes the port; it is served from ``serving`` on. Raises ``ConfigError`` naming the field at fault."""
+        self._socket = _bound(host, port)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, service: Service) -> AsyncIterator[None]:
+        """Serves the operator's routes in the running event loop; the socket is closed at the end."""
+        config = uvicorn.Config(
+            create_admin_api(service), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[self._socket]))
+        try:
+            while not server.started and not task.done():
+                await asyncio.sleep(_POLL_S)
+            yield
+        finally:
+            server.should_exit = True
+            await task
+            self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def create_admin_api(service: Service) -> FastAPI:
+    """The application of the operator's port."""
+    app = FastAPI(title="Outrider's admin port", docs_url=None, redoc_url=None, openapi_url=None)
+    errors.install(app)
+    add_operator_routes(app, service)
+    return app
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"server.admin_port: cannot listen on {host}:{port} ({error.strerror or error}); stop what listens there, or "
+            "choose another with server.admin_port or server.admin_host"
+        ) from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,247 @@
+"""Who may come in: how many requests are held at once, what each API key may take, and how long an answer may take.
+
+A request has a ticket from before its body is parsed until its answer has ended, however it ends. Everything here happens in one
+event loop, and between two awaits: there is nothing to lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from cluster.errors import ApiError
+from cluster.generation import EnginePort, Job
+from cluster.lengths import bounded_job
+from cluster.limits import Account, Rates, Take, rates_of, too_many
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.tenancy import Caller, Tenancy
+from cluster.watched_engine import Spending, WatchedEngine
+from configs.schema import Config
+from configs.slices import LimitsOptions
+from configs.tenancy_checks import key_is_required
+
+REFUSALS = (
+    "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",
+)  # fmt: skip
+_STAYS_KEPT = 64  # of which the mean is taken
+_LONGEST_RETRY_S = 60.0
+_SHORTEST_RETRY_S = 1.0
+CURRENT: ContextVar[Ticket | None] = ContextVar("the ticket of the request that is being answered", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """What the door keeps to."""
+
+    require_key: bool = False
+    capacity: int | None = None  # choices that run or wait; None: as many as come
+    limits: LimitsOptions = field(default_factory=LimitsOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorCounts:
+    """What a dashboard asks for."""
+
+    refused: dict[str, int]  # by the code of the error; every code of ``REFUSALS`` is there
+    in_flight: int  # requests with a ticket
+    requests: int  # that got a ticket
+
+
+def capacity(config: Config) -> int:
+    """Choices that are held at once: as configured, else what all engines together run and queue."""
+    if config.server.max_queued is not None:
+        return config.server.max_queued
+    return config.server.replicas * (config.engine.max_running + config.engine.max_waiting)
+
+
+def door_options(config: Config) -> DoorOptions:
+    """The door of a configuration."""
+    required = key_is_required(config.server.require_key, config.server.host)
+    return DoorOptions(required, capacity(config), config.limits)
+
+
+class Ticket:
+    """The right of one request to be answered. ``close`` is called once it has been, and does its work once."""
+
+    def __init__(self, door: Door, account: Account, rates: Rates, arrived_s: float) -> None:
+        """To be called by the door."""
+        self._door, self._account, self._rates, self.arrived_s = door, account, rates, arrived_s
+        self._places = 1  # before the body is read it is one choice
+        self._planned = self._closed = False
+        self._taken: list[tuple[Take, Spending]] = []
+
+    def plan(self, jobs: Sequence[Job], n: int) -> Spending | None:
+        """Takes what the jobs of the request need, on top of what it has; what its tokens are counted with, where they are.
+
+        Raises:
+            ApiError: 429, too many are held, or too few tokens are left to the key.
+        """
+        spending, tokens = None, self._rates.tokens
+        more = len(jobs) - (not self._planned)
+        self._door.widen(more)
+        self._places += more
+        self._planned = True
+        if tokens is not None:
+            spending = Spending(sum(len(job.prompt_ids) for job in jobs[::n]))
+            most = spending.prompt_tokens + sum(job.params.max_tokens for job in jobs)
+            self._taken.append((self._reserve(most, tokens), spending))
+        return spending
+
+    def headers(self) -> dict[str, str]:
+        """What the answer says of the limits of its key."""
+        return self._account.headers(self._rates, self._door.now_s())
+
+    def close(self, answered: bool) -> None:
+        """Gives back the places, and the tokens that were not used.
+
+        Args:
+            answered: the answer began, so that its end says how long requests are held.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._account.running -= 1
+        for take, spending in self._taken:
+            self._account.tokens.correct(take, spending.tokens)
+        self._door.leave(self._places, self._door.now_s() - self.arrived_s if answered else None)
+
+    def _reserve(self, tokens: int, limit: int) -> Take:
+        try:
+            return self._account.reserve(tokens, limit, self._door.now_s())
+        except ApiError as error:
+            raise self._door.refuse(error) from None
+
+
+class Door:
+    """Gives out tickets."""
+
+    def __init__(self, tenancy: Tenancy, options: DoorOptions | None = None, now_s: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            tenancy: knows the keys.
+            options: no bounds when absent, but that of a body.
+            now_s: a clock in seconds that never goes back.
+        """
+        options = options or DoorOptions()
+        self._tenancy, self._capacity, self._limits, self.now_s = tenancy, options.capacity, options.limits, now_s
+        self._accounts: dict[str, Account] = {}  # by the hash of the key
+        self._stays_s: deque[float] = deque(maxlen=_STAYS_KEPT)
+        self._held = self._in_flight = self._requests = 0
+        self._refused = dict.fromkeys(REFUSALS, 0)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Of a body."""
+        return self._limits.max_request_bytes
+
+    def counts(self) -> DoorCounts:
+        """The counts of this moment."""
+        return DoorCounts(dict(self._refused), self._in_flight, self._requests)
+
+    def refuse(self, error: ApiError) -> ApiError:
+        """The error, counted."""
+        if error.code is not None:
+            self._refused[error.code] = self._refused.get(error.code, 0) + 1
+        return error
+
+    def check(self, authorization: str | None) -> None:
+        """Returns if a request would get a ticket now. Raises as ``enter``."""
+        self._account(authorization)
+
+    def check_key(self, authorization: str | None) -> None:
+        """Returns if somebody has the key. Raises ``ApiError`` (401)."""
+        self._caller(authorization)
+
+    def enter(self, authorization: str | None, arrived_s: float) -> Ticket:
+        """A ticket, to be closed.
+
+        Raises:
+            ApiError: 401, nobody has the key; 429, too many are held, or the key has taken what it may.
+        """
+        account, rates = self._account(authorization)
+        now_s = self.now_s()
+        if rates.requests is not None:
+            account.requests.take(1, now_s)
+        account.running += 1
+        self._held += 1
+        self._in_flight += 1
+        self._requests += 1
+        return Ticket(self, account, rates, arrived_s)
+
+    def admit(
+        self, engine: EnginePort, jobs: Sequence[Job], body: ChatCompletionRequest | CompletionRequest
+    ) -> tuple[EnginePort, list[Job]]:
+        """What a request's jobs are to be computed with, and the jobs within the limits.
+
+        Args:
+            engine: the replicas.
+            jobs: of the request, ``n`` of each prompt side by side.
+            body: the request that is being answered in this task.
+
+        Raises:
+            ApiError: 400, a prompt or an answer is too long; 429 as ``Ticket.plan``.
+        """
+        bounded = [bounded_job(job, body, self._limits) for job in jobs]
+        ticket = CURRENT.get()
+        spending = None if ticket is None else ticket.plan(bounded, body.n or 1)
+        allowed_s = min(body.timeout or math.inf, self._limits.request_timeout_s or math.inf)
+        if spending is None and allowed_s == math.inf:
+            return engine, bounded  # nothing to be watched
+        arrived_s = self.now_s() if ticket is None else ticket.arrived_s
+        return WatchedEngine(engine, spending, arrived_s, allowed_s, self.refuse), bounded
+
+    def widen(self, more: int) -> None:
+        """Takes more places. Raises ``ApiError`` (429) when there are not so many."""
+        if self._capacity is not None and self._held + more > self._capacity:
+            raise self.refuse(self._full())
+        self._held += more
+
+    def leave(self, places: int, stay_s: float | None) -> None:
+        """To be called by a ticket: gives its places back.
+
+        Args:
+            places: as many as it took.
+            stay_s: for which it was held; None where that says nothing of other requests.
+        """
+        self._held -= places
+        self._in_flight -= 1
+        if stay_s is not None:
+            self._stays_s.append(stay_s)
+
+    def _account(self, authorization: str | None) -> tuple[Account, Rates]:
+        """Of the caller, when it may come in."""
+        caller, now_s = self._caller(authorization), self.now_s()
+        account, rates = self._accounts.setdefault(caller.key, Account()), rates_of(self._limits, caller.options)
+        try:
+            account.check(rates, now_s)
+            if self._capacity is not None and self._held >= self._capacity:
+                raise self._full()
+        except ApiError as error:
+            error.headers |= account.headers(rates, now_s)
+            raise self.refuse(error) from None
+        return account, rates
+
+    def _caller(self, authorization: str | None) -> Caller:
+        try:
+            return self._tenancy.caller_of(authorization)
+        except ApiError as error:
+            raise self.refuse(error) from None
+
+    def _full(self) -> ApiError:
+        message = (
+            f"{self._held} choices run or wait, and server.max_queued is {self._capacity} (by default what the engines take: "
+            "server.replicas x (engine.max_running + engine.max_waiting))"
+        )
+        return too_many(message, "queue_full", self._retry_s())
+
+    def _retry_s(self) -> float:
+        """As long as requests were held of late: those that are held now have ended by then, at the same pace.
+
+        Example: the last 64 were held for 7.4 s on average: come back in 7.4 s.
+        """
+        mean_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else _SHORTEST_RETRY_S
+        return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, mean_s))

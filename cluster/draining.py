@@ -1,0 +1,123 @@
+"""A server that stops takes nothing new, and lets what runs come to its end in the time that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import ApiError
+
+RETRY_S = 5  # by then another server, or this one started anew, may answer
+_CLOSE_S = 2.0  # for what was ended to let go of its slots
+_PUBLIC = ("/v1/", "/tokenize", "/detokenize", "/ready")  # what is refused; /health and the operator's routes go on
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """A request that is being answered."""
+
+    task: asyncio.Task[object] | None
+    ended: bool = False  # by this server, before its answer was whole
+    began: bool = False  # to send an answer
+    is_stream: bool = False
+
+    def note(self, message: Message) -> None:
+        """Looks at what is sent."""
+        if message["type"] == "http.response.start":
+            self.began = True
+            self.is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+class Draining:
+    """Knows the requests that are being answered. For one event loop."""
+
+    def __init__(self) -> None:
+        self._exchanges: set[_Exchange] = set()
+        self._changed = asyncio.Event()
+        self.begun = False  # nothing new is taken
+
+    @property
+    def running(self) -> int:
+        """Public requests whose answers are not whole yet."""
+        return len(self._exchanges)
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application behind the door that ``stop`` closes."""
+
+        async def entered(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+            if scope["type"] != "http" or not path.startswith(_PUBLIC):
+                await app(scope, receive, send)
+            elif self.begun:
+                await _refuse(send)
+            else:
+                await self._answer(app, scope, receive, send)
+
+        return entered
+
+    async def stop(self, timeout_s: float) -> int:
+        """Takes nothing new, waits for what runs, and ends what still runs after ``timeout_s``; returns how many that were.
+
+        What is ended so gets a 503 or, where it streams, an event with the error: its client can tell it from a whole answer.
+        """
+        self.begun = True
+        await self._until_idle(timeout_s)
+        late = [exchange for exchange in self._exchanges if exchange.task is not None]
+        for exchange in late:
+            exchange.ended = True
+            exchange.task.cancel()  # type: ignore[union-attr]  # looked at above
+        await self._until_idle(_CLOSE_S)
+        return len(late)
+
+    async def _until_idle(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._exchanges:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(asyncio.current_task())
+
+        async def noted(message: Message) -> None:
+            exchange.note(message)
+            await send(message)
+
+        self._exchanges.add(exchange)
+        try:
+            await app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not exchange.ended or exchange.task is None:
+                raise  # the client has gone
+            exchange.task.uncancel()
+            await _break_off(exchange, send)
+        finally:
+            self._exchanges.discard(exchange)
+            self._changed.set()
+
+
+def _shutting_down() -> ApiError:
+    message = "the server is shutting down; try again, at another one if there is any"
+    return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
+
+
+async def _break_off(exchange: _Exchange, send: Send) -> None:
+    """The end of an answer that is not whole. One that has begun and is no stream just stops short of its length."""
+    if not exchange.began:
+        await _refuse(send)
+    elif exchange.is_stream:
+        event = f"data: {json.dumps(_shutting_down().body())}\n\n"
+        await send({"type": "http.response.body", "body": event.encode()})
+
+
+async def _refuse(send: Send) -> None:
+    error = _shutting_down()
+    body = json.dumps(error.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,148 @@
+"""How much one API key may take: requests and tokens in a minute, and requests at once.
+
+The window moves: what counts is the last 60 seconds, whenever they began. Of the windows in the `limits` library the exact one
+keeps an entry for each unit and lets nothing be given back, which does not suit tokens; this one keeps an entry for each request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from cluster.errors import ApiError
+from configs.slices import LimitsOptions, TenantOptions
+
+MINUTE_S = 60.0
+BUSY_S = 1.0  # nobody knows when one of a key's running requests will end
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The limits of one key; None where there is none."""
+
+    requests: int | None  # in 60 seconds
+    tokens: int | None  # in 60 seconds
+    concurrent: int | None  # requests at once
+
+
+def rates_of(limits: LimitsOptions, tenant: TenantOptions) -> Rates:
+    """Those of the configuration, where the tenant has none of its own."""
+    return Rates(
+        limits.requests_per_minute if tenant.requests_per_minute is None else tenant.requests_per_minute,
+        limits.tokens_per_minute if tenant.tokens_per_minute is None else tenant.tokens_per_minute,
+        limits.max_concurrent if tenant.max_concurrent is None else tenant.max_concurrent,
+    )
+
+
+@dataclass(slots=True)
+class Take:
+    """What a request took from a window."""
+
+    time_s: float
+    amount: int
+
+
+class MovingWindow:
+    """What was taken in the last minute. Time is an argument, in seconds of a clock that never goes back.
+
+    Example: the limit is 100, 60 were taken at 0 s and 30 at 20 s. At 30 s, 10 are left; 50 more fit at 60 s, when the 60 leave,
+    and 100 at 80 s. If of the 60 only 5 were used, they are given back, and 65 are left at once.
+    """
+
+    def __init__(self) -> None:
+        self._takes: deque[Take] = deque()
+        self._sum = 0
+
+    def taken(self, now_s: float) -> int:
+        """The sum of the last minute."""
+        while self._takes and self._takes[0].time_s + MINUTE_S <= now_s:
+            self._sum -= self._takes.popleft().amount
+        return self._sum
+
+    def wait_s(self, amount: int, limit: int, now_s: float) -> float:
+        """Seconds until so much fits; 0 if it does now. What is more than the limit fits when the window is empty."""
+        excess = self.taken(now_s) + min(amount, limit) - limit
+        wait_s = 0.0
+        for take in self._takes:
+            if excess <= 0:
+                break
+            excess -= take.amount
+            wait_s = take.time_s + MINUTE_S - now_s
+        return wait_s
+
+    def take(self, amount: int, now_s: float) -> Take:
+        """Takes it, whether it fits or not."""
+        self._takes.append(Take(now_s, amount))
+        self._sum += amount
+        return self._takes[-1]
+
+    def correct(self, take: Take, amount: int) -> None:
+        """It was only so much. Where it has left the window meanwhile, nothing changes."""
+        if self._takes and take.time_s >= self._takes[0].time_s:
+            self._sum += amount - take.amount
+            take.amount = amount
+
+    def whole_s(self, now_s: float) -> float:
+        """Seconds until all that was taken has left."""
+        self.taken(now_s)
+        return self._takes[-1].time_s + MINUTE_S - now_s if self._takes else 0.0
+
+
+@dataclass(slots=True)
+class Account:
+    """What one key has taken."""
+
+    requests: MovingWindow = field(default_factory=MovingWindow)
+    tokens: MovingWindow = field(default_factory=MovingWindow)
+    running: int = 0
+
+    def check(self, rates: Rates, now_s: float) -> None:
+        """Returns if one more request may begin. Raises ``ApiError`` (429) that says when to come back."""
+        if rates.concurrent is not None and self.running >= rates.concurrent:
+            message = f"{self.running} requests with this API key are running, and {rates.concurrent} may (max_concurrent)"
+            raise too_many(message, "too_many_concurrent", BUSY_S)
+        if rates.requests is not None:
+            _check(self.requests, 1, rates.requests, now_s, "requests")
+        if rates.tokens is not None:  # how many it wants is not known yet: one at least
+            _check(self.tokens, 1, rates.tokens, now_s, "tokens")
+
+    def reserve(self, tokens: int, limit: int, now_s: float) -> Take:
+        """Takes the tokens that a request may use at most. Raises ``ApiError`` (429) that says when they are there."""
+        _check(self.tokens, tokens, limit, now_s, "tokens")
+        return self.tokens.take(tokens, now_s)
+
+    def headers(self, rates: Rates, now_s: float) -> dict[str, str]:
+        """OpenAI's headers on what is left, of the limits that there are."""
+        lines: dict[str, str] = {}
+        for name, limit, window in (("requests", rates.requests, self.requests), ("tokens", rates.tokens, self.tokens)):
+            if limit is not None:
+                lines[f"x-ratelimit-limit-{name}"] = str(limit)
+                lines[f"x-ratelimit-remaining-{name}"] = str(max(0, limit - window.taken(now_s)))
+                lines[f"x-ratelimit-reset-{name}"] = span(window.whole_s(now_s))
+        return lines
+
+
+def too_many(message: str, code: str, wait_s: float) -> ApiError:
+    """The 429 of a request that may come again after a while.
+
+    ``Retry-After`` has whole seconds, upwards; ``retry-after-ms``, which OpenAI's clients look at first, is exact.
+    """
+    headers = {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
+    return ApiError(429, f"{message}: try again in {span(wait_s)}", code=code, headers=headers)
+
+
+def span(seconds: float) -> str:
+    """A span of time as OpenAI writes it: ``0s``, ``250ms``, ``7.4s``, ``1m0s``."""
+    millis = math.ceil(max(0.0, seconds) * 1000)
+    if millis >= 60_000:
+        minutes, rest = divmod(math.ceil(millis / 1000), 60)
+        return f"{minutes}m{rest}s"
+    return f"{millis / 1000:g}s" if millis >= 1000 or not millis else f"{millis}ms"
+
+
+def _check(window: MovingWindow, amount: int, limit: int, now_s: float, what: str) -> None:
+    wait_s = window.wait_s(amount, limit, now_s)
+    if wait_s > 0:
+        message = f"this API key may use {limit} {what} a minute: {window.taken(now_s)} are taken, and this one needs {amount}"
+        raise too_many(message, "rate_limit_exceeded", wait_s)

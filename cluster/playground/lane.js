@@ -1,0 +1,111 @@
+// One lane of the race: its text as it comes, coloured by who drafted it, its figures and its plot.
+
+import { Chart } from "./chart.js";
+import { Run } from "./run.js";
+import { describe, sourceClass } from "./sources.js";
+
+const number = (value, digits) => (value === null ? "–" : value.toFixed(digits));
+
+export function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+export class Lane {
+  // strategy: as the API names it. title, about: what people read.
+  constructor(strategy, title, about) {
+    this.strategy = strategy;
+    this.title = title;
+    this.run = new Run(strategy);
+    this.failure = null;
+    this.state = element("span", { class: "state" }, "waits");
+    this.text = element("div", { class: "text", tabindex: "0", role: "region", "aria-label": `Text of ${title}` });
+    this.figures = {};
+    const canvas = element("canvas", { class: "chart", role: "img", "aria-label": `Tokens of each step of ${title}` });
+    this.canvas = canvas;
+    this.chart = new Chart(canvas);
+    const list = element("dl", { class: "numbers" });
+    for (const [key, name] of [["speed", "tokens/s"], ["first", "first token"], ["steps", "steps"], ["total", "in all"]]) {
+      this.figures[key] = element("dd", {}, "–");
+      list.append(element("div", {}, element("dt", {}, name), this.figures[key]));
+    }
+    this.detail = element("p", { class: "detail" }, about);
+    const heading = element("h2", {}, title);
+    this.node = element("article", { class: "lane card", "data-strategy": strategy, "aria-label": title });
+    this.node.append(element("header", {}, heading, this.state), this.text, list, canvas, this.detail);
+  }
+
+  begin(now) {
+    this.run.begin(now);
+    this.node.dataset.state = "runs";
+    this.state.textContent = "decodes";
+  }
+
+  // Takes a chunk; true where it added text.
+  push(chunk, now) {
+    const tokens = this.run.push(chunk, now);
+    const piece = document.createDocumentFragment();
+    for (const token of tokens) piece.append(this.#token(token));
+    this.text.append(piece);
+    return tokens.length > 0;
+  }
+
+  #token({ text, source, step, drafted, accepted }) {
+    if (source === null) return document.createTextNode(text);
+    const span = element("span", { class: `t ${sourceClass(source)}`, "data-source": source }, text);
+    span.title = `${describe(source).name}, step ${step}: ${accepted} of ${drafted} drafted tokens held`;
+    return span;
+  }
+
+  finish() {
+    const { run } = this;
+    const prompt = run.usage?.prompt_tokens;
+    const reused = run.usage?.prompt_tokens_details?.cached_tokens ?? 0;
+    const why = { stop: "ended by itself", length: "cut at max tokens" }[run.reason] ?? run.reason;
+    const known = reused ? `, ${reused} of them not computed again` : "";
+    this.#settle("done", "done");
+    this.detail.textContent = `${run.tokens} tokens, ${why}; the prompt had ${prompt}${known}.`;
+  }
+
+  stop() {
+    this.#settle("stopped", "stopped");
+    this.detail.textContent = this.run.began === null ? "Stopped before it began." : "Stopped: the server frees its slot.";
+  }
+
+  fail(message) {
+    this.failure = message;
+    this.#settle("failed", "failed");
+    this.detail.textContent = message;
+  }
+
+  #settle(state, word) {
+    this.run.ended ??= performance.now();
+    this.node.dataset.state = state;
+    this.state.textContent = word;
+  }
+
+  get done() {
+    return this.node.dataset.state === "done";
+  }
+
+  // widest, highest: see Chart. afresh: also what has not changed.
+  draw(now, widest, highest, afresh) {
+    const { run, figures } = this;
+    if (run.began !== null) {
+      figures.speed.textContent = number(run.speed(now), 0);
+      figures.first.textContent = run.untilFirst === null ? "–" : `${number(run.untilFirst * 1000, 0)} ms`;
+      figures.steps.textContent = run.steps.length || "–";
+      figures.total.textContent = `${number(run.seconds(now), 2)} s`;
+    }
+    const shown = `${run.text.length} ${run.steps.length} ${widest} ${highest}`;
+    if (shown === this.shown && !afresh) return;
+    this.shown = shown;
+    this.text.scrollTop = this.text.scrollHeight;
+    this.chart.draw(run.steps, widest, highest);
+    if (run.perStep !== null) {
+      this.canvas.setAttribute("aria-label", `${this.title}: ${run.tokens} tokens in ${run.steps.length} steps`);
+    }
+  }
+}

@@ -1,0 +1,110 @@
+"""``/v1/cache``: what is remembered of the caller's own tenant, for the caller to see and to delete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated
+
+from fastapi import FastAPI, Header
+from pydantic import BaseModel
+
+from cache_service.records import token_width
+from cluster.admin_api import CacheAdminPort, answered
+from cluster.documents import ERRORS
+from cluster.errors import ApiError
+from cluster.tenancy import Tenancy
+from configs.slices import CacheOptions
+from engine.loading import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+
+
+class TenantCache(BaseModel):
+    """What is kept of the caller's tenant. All null for nobody, and all but the name where replicas share nothing."""
+
+    tenant: str | None
+    texts: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None  # of the tokens, as the quota counts them
+    quota_bytes: int | None = None  # beyond it what is old and rare is forgotten
+    ttl_s: float | None = None  # older texts are forgotten
+
+
+class Deleted(BaseModel):
+    """Whose texts were deleted."""
+
+    tenant: str
+    deleted: bool
+
+
+class TenantCacheService:
+    """What the routes do. The tenant is that of the key alone: there is no way to name another one."""
+
+    def __init__(
+        self,
+        tenancy: Tenancy,
+        port: CacheAdminPort | None,
+        model: Callable[[], Awaitable[ModelInfo]],
+        options: CacheOptions,
+        own_mib: Mapping[str, float | None],
+    ) -> None:
+        """
+        Args:
+            tenancy: knows the keys.
+            port: the shared memory; None where there is none.
+            model: what is served.
+            options: the slice ``cache`` of the configuration.
+            own_mib: ``cache_mib`` of tenants, by name; None for the slice's.
+        """
+        self._tenancy, self._port, self._model, self._options, self._own_mib = tenancy, port, model, options, own_mib
+
+    async def get(self, authorization: str | None) -> TenantCache:
+        """How much is kept. Raises ``ApiError``: 401 for a wrong key, 503 where Redis does not answer."""
+        tenant = self._tenancy.tenant_of(authorization)
+        if tenant is None or self._port is None:
+            return TenantCache(tenant=tenant)
+        width = token_width((await self._model()).vocab_size)
+        with answered():
+            (stats,) = await self._port.stats(tenant)
+        own = self._own_mib.get(tenant)
+        return TenantCache(
+            tenant=tenant,
+            texts=stats.texts,
+            tokens=stats.tokens,
+            bytes=stats.tokens * width,
+            quota_bytes=int((self._options.tenant_mib if own is None else own) * _MIB),
+            ttl_s=self._options.ttl_s,
+        )
+
+    async def delete(self, authorization: str | None) -> Deleted:
+        """Forgets all texts of the tenant, everywhere.
+
+        Raises:
+            ApiError: 400, the request is nobody's; 404, nothing is shared; 401 and 503 as ``get``.
+        """
+        tenant = self._tenancy.tenant_of(authorization)
+        if tenant is None:
+            message = "a request without a tenant's API key has no texts here: send Authorization: Bearer KEY"
+            raise ApiError(400, message, code="no_tenant")
+        if self._port is None:
+            message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
+            raise ApiError(404, message, code="cache_disabled")
+        with answered():
+            await self._port.delete_tenant(tenant)
+        logger.info("tenant %s deleted all its texts", tenant)
+        return Deleted(tenant=tenant, deleted=True)
+
+
+def add_tenant_cache_routes(app: FastAPI, service: TenantCacheService) -> None:
+    """Gives an application the routes."""
+
+    @app.get("/v1/cache", responses=ERRORS)
+    async def get(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> TenantCache:
+        return await service.get(authorization)
+
+    @app.delete("/v1/cache", responses=ERRORS)
+    async def delete(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> Deleted:
+        return await service.delete(authorization)

@@ -1,0 +1,241 @@
+"""OpenTelemetry traces of generations, off unless ``server.otlp_endpoint`` is set. They hold no text, no key and no tenant.
+
+A request has a server span, below which each choice has ``queue``, ``prefill`` and ``decode``. Their times are the engine's own,
+which come with the last output of a choice; nothing is measured for them. Attributes follow the gen_ai conventions and the names
+that vLLM has beside them. A client's ``traceparent`` (W3C Trace Context) is the parent, and the answer names its own span.
+
+Example: an answer's last output comes 900 ms after it was asked for, with 200 ms of prefill and 600 ms of decoding in its
+counters. Its queue is 0-100 ms, its prefill 100-300 ms, its decoding 300-900 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actors.replica import Description
+from cluster.generation import EnginePort, Job
+from configs.schema import Config, ConfigError
+from decoding.request import FinishReason, SpecStats, StepOutput
+from decoding.tree import Int32Array
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_NS = 1_000_000_000
+_EXPORT_TIMEOUT_S = 5.0  # of one batch, and of what is left when the server ends
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The request that is being answered, as its choices find it."""
+
+    span: Span
+    began_ns: int
+    choices: int = 0
+    prompts: list[Int32Array] = field(default_factory=list)  # each once, of however many choices
+    completion_tokens: int = 0
+    counts: SpecStats = field(default_factory=SpecStats)  # of all choices
+    reasons: list[str] = field(default_factory=list)
+
+
+class Tracing:
+    """Makes spans and sends them in the background; a collector that is away costs requests nothing."""
+
+    def __init__(self, provider: TracerProvider, model: str, strategy: str) -> None:
+        """
+        Args:
+            provider: where spans go.
+            model: its name.
+            strategy: of requests that name none.
+        """
+        self._provider, self._tracer = provider, provider.get_tracer("outrider")
+        self._model, self._strategy = model, strategy
+        self._asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """The application with a span around each generation."""
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+            operation = _OPERATIONS.get(path) if scope["type"] == "http" and scope["method"] == "POST" else None
+            if operation is None:
+                await app(scope, receive, send)
+            else:
+                await self._serve(app, scope, receive, send, operation)
+
+        return traced
+
+    def traced(self, engine: EnginePort) -> EnginePort:
+        """The engine, with the times of each choice told to the span of the request that it belongs to."""
+        return _TracedEngine(engine, self)
+
+    async def close(self) -> None:
+        """Sends what is left."""
+        await asyncio.to_thread(self._provider.shutdown)
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, operation: str) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        propagator, began_ns = TraceContextTextMapPropagator(), time.time_ns()
+        parent = propagator.extract(dict(Headers(scope=scope)))
+        attributes = {"gen_ai.operation.name": operation, "gen_ai.request.model": self._model}
+        name = f"{operation} {self._model}"
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began_ns)
+        asked, carrier = _Asked(span, began_ns), dict[str, str]()
+        propagator.inject(carrier, set_span_in_context(span))
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(carrier)
+                span.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= 500:
+                    span.set_status(Status(StatusCode.ERROR))
+            await send(message)
+
+        token = self._asked.set(asked)
+        try:
+            await app(scope, receive, named)
+        except asyncio.CancelledError:
+            span.set_attribute("error.type", "cancelled")  # the client has gone, or the server stops
+            raise
+        finally:
+            self._asked.reset(token)
+            span.set_attributes(_totals(asked))
+            span.end()
+
+    def begin(self, job: Job) -> _Asked | None:
+        """The request that a choice belongs to, which learns of it; None where nobody asked over HTTP."""
+        asked = self._asked.get()
+        if asked is None or not asked.span.is_recording():
+            return None
+        asked.choices += 1
+        params, answer_id = job.params, job.request_id.rpartition("/")[0]
+        if not any(job.prompt_ids is prompt for prompt in asked.prompts):
+            asked.prompts.append(job.prompt_ids)
+        asked.span.set_attributes(
+            {
+                "gen_ai.request.id": answer_id,
+                "gen_ai.response.id": answer_id,
+                "gen_ai.response.model": self._model,
+                "gen_ai.request.max_tokens": params.max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.n": asked.choices,
+                "outrider.strategy": job.strategy or self._strategy,
+            }
+        )
+        return asked
+
+    def end(self, asked: _Asked, job: Job, stats: SpecStats) -> None:
+        """Writes the children of a choice whose last output has just come."""
+        from opentelemetry.trace import set_span_in_context
+
+        end_ns = time.time_ns()
+        first_ns = end_ns - int(stats.decode_s * _NS)
+        admitted_ns = first_ns - int(stats.prefill_s * _NS)
+        parent = set_span_in_context(asked.span)
+        attributes = {"outrider.choice": int(job.request_id.rpartition("/")[2])}
+        bounds = (asked.began_ns, max(asked.began_ns, admitted_ns), max(asked.began_ns, first_ns), end_ns)
+        for name, start, end in zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False):
+            self._tracer.start_span(name, parent, attributes=attributes, start_time=start).end(end)
+        if asked.choices == 1:  # of several the children tell each choice's own
+            asked.span.set_attributes(
+                {
+                    "gen_ai.latency.time_in_queue": (bounds[1] - bounds[0]) / _NS,
+                    "gen_ai.latency.time_to_first_token": (bounds[2] - bounds[0]) / _NS,
+                    "gen_ai.latency.time_in_model_prefill": stats.prefill_s,
+                    "gen_ai.latency.time_in_model_decode": stats.decode_s,
+                    "gen_ai.latency.e2e": (end_ns - asked.began_ns) / _NS,
+                }
+            )
+        counts = asked.counts
+        counts.steps, counts.drafted = counts.steps + stats.steps, counts.drafted + stats.drafted
+        counts.accepted += stats.accepted
+        counts.cached_tokens += stats.cached_tokens
+
+
+class _TracedEngine:
+    """An ``EnginePort`` whose choices are told to the spans of their requests."""
+
+    def __init__(self, engine: EnginePort, tracing: Tracing) -> None:
+        self._engine, self._tracing = engine, tracing
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        """See ``EnginePort.generate``."""
+        asked = self._tracing.begin(job)
+        async with contextlib.aclosing(self._engine.generate(job)) as outputs:
+            async for output in outputs:
+                if asked is not None:
+                    asked.completion_tokens += len(output.token_ids)
+                    if output.finish_reason is not None:
+                        _finish(self._tracing, asked, job, output)
+                yield output
+
+    async def describe(self) -> list[Description]:
+        """See ``EnginePort.describe``."""
+        return await self._engine.describe()
+
+
+def _finish(tracing: Tracing, asked: _Asked, job: Job, output: StepOutput) -> None:
+    """Tells the request's span how a choice ended."""
+    assert output.finish_reason is not None
+    asked.reasons.append(str(output.finish_reason))
+    if output.finish_reason is FinishReason.ERROR:
+        from opentelemetry.trace import Status, StatusCode
+
+        asked.span.set_status(Status(StatusCode.ERROR))  # without the message: it may hold what the client sent
+    if output.stats is not None:
+        tracing.end(asked, job, output.stats)
+
+
+def _totals(asked: _Asked) -> dict[str, Any]:
+    """What is known when the answer is whole, or broken off."""
+    if not asked.choices:
+        return {}
+    prompt, completion = sum(map(len, asked.prompts)), asked.completion_tokens
+    usage = {"prompt_tokens": prompt, "input_tokens": prompt, "completion_tokens": completion, "output_tokens": completion}
+    own = {name: getattr(asked.counts, name) for name in ("steps", "drafted", "accepted", "cached_tokens")}
+    return {
+        **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
+        **{f"outrider.{name}": count for name, count in own.items()},
+        "gen_ai.response.finish_reasons": asked.reasons,
+    }
+
+
+def open_tracing(config: Config) -> Tracing | None:
+    """Tracing to ``server.otlp_endpoint``; None where there is none.
+
+    Raises:
+        ConfigError: the libraries of the extra ``tracing`` are missing.
+    """
+    endpoint = config.server.otlp_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"server.otlp_endpoint needs OpenTelemetry, and {error.name} is missing: pip install 'outrider[tracing]', or leave "
+            "server.otlp_endpoint out"
+        ) from error
+    address = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "outrider"}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(address, timeout=_EXPORT_TIMEOUT_S)))
+    model = config.model.served_name or Path(config.model.path).name
+    return Tracing(provider, model, config.speculation.strategy)

@@ -1,0 +1,118 @@
+"""The file of ``tenancy.keys_file``: tenants and their keys, kept apart from the configuration, such as a mounted secret."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from configs.schema import ConfigError
+from configs.slices import TenancyOptions, TenantOptions
+from configs.tenancy_checks import KEY_ADVICE, entry_faults
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
+class _Keys:
+    """What the file holds, in the form of the section."""
+
+    tenants: dict[str, TenantOptions] = dataclasses.field(default_factory=dict)
+    admin_keys: tuple[str, ...] = ()
+
+
+def with_keys_file(section: TenancyOptions, required: bool = False) -> TenancyOptions:
+    """The section with what its file adds; the section itself where it names none.
+
+    A tenant of both has the keys of both, and of each other option the file's value where the file has one.
+
+    Example: the section gives ``acme`` one key and ``cache_mib=8``, the file gives it another key. Then both keys are acme's, and
+    it keeps 8 MiB.
+
+    Args:
+        section: as configured.
+        required: some tenant has to have a key.
+
+    Raises:
+        ConfigError: the file cannot be read, what it and the section say together is not allowed, or nobody has a key. The
+            message names file and field, and shows no value: it may be a key.
+    """
+    whole = section if section.keys_file is None else _with_keys(section, Path(section.keys_file))
+    if required and not any(tenant.keys for tenant in whole.tenants.values()):
+        raise ConfigError(
+            "requests need an API key, and no tenant has one: outrider new-key makes a key and its hash for "
+            f"tenancy.tenants.NAME.keys or tenancy.keys_file (now {section.keys_file}); server.require_key=false serves anybody"
+        )
+    return whole
+
+
+def with_tenants_of_file(section: TenancyOptions) -> TenancyOptions:
+    """The section with what has to be known from the start: the names of the tenants that its file adds, and all quotas.
+
+    Keys and limits of the file are left out: they may be others tomorrow.
+
+    Raises:
+        ConfigError: as ``with_keys_file``.
+    """
+    tenants = {
+        name: dataclasses.replace(section.tenants.get(name, TenantOptions()), cache_mib=tenant.cache_mib)
+        for name, tenant in with_keys_file(section).tenants.items()
+    }
+    return dataclasses.replace(section, tenants=tenants)
+
+
+def _with_keys(section: TenancyOptions, path: Path) -> TenancyOptions:
+    keys = _read(path)
+    tenants = dict(section.tenants)
+    for name, tenant in keys.tenants.items():
+        tenants[name] = _joined(tenants.get(name, TenantOptions()), tenant)
+    whole = dataclasses.replace(section, tenants=tenants, admin_keys=_once([*section.admin_keys, *keys.admin_keys]))
+    faults = entry_faults(whole)
+    if faults:
+        raise ConfigError(f"tenancy.keys_file {section.keys_file}: {'; '.join(faults)}")
+    return whole
+
+
+def _read(path: Path) -> _Keys:
+    where = f"tenancy.keys_file {path}"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{where} cannot be read: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # its message would show the line itself
+        line = "" if mark is None else f", see line {mark.line + 1}"
+        raise ConfigError(f"{where} is not yaml{line}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must hold tenants, admin_keys, or both")
+    filled = {key: {} if value is None and key == "tenants" else value for key, value in data.items()}
+    try:
+        return TypeAdapter(_Keys).validate_python(filled)
+    except ValidationError as error:
+        faults = dict.fromkeys(_fault(details["loc"], details["type"]) for details in error.errors())
+        raise ConfigError(f"{where}: {'; '.join(faults)}") from None
+
+
+def _fault(loc: tuple[int | str, ...], kind: str) -> str:
+    key = ".".join(str(part) for part in loc)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {key}"
+    if "keys" in loc or "admin_keys" in loc:
+        return f"{key} is not a hash of a key; allowed: a list of {KEY_ADVICE}"
+    return f"{key} has a value that is not allowed"
+
+
+def _joined(own: TenantOptions, added: TenantOptions) -> TenantOptions:
+    options = {
+        field.name: value
+        for field in dataclasses.fields(added)
+        if field.name != "keys" and (value := getattr(added, field.name)) is not None
+    }
+    return dataclasses.replace(own, keys=_once([*own.keys, *added.keys]), **options)
+
+
+def _once(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(keys))

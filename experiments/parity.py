@@ -1,0 +1,276 @@
+"""The table, parameter by parameter: does speculation change an answer?
+
+python -m experiments.parity [--url URL | --model M] [--strategy S ...] [--field F ...]
+
+Every parameter that the server honours is asked for with several values, greedy and sampled, as a chat and as a completion: once
+with plain decoding (``speculation: {"max_draft_tokens": 0}``), then with each strategy, as a whole and streamed. Texts, calls,
+token ids, finish reasons, the tokens of log-probabilities and the counts of the usage must be the same to the letter, the
+log-probabilities within what rounding explains. Beside the record a table in Markdown is written. Drafted and accepted tokens are
+those that ``/metrics`` counted meanwhile: where nothing was accepted, nothing was shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.launch import EXAMPLE
+from configs.schema import find_model
+from decoding.drafters import STRATEGIES
+from decoding.request import PLAIN
+from experiments.parity_answers import Answer, differences, read
+from experiments.parity_cases import GREEDY, Case, Route, Said, cases
+from experiments.record import RESULTS, write_record
+from experiments.served import served
+
+PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")
+_PATHS: Mapping[Route, str] = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+_COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+_MAX_TOKENS, _TOGETHER = 24, 6
+_SHOWN = 20  # mismatches that the record holds in full
+_PLAIN_CHOICE = {"max_draft_tokens": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for."""
+
+    strategies: Sequence[str] = ()  # to compare with plain decoding; none: all that the server has and calls lossless
+    fields: Sequence[str] = ()  # parameters; none: all
+    prompts: Sequence[str] = PROMPTS
+    max_tokens: int = _MAX_TOKENS  # of an answer, where the parameter is not about that
+    streamed: Sequence[bool] = (False, True)
+    together: int = _TOGETHER  # requests at a time
+
+
+@dataclass(slots=True)
+class Row:
+    """A line of the table."""
+
+    values: set[str] = field(default_factory=set)
+    compared: int = 0  # answers with speculation, each against the one without
+    refused: int = 0  # of these, errors of the client, the same with and without
+    mismatches: int = 0
+    gap: float = 0.0  # largest between two log-probabilities
+    drafted: int | None = None  # None where the server does not tell
+    accepted: int | None = None
+
+
+@dataclass(slots=True)
+class Table:
+    """What came out, by parameter."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    mismatches: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, case: Case, body: Mapping[str, Any], expected: Answer, got: Answer) -> None:
+        """Counts a comparison."""
+        row = self.rows.setdefault(case.field, Row())
+        row.values.add(case.value)
+        wrong, gap = differences(expected, got)
+        row.compared += 1
+        row.refused += got.status == expected.status == 400
+        row.gap = max(row.gap, gap)
+        if expected.status not in (200, 400):
+            wrong = [f"status {expected.status}", *wrong]
+        if wrong:
+            row.mismatches += 1
+            shown = {"field": case.field, "differs": wrong, "body": dict(body), "expected": asdict(expected), "got": asdict(got)}
+            self.mismatches.append(shown)
+
+    def markdown(self) -> str:
+        """The table as text."""
+        lines = [
+            "| parameter | values | answers compared | refused alike | drafted | accepted | mismatches |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, row in self.rows.items():
+            counts = (len(row.values), row.compared, row.refused, row.drafted, row.accepted, row.mismatches)
+            lines.append(f"| `{name}` | " + " | ".join("n/a" if count is None else str(count) for count in counts) + " |")
+        return "\n".join(lines) + "\n"
+
+
+class Asker:
+    """Asks a server."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, asked: Asked) -> None:
+        """
+        Args:
+            client: of the server, with its address and key.
+            model: its name.
+            asked: with the strategies that are compared.
+        """
+        self._client, self._model, self._asked = client, model, asked
+        self._free = asyncio.Semaphore(asked.together)
+
+    async def said(self, prompt: str) -> Said:
+        """What the model says to a prompt, at least two tokens.
+
+        Raises:
+            RuntimeError: it says less, or the server refuses.
+        """
+        answer = await self._ask("text", self._body("text", prompt) | {**GREEDY, "ignore_eos": True})
+        if answer.error is not None:
+            raise RuntimeError(f"the server refuses a plain completion: {answer.error}")
+        text = answer.choices[0].text
+        ids, prompt_ids = await self._ids(text), await self._ids(prompt)
+        if len(ids) < 2:
+            raise RuntimeError(f"the model says {text!r} to {prompt!r}: too little to compare; choose another prompt")
+        return Said(prompt, text, ids, prompt_ids)
+
+    async def compare(self, said: Said, case: Case, table: Table) -> None:
+        """A value of a parameter, in all settings."""
+        jobs = [self._compare(said, case, route, setting, table) for route in case.routes for setting in case.settings]
+        await asyncio.gather(*jobs)
+
+    async def _compare(self, said: Said, case: Case, route: Route, setting: Mapping[str, Any], table: Table) -> None:
+        body = self._body(route, said.prompt) | dict(setting) | dict(case.body)
+        expected = await self._ask(route, body | {"speculation": _PLAIN_CHOICE})
+
+        async def one(strategy: str, streamed: bool) -> None:
+            extra: dict[str, Any] = {"speculation": {**body.get("speculation", {}), "strategy": strategy}}
+            if streamed:
+                extra |= {"stream": True, "stream_options": {"include_usage": True}}
+            table.note(case, body | extra, expected, await self._ask(route, body | extra))
+
+        await asyncio.gather(
+            *(one(strategy, streamed) for strategy in self._asked.strategies for streamed in self._asked.streamed)
+        )
+
+    def _body(self, route: Route, prompt: str) -> dict[str, Any]:
+        asked = {"prompt": prompt} if route == "text" else {"messages": [{"role": "user", "content": prompt}]}
+        return {"model": self._model, "max_tokens": self._asked.max_tokens, **asked}
+
+    async def _ask(self, route: Route, body: dict[str, Any]) -> Answer:
+        if "max_completion_tokens" in body:
+            body = {name: value for name, value in body.items() if name != "max_tokens"}
+        async with self._free:
+            response = await self._client.post(_PATHS[route], json=body)
+        return read(response.status_code, response.text)
+
+    async def _ids(self, text: str) -> list[int]:
+        response = await self._client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
+        ids: list[int] = response.raise_for_status().json()["tokens"]
+        return ids
+
+    async def counters(self) -> list[int | None]:
+        """Tokens drafted and accepted since the start; None where the server does not tell."""
+        response = await self._client.get("/metrics")
+        if response.status_code != 200:
+            return [None] * len(_COUNTERS)
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        return [
+            int(sum(sample.value for sample in families[name].samples if sample.name.endswith("_total")))
+            if name in families else None
+            for name in _COUNTERS
+        ]  # fmt: skip
+
+
+async def measure(url: str, key: str, asked: Asked) -> tuple[Sequence[str], Table]:
+    """Asks for everything.
+
+    Args:
+        url: of the server.
+        key: for it.
+        asked: what.
+
+    Returns:
+        The strategies, and what came out.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+        RuntimeError: it refuses what every server of this kind takes.
+    """
+    table, headers = Table(), {"Authorization": f"Bearer {key}"}
+    limits = httpx.Limits(max_connections=asked.together)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
+        (card,) = (await client.get("/v1/models")).raise_for_status().json()["data"]
+        if not asked.strategies:
+            asked = replace(asked, strategies=[name for name in card["lossless_strategies"] if name != PLAIN])
+        asker = Asker(client, card["id"], asked)
+        for prompt in asked.prompts:
+            said = await asker.said(prompt)
+            for case in cases(said):
+                if asked.fields and case.field not in asked.fields:
+                    continue
+                before = await asker.counters()
+                await asker.compare(said, case, table)
+                _count(table.rows[case.field], before, await asker.counters())
+            print(f"{sum(row.compared for row in table.rows.values())} answers, {len(table.mismatches)} differ", file=sys.stderr)
+    return asked.strategies, table
+
+
+def _count(row: Row, before: Sequence[int | None], after: Sequence[int | None]) -> None:
+    added = [None if old is None or new is None else new - old for old, new in zip(before, after, strict=True)]
+    drafted, accepted = added
+    row.drafted = None if drafted is None else (row.drafted or 0) + drafted
+    row.accepted = None if accepted is None else (row.accepted or 0) + accepted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes record and table; 1 where an answer is another one with speculation, 2 where nothing can be asked."""
+    args = arguments(argv)
+    started = datetime.now(UTC)
+    streamed = {"whole": (False,), "streamed": (True,), "both": (False, True)}[args.answers]
+    asked = Asked(args.strategy, args.field, args.prompt, args.max_tokens, streamed, args.together)
+    try:
+        with server(args) as url:
+            strategies, table = asyncio.run(measure(url, args.key, asked))
+    except (httpx.HTTPError, RuntimeError) as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    rows = {name: asdict(row) | {"values": sorted(row.values)} for name, row in table.rows.items()}
+    results = {"strategies": strategies, "parameters": rows, "mismatches": table.mismatches[:_SHOWN]}
+    shared = {name: value for name, value in vars(args).items() if name != "key"}
+    path = write_record("parity", shared, results, None, started, "cpu", args.out)
+    path.with_suffix(".md").write_text(table.markdown(), encoding="utf-8")
+    print(table.markdown())
+    print(path.name)
+    return 1 if table.mismatches else 0
+
+
+@contextlib.contextmanager
+def server(args: argparse.Namespace) -> Iterator[str]:
+    """The address of the server that was named, or of one that is started, with all strategies that need no draft model.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+    if args.url is not None:
+        yield args.url.rstrip("/").removesuffix("/v1")
+        return
+    others = ",".join(f'"{name}"' for name in STRATEGIES if name not in ("auto", PLAIN))
+    settings = [f"model.dtype={args.dtype}", "tenancy.anonymous=local", f"speculation.strategies=[{others}]"]
+    with served(find_model(args.model), settings) as started:
+        yield started.url
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.parity", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--url", help="a running server; one of its own when absent")
+    parser.add_argument("--key", default="none", help="API key for it")
+    parser.add_argument("--model", default="demo_model", help="of a server of its own")
+    parser.add_argument("--dtype", default="float32", help="of a server of its own")
+    parser.add_argument("--strategy", nargs="*", default=[], help="all lossless ones of the server when absent")
+    parser.add_argument("--field", nargs="*", default=[], help="parameters; all when absent")
+    parser.add_argument("--prompt", nargs="*", default=PROMPTS)
+    parser.add_argument("--max-tokens", type=int, default=_MAX_TOKENS)
+    parser.add_argument("--answers", choices=("both", "whole", "streamed"), default="both", help="with speculation")
+    parser.add_argument("--together", type=int, default=_TOGETHER, help="requests at a time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

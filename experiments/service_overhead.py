@@ -1,0 +1,214 @@
+"""What the way from the engine to a client costs: time to the first token and tokens per second, at one request at a time.
+
+python -m experiments.service_overhead [--rounds 3] [--requests 60]
+
+Each round starts ``outrider serve`` afresh, once with Serve's Python proxy and once with its HAProxy, in turns. Every request is
+streamed; between two of them ``/metrics`` is read, so that the engine's own times of just this request are known. The time that
+the client saw, less the engine's, is what lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from configs.schema import find_model
+from experiments.record import RESULTS, write_record
+from experiments.served import served
+from experiments.service_asks import make_prompt
+from experiments.service_faults import spread
+
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's own switch
+MODES = {"serve": "0", "haproxy": "1"}
+GOAL_TTFT_MS, GOAL_RATE = 10.0, 0.95
+_WARM_UP = 5
+_ENGINE = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One request, as the client and the engine saw it; seconds."""
+
+    tokens: int
+    first_s: float
+    whole_s: float
+    engine_first_s: float
+    engine_whole_s: float
+    engine_decode_s: float
+    events: int
+
+    @property
+    def added_first_ms(self) -> float:
+        """What came on top of the engine's time to the first token."""
+        return 1e3 * (self.first_s - self.engine_first_s)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole request over the engine's."""
+        return self.engine_whole_s / self.whole_s
+
+    @property
+    def decode_rate(self) -> float:
+        """The same after the first token."""
+        return self.engine_decode_s / (self.whole_s - self.first_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the record; 1 where a goal is missed with Serve's Python proxy."""
+    args = arguments(argv)
+    started = datetime.now(UTC)
+    model = find_model(args.model)
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.mode}
+    for number in range(args.rounds):
+        for mode in args.mode[:: 1 if number % 2 == 0 else -1]:
+            with proxied_by(mode), served(model, [f"model.dtype={args.dtype}", "model.threads=1", *args.set]) as server:
+                timed = list(measure(server.url, Path(model).name, args, number))
+            runs[mode].append(summary(timed))
+            print(f"round {number + 1} of {args.rounds}, {mode}: {runs[mode][-1]}", file=sys.stderr)
+    modes = {mode: {"median": medians(rounds), "rounds": rounds} for mode, rounds in runs.items()}
+    results = {"goals": {"added_ttft_ms_p50": GOAL_TTFT_MS, "rate_p50": GOAL_RATE}, "modes": modes}
+    print(write_record("service-overhead", vars(args), results, args.seed, started, "cpu", args.out).name)
+    judged: Any = modes[args.mode[0]]["median"]
+    return 0 if judged["added_ttft_ms"]["p50"] <= GOAL_TTFT_MS and judged["rate_p50"] >= GOAL_RATE else 1
+
+
+@contextlib.contextmanager
+def proxied_by(mode: str) -> Iterator[None]:
+    """The environment in which servers that start use one of Serve's proxies."""
+    before = os.environ.get(HAPROXY)
+    os.environ[HAPROXY] = MODES[mode]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[HAPROXY]
+        else:
+            os.environ[HAPROXY] = before
+
+
+def measure(url: str, model: str, args: argparse.Namespace, number: int) -> Iterator[Timed]:
+    """Requests one after the other, after some to warm up.
+
+    Args:
+        url: of the server, which has one replica and nobody else to serve.
+        model: its name.
+        args: the command line.
+        number: of the round; the same prompts come in each mode of it.
+    """
+    at, rng = urlsplit(url), random.Random(args.seed + number)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
+    with contextlib.closing(connection):
+        before = engine_sums(connection)
+        for turn in range(_WARM_UP + args.requests):
+            body = {
+                "model": model, "messages": [{"role": "user", "content": make_prompt(rng)}], "temperature": 0, "stream": True,
+                "max_tokens": args.max_tokens, "ignore_eos": True, "stream_options": {"include_usage": True},
+            }  # fmt: skip
+            first_s, whole_s, events, tokens = stream(connection, body)
+            after = engine_sums(connection)
+            engine_first_s, engine_whole_s, engine_decode_s = (after[name] - before[name] for name in _ENGINE)
+            before = after
+            if turn >= _WARM_UP:
+                yield Timed(tokens, first_s, whole_s, engine_first_s, engine_whole_s, engine_decode_s, events)
+
+
+def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> tuple[float, float, int, int]:
+    """One streamed chat: seconds to the first text and to the end of it, events with text, and tokens by the usage.
+
+    Raises:
+        RuntimeError: it is refused, or has no text.
+    """
+    events, tokens, first_s, last_s = 0, 0, 0.0, 0.0
+    data = json.dumps(body)
+    began = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {response.read().decode()[:300]}")
+    while line := response.readline():
+        at_s = time.perf_counter() - began
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if event.get("usage"):
+            tokens = event["usage"]["completion_tokens"]
+        if event["choices"] and event["choices"][0]["delta"].get("content"):
+            events, last_s, first_s = events + 1, at_s, first_s or at_s
+    if events < 2:
+        raise RuntimeError(f"a stream of {body['max_tokens']} tokens had {events} events with text: ask for more tokens")
+    return first_s, last_s, events, tokens
+
+
+def engine_sums(connection: http.client.HTTPConnection) -> dict[str, float]:
+    """The sums of the engine's histograms of seconds."""
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    return {
+        family.name: sum(sample.value for sample in family.samples if sample.name == f"{family.name}_sum")
+        for family in text_string_to_metric_families(text)
+        if family.name in _ENGINE
+    }
+
+
+def summary(timed: Sequence[Timed]) -> dict[str, Any]:
+    """The figures of one round."""
+    return {
+        "requests": len(timed),
+        "added_ttft_ms": spread([each.added_first_ms for each in timed]),
+        "ttft_ms": spread([1e3 * each.first_s for each in timed]),
+        "engine_ttft_ms": spread([1e3 * each.engine_first_s for each in timed]),
+        "rate_p50": round(float(np.median([each.rate for each in timed])), 4),
+        "decode_rate_p50": round(float(np.median([each.decode_rate for each in timed])), 4),
+        "engine_tokens_per_s_p50": round(float(np.median([each.tokens / each.engine_whole_s for each in timed])), 1),
+        "tokens_per_event": round(sum(each.tokens for each in timed) / sum(each.events for each in timed), 2),
+    }
+
+
+def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The median of each figure over the rounds."""
+    return {
+        name: medians([each[name] for each in rounds])
+        if isinstance(value, Mapping)
+        else round(float(np.median([each[name] for each in rounds])), 4)
+        for name, value in rounds[0].items()
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ends the process with code 2 where an option cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser.add_argument(
+        "--mode", nargs="+", choices=list(MODES), default=list(MODES), help="proxies of Serve, the judged one first"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=60, help="of a round, with each proxy")
+    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    args = parser.parse_args(argv)
+    for name, least in (("rounds", 1), ("requests", 1), ("max_tokens", 8)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""Who may come in, over real HTTP with a real engine: keys, rates, sizes, places, deadlines, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from openai import OpenAI
+
+from actors.replica import Description, Replica
+from cache_service.namespace import hash_key
+from cluster.api import Service, create_api
+from cluster.door import REFUSALS, DoorCounts, DoorOptions
+from cluster.generation import Job
+from configs.slices import EngineOptions, LimitsOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
+from decoding.request import Request, StepOutput
+from engine.loading import load_tokenizer
+
+ACME, UMBRELLA, ADMIN = "outrider-acme", "outrider-umbrella", "outrider-admin"
+MAX_RUNNING = 2
+TENANTS = {
+    "acme": TenantOptions(keys=(hash_key(ACME),)),
+    "umbrella": TenantOptions(keys=(hash_key(UMBRELLA),), requests_per_minute=100, tokens_per_minute=5000, max_concurrent=100),
+}
+KEYED = TenancyOptions(tenants=TENANTS, admin_keys=(hash_key(ADMIN),))
+SHORT = {"model": "circle", "prompt": "<", "max_tokens": 3, "temperature": 0}
+LONG = {"model": "circle", "prompt": "<", "max_tokens": 16000, "ignore_eos": True}  # minutes, unless it is ended
+
+
+class LocalEngine:
+    """The ``EnginePort`` over a replica in this process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.jobs: list[Job] = []
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        self.jobs.append(job)
+        request = Request(job.request_id, job.prompt_ids, job.params, tenant=job.tenant, public=job.public)
+        async with contextlib.aclosing(self._replica.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def describe(self) -> list[Description]:
+        return [self._replica.describe()]
+
+    def free(self) -> bool:
+        counts = self._replica.describe().counts
+        return (counts.running, counts.waiting, counts.free_slots) == (0, 0, MAX_RUNNING)
+
+
+@dataclass(frozen=True)
+class House:
+    """A served application with a door."""
+
+    url: str
+    service: Service
+    engine: LocalEngine
+
+    def post(self, body: object, key: str | None = None, path: str = "/v1/completions") -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=bearer(key), timeout=60)
+
+    def counts(self) -> DoorCounts:
+        return self.service.door.counts()
+
+    def is_empty(self) -> bool:
+        return self.counts().in_flight == 0 and self.engine.free()
+
+    @contextlib.contextmanager
+    def streaming(self, key: str | None = None, **fields: object) -> Iterator[httpx.Response]:
+        """A stream that has begun and does not end by itself."""
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream(
+                "POST", f"{self.url}/v1/completions", json=LONG | {"stream": True} | fields, headers=bearer(key)
+            ) as response,
+        ):
+            yield response
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Waits for a condition, and fails when it does not come about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def engine(circle_model: Path) -> Iterator[LocalEngine]:
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    options = EngineOptions(max_running=MAX_RUNNING)
+    replica = Replica(model, options, SpeculationOptions(strategy="autoregressive"))
+    yield LocalEngine(replica)
+    replica.stop()
+
+
+@pytest.fixture
+def house(
+    engine: LocalEngine, circle_model: Path, serve_api: Callable[[FastAPI], AbstractContextManager[str]]
+) -> Iterator[Callable[..., House]]:
+    """Opens a house; when the test ends, nobody may be left in it."""
+    tokenizer = load_tokenizer(str(circle_model))
+    with contextlib.ExitStack() as open_houses:
+        houses: list[House] = []
+
+        def build(tenancy: TenancyOptions | None = None, capacity: int | None = None, required: bool = False, **limits: object):
+            service = Service(engine, tokenizer, tenancy, door=DoorOptions(required, capacity, LimitsOptions(**limits)))
+            houses.append(House(open_houses.enter_context(serve_api(create_api(service))), service, engine))
+            return houses[-1]
+
+        yield build
+        until(lambda: all(house.is_empty() for house in houses))
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def test_a_key_is_required_for_all_but_the_states(house: Callable[..., House]) -> None:
+    keyed = house(KEYED, required=True)
+    with httpx.Client(base_url=keyed.url, timeout=60) as http:
+        for method, path in [
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/circle"),
+            ("GET", "/v1/whatever"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+        ]:
+            for headers in ({}, bearer("wrong"), bearer(ADMIN), {"Authorization": ACME}):
+                refused = http.request(method, path, headers=headers, content="{not JSON" if method == "POST" else None)
+                assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key"), path
+                assert refused.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/ready", "/ping", "/version", "/openapi.json"):
+            assert http.get(path).status_code == 200
+        assert http.get("/v1/models", headers=bearer(ACME)).status_code == 200
+        assert http.post("/tokenize", json={"prompt": "ab"}, headers=bearer(ACME)).json()["count"] == 2
+    assert keyed.post(SHORT, ACME).json()["choices"][0]["text"] == "abc"
+    assert keyed.counts().refused["invalid_api_key"] == 28
+    assert keyed.counts().requests == 1
+
+
+def test_keys_are_rotated_without_a_restart(house: Callable[..., House], tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+
+    def write(text: str) -> None:  # as Kubernetes does: another file takes the place of the former one
+        (tmp_path / "next").write_text(text)
+        (tmp_path / "next").rename(path)
+
+    def status(key: str) -> int:
+        return httpx.get(f"{rotated.url}/v1/models", headers=bearer(key)).status_code
+
+    def keys(*own: str) -> str:
+        return f"tenants:\n  acme:\n    keys: [{', '.join(hash_key(key) for key in own)}]\n"
+
+    write(keys("old"))
+    rotated = house(TenancyOptions(tenants={"acme": TenantOptions()}, keys_file=str(path)), required=True)
+    assert (status("old"), status("new")) == (200, 401)
+    write(keys("old", "new"))
+    assert (status("old"), status("new")) == (200, 200)
+    write(keys("new"))
+    assert (status("old"), status("new")) == (401, 200)
+    for broken in ("tenants: {acme: {keys: [new]}}", "{", "tenants: {}\n"):  # the last one would lock everybody out
+        write(broken)
+        assert (status("old"), status("new")) == (401, 200)
+    path.unlink()
+    assert status("new") == 200
+    write(f"tenants:\n  late:\n    keys: [{hash_key('late')}]\n    max_concurrent: 1\nadmin_keys: [{hash_key(ADMIN)}]\n")
+    assert (status("new"), status("late")) == (401, 200)
+    assert httpx.get(f"{rotated.url}/admin/cache/stats", headers=bearer(ADMIN)).status_code == 404  # there is no cache
+
+    engine = rotated.engine
+    engine.jobs.clear()
+    assert rotated.post(SHORT, "late").status_code == 200
+    assert engine.jobs[0].tenant is None  # no mirror was told of this tenant
+    refused = rotated.post(SHORT | {"cache": "tenant"}, "late")
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "cache")
+    with rotated.streaming("late"):
+        assert error_of(rotated.post(SHORT, "late"))["code"] == "too_many_concurrent"
+
+
+def test_requests_in_a_minute(house: Callable[..., House]) -> None:
+    limited = house(KEYED, requests_per_minute=2)
+    for left in (1, 0):
+        answer = limited.post(SHORT, ACME)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+        assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert "x-ratelimit-limit-tokens" not in answer.headers
+    with OpenAI(base_url=f"{limited.url}/v1", api_key=ACME, max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model="circle", messages=[{"role": "user", "content": "hi"}])
+        assert caught.value.code == "rate_limit_exceeded"
+        retry_s, retry_ms = (int(caught.value.response.headers[name]) for name in ("retry-after", "retry-after-ms"))
+        assert 1 <= retry_s <= 60 and retry_s - 1 <= retry_ms / 1000 <= retry_s
+        assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+        assert client.models.list().data  # what generates nothing is not counted
+    assert [limited.post(SHORT).status_code for _ in range(3)] == [200, 200, 429]  # those without a key are one
+    other = limited.post(SHORT, UMBRELLA)
+    assert (other.status_code, other.headers["x-ratelimit-limit-requests"]) == (200, "100")
+    assert limited.counts().refused == dict.fromkeys(REFUSALS, 0) | {"rate_limit_exceeded": 2}
+
+
+def test_tokens_in_a_minute_are_reserved_and_given_back(house: Callable[..., House]) -> None:
+    limited = house(KEYED, tokens_per_minute=100)
+
+    def left(answer: httpx.Response) -> int:
+        assert answer.status_code == 200, answer.text
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    ending = {"model": "circle", "prompt": "rst", "max_tokens": 40, "temperature": 0}  # "uvw." and the end token
+    assert left(limited.post(ending, ACME)) == 100 - 43
+    until(lambda: limited.counts().in_flight == 0)
+    assert left(limited.post(ending | {"n": 2}, ACME)) == 100 - 8 - 3 - 80
+    until(lambda: limited.counts().in_flight == 0)
+    used = 8 + 3 + 2 * 5
+    assert left(limited.post(SHORT, ACME)) == 100 - used - 4
+    until(lambda: limited.counts().in_flight == 0)
+
+    refused = limited.post(ending | {"max_tokens": 90}, ACME)
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+    assert "100 tokens a minute" in error_of(refused)["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert int(refused.headers["x-ratelimit-remaining-tokens"]) == 100 - used - 4  # a refusal costs nothing
+    for wrong in (SHORT | {"temperature": 9}, SHORT | {"model": "other"}):
+        assert limited.post(wrong, ACME).headers["x-ratelimit-remaining-tokens"] == str(100 - used - 4)
+
+    assert left(limited.post(SHORT, UMBRELLA)) == 5000 - 4
+    with limited.streaming(UMBRELLA, max_tokens=4000) as stream:  # a client that leaves gets back what it did not use
+        assert int(stream.headers["x-ratelimit-remaining-tokens"]) == 5000 - 4 - 4001
+    until(limited.is_empty)
+    assert left(limited.post(SHORT, UMBRELLA)) > 5000 - 4 - 4001
+
+
+def test_requests_of_a_key_at_once(house: Callable[..., House]) -> None:
+    limited = house(KEYED, max_concurrent=1)
+    with limited.streaming(ACME):
+        refused = limited.post(SHORT, ACME)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_concurrent")
+        assert refused.headers["retry-after"] == "1"
+        assert limited.post(SHORT).status_code == limited.post(SHORT, UMBRELLA).status_code == 200
+    until(limited.is_empty)
+    assert limited.post(SHORT, ACME).status_code == 200
+
+
+def test_a_large_body_is_refused_before_it_is_sent(house: Callable[..., House]) -> None:
+    limited = house(max_request_bytes=2000)
+    address = urlsplit(limited.url)
+    for path in (b"/v1/completions", b"/tokenize"):
+        with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+            connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n{" % path)
+            head = connection.recv(65536)
+            assert head.startswith(b"HTTP/1.1 413")
+
+    def pieces() -> Iterator[bytes]:  # whose length nobody knows
+        for _ in range(4000):
+            yield b" " * 1000
+
+    with contextlib.suppress(httpx.WriteError):  # it may close before all is sent
+        refused = httpx.post(f"{limited.url}/v1/completions", content=pieces(), timeout=20)
+        assert (refused.status_code, error_of(refused)["code"]) == (413, "request_too_large")
+        assert "limits.max_request_bytes" in error_of(refused)["message"]
+    assert limited.post(SHORT | {"user": "x" * 1500}).status_code == 200
+    assert limited.post(SHORT | {"user": "x" * 2000}).status_code == 413
+    assert limited.counts().refused["request_too_large"] == 4
+    assert limited.counts().requests == 1
+
+
+def test_lengths_of_prompts_and_answers(house: Callable[..., House]) -> None:
+    limited = house(max_prompt_tokens=12, max_output_tokens=5)
+    chat = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    long = [{"role": "user", "content": "hi" * 6}]
+    for path, body, param, code in [
+        ("/v1/completions", SHORT | {"prompt": "<" * 13}, "prompt", "context_length_exceeded"),
+        ("/v1/chat/completions", chat | {"messages": long}, "messages", "context_length_exceeded"),
+        ("/v1/completions", SHORT | {"max_tokens": 6}, "max_tokens", "invalid_value"),
+        ("/v1/chat/completions", chat | {"max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+        ("/v1/chat/completions", chat | {"max_tokens": 6}, "max_tokens", "invalid_value"),
+        ("/v1/chat/completions", chat | {"min_tokens": 6}, "min_tokens", "invalid_value"),
+    ]:  # fmt: skip
+        refused = limited.post(body, path=path)
+        assert (refused.status_code, error_of(refused)["param"], error_of(refused)["code"]) == (400, param, code)
+    whole = limited.post(chat | {"max_tokens": None}, path="/v1/chat/completions").json()
+    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (5, "length")
+    assert limited.post(SHORT | {"prompt": "<" * 12, "max_tokens": 5}).status_code == 200
+
+
+def test_a_full_house_refuses_before_it_reads(house: Callable[..., House]) -> None:
+    full = house(capacity=4)
+    with full.streaming(n=2), full.streaming():
+        late = full.post(SHORT | {"n": 2})  # one place is left
+        assert (late.status_code, error_of(late)["code"]) == (429, "queue_full")
+        assert "server.max_queued" in error_of(late)["message"]
+        with full.streaming():
+            for content in ("{not JSON", json.dumps(SHORT)):
+                refused = httpx.post(f"{full.url}/v1/completions", content=content, timeout=20)
+                assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+                assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert httpx.get(f"{full.url}/health").status_code == httpx.get(f"{full.url}/v1/models").status_code == 200
+            assert full.counts().in_flight == 3
+    until(full.is_empty)
+    assert full.counts().refused["queue_full"] == 3
+    with full.streaming(n=4):  # all places are back, and no more than those
+        assert full.post(SHORT).status_code == 429
+    until(full.is_empty)
+    assert full.post(SHORT).status_code == 200
+
+
+@pytest.mark.parametrize("configured", [None, 0.5])
+def test_deadlines(house: Callable[..., House], configured: float | None) -> None:
+    hurried = house(request_timeout_s=configured)
+    body = LONG | {"timeout": 0.5 if configured is None else 1000}  # it may ask for less only
+    late = hurried.post(body)
+    assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
+    assert "not there within 0.5 s" in error_of(late)["message"] and error_of(late)["type"] == "server_error"
+    assert hurried.post(body | {"n": 3}).status_code == 504
+    with hurried.streaming(timeout=0.4) as stream:
+        events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert stream.status_code == 200 and len(events) > 1
+    assert json.loads(events[0])["choices"][0]["text"]
+    assert json.loads(events[-1])["error"]["code"] == "deadline_exceeded"
+    with hurried.streaming(timeout=60, n=MAX_RUNNING), hurried.streaming(timeout=0.2) as waiting:  # for a slot, all the time
+        assert "deadline_exceeded" in waiting.read().decode()
+    assert hurried.post(SHORT | {"timeout": 30}).json()["choices"][0]["text"] == "abc"
+    assert hurried.post(SHORT | {"timeout": 0}).json()["error"]["param"] == "timeout"
+    until(lambda: hurried.counts().refused["deadline_exceeded"] >= 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fifty_clients_that_leave(house: Callable[..., House], stream: bool) -> None:
+    left = house(capacity=50)
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as http:
+            tasks = [
+                asyncio.create_task(http.post(f"{left.url}/v1/completions", json=LONG | {"stream": stream})) for _ in range(50)
+            ]
+            await asyncio.to_thread(until, lambda: left.counts().in_flight == 50)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    until(left.is_empty)
+    with left.streaming(n=50):  # each gave back what it had, once
+        assert left.post(SHORT).status_code == 429
+    until(left.is_empty)
+    assert left.counts().requests == 51
+
+
+def test_a_client_that_leaves_while_it_sends(house: Callable[..., House]) -> None:
+    left = house(capacity=1)
+    address = urlsplit(left.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        assert left.post(SHORT).status_code == 200  # who sends slowly holds no place
+    assert left.post(SHORT).status_code == 200
+    assert left.counts() == DoorCounts(dict.fromkeys(REFUSALS, 0), left.counts().in_flight, 2)

@@ -1,0 +1,201 @@
+"""The page at / in a real browser: a race of the circle model, its colours, its keys, its width; and how it is served."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import cluster.playground
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
+FILES = sorted(path.name for path in Path(cluster.playground.__file__).with_suffix("").iterdir() if path.name != "index.html")
+WAIT_MS = 60_000
+
+
+def test_the_page_is_served_with_headers_that_hold_it_to_this_server(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+    assert http.head("/").headers["etag"] == page.headers["etag"]
+    assert http.get("/", headers={"If-None-Match": page.headers["etag"]}).status_code == 304
+    # No inline script or style, and nothing of other servers.
+    assert re.findall(r"<script(?![^>]*\bsrc=)|\bstyle=|\bon[a-z]+=|//[a-z]", page.text) == []
+    assert "/" not in http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_files_have_their_types_and_name_no_other_server(http: httpx.Client, name: str) -> None:
+    file = http.get(f"/playground/{name}")
+    kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+    assert file.status_code == 200
+    assert file.headers["content-type"].partition(";")[0] == kinds[Path(name).suffix]
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", file.text) == []
+
+
+def test_a_browser_finds_the_icon_where_it_looks_first(http: httpx.Client) -> None:
+    assert http.get("/favicon.ico").content == http.get("/playground/favicon.svg").content
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium or Chrome, without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"none of these browsers is on the path: {', '.join(BROWSERS)}")
+    with playwright.sync_playwright() as driver, closing(driver.chromium.launch(executable_path=path, args=ARGUMENTS)) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Any, api_server: Any) -> Iterator[Callable[..., Any]]:
+    """Opens the page in a window of its own; the test fails on what the page logs as an error."""
+    contexts, errors = [], []
+
+    def open_page(**options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if is_fault(message) else None)
+        page.goto(api_server.url)
+        page.locator("#strategies .chip").first.wait_for()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def is_fault(message: Any) -> bool:
+    """Whether the console tells of an error of the page. What the server refuses Chromium tells there, too."""
+    return message.type == "error" and "the server responded with a status of 400" not in message.text
+
+
+def fill(page: Any, question: str, tokens: int, documents: str = "") -> None:
+    """Another prompt than the sample's, and the length of the answer."""
+    page.locator("#documents").fill(documents)
+    page.locator("#question").fill(question)
+    page.locator("#more").evaluate("node => node.open = true")
+    page.locator("#max-tokens").fill(str(tokens))
+
+
+def test_a_race_shows_equal_texts_who_drafted_them_and_how_fast(opened: Callable[..., Any]) -> None:
+    page = opened()
+    assert page.locator("#model").text_content().startswith("circle, 16,384 tokens")
+    assert [box.input_value() for box in page.locator("#strategies input").all()] == ["llma", "prompt_lookup"]
+    page.locator("#strategies .chip", has_text="prompt_lookup").click()
+    fill(page, "walk: <abcdefgh", 60, documents="ijklm><abcdefgh")
+    page.locator("#run").click()
+    page.locator("#verdict[data-agree=true]").wait_for()
+    lanes = page.locator(".lane")
+    assert [lane.get_attribute("data-strategy") for lane in lanes.all()] == ["autoregressive", "llma", "prompt_lookup"]
+    texts = [lane.locator(".text").text_content() for lane in lanes.all()]
+    assert len(texts[0]) > 20 and texts.count(texts[0]) == 3
+    assert page.locator("#agree").text_content() == "identical"
+    assert "instead of 60" in page.locator("#summary").text_content()
+    assert page.locator("#status").text_content() == page.locator("#summary").text_content()
+    # The plain lane has the model's own tokens alone; the others show what was copied, and the legend counts it.
+    assert lanes.nth(0).locator(".s-model").count() == 60 == lanes.nth(0).locator(".t").count()
+    copied = lanes.nth(1).locator(".t:not(.s-model)")
+    assert copied.count() > 20
+    painted = copied.first.evaluate("node => [getComputedStyle(node).backgroundColor, getComputedStyle(node).textDecorationLine]")
+    assert painted[0] != "rgba(0, 0, 0, 0)" and painted[1] == "underline"
+    counts = page.locator("#legend .count").all_text_contents()
+    assert sum(map(int, counts)) == 120 and len(counts) > 1
+    steps = [int(lane.locator(".numbers dd").nth(2).text_content()) for lane in lanes.all()]
+    assert steps[0] == 60 and max(steps[1:]) < 40
+
+
+def test_the_keyboard_alone_runs_and_stops_a_race(opened: Callable[..., Any], http: httpx.Client) -> None:
+    page = opened()
+    fill(page, "walk: <", 6_000)
+    page.locator("#question").focus()
+    page.keyboard.press("Control+Enter")
+    page.locator(".lane .t").first.wait_for()
+    assert http.get("/health").json()["running"] >= 1
+    page.keyboard.press("Escape")
+    page.locator(".lane[data-state=stopped]").nth(1).wait_for()  # the one that had not begun, too
+    page.wait_for_function("document.getElementById('status').textContent === 'Stopped.'")
+    page.wait_for_function("fetch('health').then(answer => answer.json()).then(state => state.running === 0)")
+    # Every control is reached by Tab, in order, and shows that it has the focus.
+    page.locator("body").evaluate("() => document.activeElement.blur()")
+    page.locator("#samples button").first.focus()
+    reached = []
+    for _ in range(16):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(FOCUSED)
+        reached.append(name)
+        assert outline != "none", reached
+    wanted = ["documents", "question", "strategy", "mode", "SUMMARY", "max-tokens", "temperature", "seed", "key", "run"]
+    assert [name for name in reached if name in wanted][:3] == wanted[:3]
+    assert list(dict.fromkeys(name for name in reached if name in wanted)) == wanted
+
+
+def test_a_refusal_is_told_in_words(opened: Callable[..., Any]) -> None:
+    page = opened()
+    fill(page, "walk", 999_999)
+    page.locator("#run").click()
+    page.locator(".lane[data-state=failed]").nth(1).wait_for()
+    for detail in page.locator(".lane .detail").all_text_contents():
+        assert "max_tokens" in detail and "16384" in detail
+    assert "nothing to compare" in page.locator("#summary").text_content()
+    page.locator("#strategies .chip").first.click()  # none is left
+    page.locator("#run").click()
+    page.locator("#notice:not([hidden])").wait_for()
+    assert "at least one strategy" in page.locator("#notice").text_content()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_narrow_phone_and_can_be_read_in_both_schemes(opened: Callable[..., Any], scheme: str) -> None:
+    page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, reduced_motion="reduce")
+    fill(page, "walk: <abc", 24)
+    page.locator("#run").click()
+    page.locator("#verdict[data-agree=true]").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    low = page.evaluate(CONTRASTS)
+    assert low == []
+
+
+# What has the focus, and what is drawn around it.
+FOCUSED = """() => {
+  const node = document.activeElement;
+  const shown = node.closest(".chip, .segments label") ?? node;
+  return [node.id || node.name || node.tagName, getComputedStyle(shown).outlineStyle];
+}"""
+
+# Every text whose contrast with what is behind it is below 4.5, as WCAG 2 counts it.
+CONTRASTS = """() => {
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const paint = (colours) => {
+    pen.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+    return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3).map((byte) => byte / 255);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.matches(":disabled, :disabled *, noscript")) continue;
+    const behind = [];
+    for (let at = node; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const [a, b] = [light(paint([...behind, getComputedStyle(node).color])), light(paint(behind))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push([node.tagName, node.className, node.textContent.slice(0, 20), ratio.toFixed(2)]);
+  }
+  return low;
+}"""

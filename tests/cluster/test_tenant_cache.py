@@ -1,0 +1,83 @@
+"""/v1/cache over a real Redis: each tenant sees and deletes its own texts, and nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cache_service.namespace import hash_key
+from cluster.errors import install
+from cluster.tenancy import Tenancy
+from cluster.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from configs.slices import CacheOptions, TenancyOptions, TenantOptions
+
+ACME, UMBRELLA = ({"Authorization": f"Bearer outrider-{name}"} for name in ("acme", "umbrella"))
+TENANTS = {name: TenantOptions(keys=(hash_key(f"outrider-{name}"),)) for name in ("acme", "umbrella")}
+NOTHING = dict.fromkeys(("tenant", "texts", "tokens", "bytes", "quota_bytes", "ttl_s"))
+
+
+def application(port: Any) -> FastAPI:
+    """The routes for two tenants, one of which has a quota of its own."""
+    app = FastAPI()
+    install(app)
+
+    async def model() -> Any:
+        return SimpleNamespace(vocab_size=258)  # all that is asked of it
+
+    service = TenantCacheService(
+        Tenancy(TenancyOptions(tenants=TENANTS)), port, model, CacheOptions(tenant_mib=2.0, ttl_s=60.0), {"umbrella": 0.5}
+    )
+    add_tenant_cache_routes(app, service)
+    return app
+
+
+@pytest.fixture
+def caller(
+    memory_server: Any,
+    local_cache_admin: Callable[[str], Any],
+    serve_api: Callable[[FastAPI], AbstractContextManager[str]],
+) -> Iterator[httpx.Client]:
+    """A client of the routes over the memory."""
+    with (
+        serve_api(application(local_cache_admin(memory_server.redis.url))) as url,
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client
+
+
+def test_each_tenant_is_told_of_its_own_texts(memory_server: Any, caller: httpx.Client) -> None:
+    memory_server.add("acme", "chatcmpl-1", [5, 6, 7])
+    memory_server.add("acme", "chatcmpl-2", [8, 9])
+    told = {"tenant": "acme", "texts": 2, "tokens": 5, "bytes": 10, "quota_bytes": 2 << 20, "ttl_s": 60.0}
+    assert caller.get("/v1/cache", headers=ACME).json() == told
+    own = {"tenant": "umbrella", "texts": 0, "tokens": 0, "bytes": 0, "quota_bytes": 1 << 19}
+    assert caller.get("/v1/cache", headers=UMBRELLA).json() == told | own
+    assert caller.get("/v1/cache").json() == NOTHING
+
+
+def test_a_tenant_deletes_its_own_texts_alone(memory_server: Any, caller: httpx.Client) -> None:
+    memory_server.add("acme", "chatcmpl-1", [5, 6, 7])
+    memory_server.add("umbrella", "chatcmpl-2", [8, 9])
+    assert caller.delete("/v1/cache", headers=ACME).json() == {"tenant": "acme", "deleted": True}
+    assert memory_server.texts("acme") == set() and memory_server.texts("umbrella") == {(8, 9)}
+    refused = caller.delete("/v1/cache")
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_tenant"
+
+
+def test_a_wrong_key_is_refused(caller: httpx.Client) -> None:
+    wrong = {"Authorization": "Bearer outrider-nobody"}
+    for method in ("GET", "DELETE"):
+        assert caller.request(method, "/v1/cache", headers=wrong).json()["error"]["code"] == "invalid_api_key"
+
+
+def test_where_nothing_is_shared_there_is_nothing_to_tell(serve_api: Callable[[FastAPI], AbstractContextManager[str]]) -> None:
+    with serve_api(application(None)) as url, httpx.Client(base_url=url, headers=ACME, timeout=30) as client:
+        assert client.get("/v1/cache").json() == NOTHING | {"tenant": "acme"}
+        refused = client.delete("/v1/cache")
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "cache_disabled"
