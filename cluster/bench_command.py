@@ -33,6 +33,12 @@ def draft_models(context: typer.Context) -> None:
     _start("draft-models", context.args)
 
 
+@bench.command("paper", context_settings=_PASS_ON, add_help_option=False)
+def paper(context: typer.Context) -> None:
+    """The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers; --help says more."""
+    _start("paper", context.args)
+
+
 def _start(name: str, arguments: Sequence[str]) -> None:
     """Becomes the process of an experiment; ends with code 1 where there is none."""
     if find_spec("experiments") is None:

@@ -3,6 +3,7 @@
 python -m experiments.bench strategies --prompts FILE.jsonl
 python -m experiments.bench load --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench draft-models --prompts FILE.jsonl FILE.jsonl
+python -m experiments.bench paper llma --prompts retrieval=FILE.jsonl cache=FILE.jsonl
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import get_args
 
 from configs.slices import Dtype, SpeculationOptions
 from experiments.draft_models_options import DESCRIPTION, add_options, check_options
+from experiments.papers.options import ELSEWHERE, add_parsers, check
 
 _STRATEGIES = """Every strategy on the same prompts with a real model, beside transformers, in one run.
 
@@ -72,19 +74,26 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_options(drafts)
     batches = partial(_numbers, int, 1)
     drafts.add_argument("--batch-sizes", type=batches, default=(), help="requests at once of plain decoding: 1,2,4,...")
+    paper = benches.add_parser("paper", description="The tables of a paper beside its own numbers; PAPER --help says more.")
+    add_parsers(paper, _run_options)
     args = command.parse_args(argv)
-    _check(args, {"strategies": strategies, "load": load, "draft-models": drafts}[args.bench])
+    _check(args, {"strategies": strategies, "load": load, "draft-models": drafts, "paper": paper}[args.bench])
     return args
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
     """The options of all benches."""
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
+    parser.add_argument("--budget", type=int, default=SpeculationOptions().max_draft_tokens, help="most drafted rows of a step")
+    _run_options(parser)
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of all runs, those of papers included."""
+    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
     parser.add_argument("--records", type=int, help="at most so many of each file")
     parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, in a guided run the whole output")
-    parser.add_argument("--budget", type=int, default=SpeculationOptions().max_draft_tokens, help="most drafted rows of a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
@@ -138,6 +147,9 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         value = getattr(args, name, None)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.bench == "paper":
+        check(args, parser)
+        return
     if args.budget < 0:
         parser.error(f"--budget must not be negative, got {args.budget}")
     if getattr(args, "random_model", None) and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
@@ -167,11 +179,14 @@ def _check_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a bench; its exit code."""
-    args = arguments(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = arguments(["draft-models", *given[2:]] if given[:2] == ["paper", ELSEWHERE] else given)
     if args.bench == "load":
         from experiments.load import run  # loads torch and transformers
     elif args.bench == "draft-models":
         from experiments.draft_models import run
+    elif args.bench == "paper":
+        from experiments.papers.run import run
     else:
         from experiments.strategies import run
 

@@ -180,7 +180,7 @@ REFUSED = [
     *(
         ("/v1/chat/completions", CHAT | more)
         for more in (
-            {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "required"}, {"tools": [{}]}, {"store": True},
+            {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "any"}, {"tools": [{}]}, {"store": True},
             {"prediction": "x"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"echo": True},
         )
     ),

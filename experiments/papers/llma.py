@@ -1,0 +1,107 @@
+"""LLMA's tables 2 to 4 and figures 3 and 4: match length n and copy length k, with documents and with cached sessions."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from decoding.drafters.llma import LlmaDrafter
+from decoding.replay import KnownText, replay_workload
+from decoding.request import Request
+from decoding.strategy_choice import StrategyChoice
+from decoding.tree import DraftTree
+from experiments.contestants import Prompt
+from experiments.draft_models_paper import Figure
+from experiments.papers.beside import Found, Sections
+from experiments.papers.figures import panel
+from experiments.papers.stage import PLAIN, Measures, Stage, best, race
+
+MATCH_LENGTHS = (1, 2, 4)
+COPY_LENGTHS = (2, 5, 10, 15, 20)
+_TABLES = {"retrieval": "table 3", "cache": "table 4"}
+_COUNTS = {"triggers": "copies triggered a sample", "accepted": "copied tokens accepted a sample", "steps": "steps a sample"}
+
+
+class CountedCopies(LlmaDrafter):
+    """LLMA that counts how often its copy mechanism is triggered."""
+
+    def __init__(self, match_length: int, copy_length: int) -> None:
+        """See ``LlmaDrafter``; the references alone are copied from, as published."""
+        super().__init__(match_length, copy_length, include_prompt=False)
+        self.triggers = 0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+        """See ``Drafter``."""
+        trees = super().propose(requests, budgets)
+        self.triggers += sum(len(tree) > 1 for tree in trees)
+        return trees
+
+
+def counted(prompts: Sequence[Prompt], vocab_size: int, match_length: int, copy_length: int) -> dict[str, Figure]:
+    """What Figure 4 counts, for each sample: Algorithm 2 of the paper, without a model."""
+    texts = [
+        KnownText(prompt.id, _ids(prompt.ids), tuple(map(_ids, prompt.references)), _ids(prompt.known or ()))
+        for prompt in prompts
+    ]
+    drafter = CountedCopies(match_length, copy_length)
+    counts = replay_workload(texts, lambda: drafter, copy_length, vocab_size, time.perf_counter)
+    values = {"triggers": drafter.triggers, "accepted": counts.accepted, "steps": counts.steps}
+    return {name: Figure(value / len(texts)) for name, value in values.items()}
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(tokens, np.int32)
+
+
+def measure(stage: Stage, args: argparse.Namespace) -> Found:
+    """The grid on each dataset, target-guided: times with the model, counts by replay."""
+    shared = stage.shared(max(COPY_LENGTHS))
+    vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
+    grid = {(n, k): f"n={n} k={k}" for n in MATCH_LENGTHS for k in COPY_LENGTHS}
+    choices = {
+        label: StrategyChoice(label, "llma", {"match_length": n, "copy_length": k, "include_prompt": False})
+        for (n, k), label in grid.items()
+    }
+    measures: Measures = {}
+    tables: Sections = {"table 1": {}, "table 2": {}}
+    figures, chosen = {}, {}
+    for name, prompts in stage.datasets.items():
+        found = measures[name] = race(stage, shared, prompts, choices)
+        for (n, k), label in grid.items():
+            found[label] |= counted(prompts, vocab_size, n, k)
+        winner = best(found)
+        found["best"] = found[winner]
+        n, k = next(pair for pair, label in grid.items() if label == winner)
+        chosen |= {f"{name} n": n, f"{name} k": k}
+        tables["table 1"] |= {name: _lengths(prompts)}  # type: ignore[operator]
+        tables[_TABLES[name]] = {f"{stage.loaded.name}, {winner}": _speeds(found, winner)}
+        series = {f"n={n}": {str(k): found[grid[n, k]]["speedup"].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
+        figures[f"figure 3, {name}"] = panel("lines", "speed-up over plain decoding", "copy length k", "speed-up", series)
+        for count, title in _COUNTS.items():
+            rows = {f"n={n}": {str(k): found[grid[n, k]][count].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
+            figures[f"figure 4, {name}, {count}"] = panel("lines", title, "copy length k", "a sample", rows)
+    tables["table 2"] = {stage.loaded.name: chosen}
+    notes = [
+        "speeds are of the tokens after the first one of each output; the paper's include the prefill",
+        "n and k were chosen on the same records that tables 3 and 4 are of; the paper has a dev set of its own",
+    ]
+    return Found(measures, tables, figures, notes)
+
+
+def _lengths(prompts: Sequence[Prompt]) -> dict[str, float]:
+    return {
+        "input tokens": sum(len(prompt.ids) for prompt in prompts) / len(prompts),
+        "output tokens": sum(len(prompt.known or ()) for prompt in prompts) / len(prompts),
+    }
+
+
+def _speeds(found: dict[str, dict[str, Figure]], winner: str) -> dict[str, Figure]:
+    return {
+        "plain tokens/s": found[PLAIN]["tokens/s"],
+        "LLMA tokens/s": found[winner]["tokens/s"],
+        "speed-up": found[winner]["speedup"],
+        "speed-up with prefill": found[winner]["speedup with prefill"],
+    }

@@ -1,0 +1,55 @@
+"""The form in which a paper's numbers and statements are kept: one for all papers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from experiments.draft_models_paper import Figure
+
+__all__ = ["Claim", "Figure", "Paper", "PaperTable", "Value"]
+
+Value = float | Figure  # a number, or a mean with its spread
+
+
+@dataclass(frozen=True, slots=True)
+class PaperTable:
+    """Numbers of one table or figure, as the paper prints them."""
+
+    name: str  # "table 3"
+    section: str  # of the paper
+    title: str
+    rows: Mapping[str, Mapping[str, Value]]  # row -> column -> number
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Something of which a paper says that it is better than, or the same as, something else.
+
+    Example: ``Claim("figure 3", "retrieval", "speedup", "n=1 k=15", "n=4 k=15", "n = 1 gives larger speed-ups")`` holds in a run
+    whose dataset in the place of the paper's retrieval set has more ``speedup`` under the first label than under the second.
+    """
+
+    where: str
+    dataset: str  # a key of ``Paper.datasets``
+    metric: str
+    better: str  # labels of measurements
+    worse: str
+    words: str  # what the paper says
+    equal: bool = False  # it says that the two are the same
+    lower: bool = False  # less is better
+    tolerance: float = 0.02  # share of the larger one within which two are the same
+    otherwise: str = ""  # what is known to lead elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """What a paper published, as far as it is compared here."""
+
+    key: str  # the name on the command line
+    source: str
+    title: str
+    ran: str  # models, data and devices of the paper
+    datasets: Mapping[str, str]  # name -> what it is in the paper
+    tables: tuple[PaperTable, ...]
+    claims: tuple[Claim, ...]

@@ -1,0 +1,177 @@
+"""What a paper's tables are run on: a model, datasets in the place of the paper's, and strategies in turns on them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.known_texts import TextTokenizer
+from configs.slices import EngineOptions
+from decoding.request import text_key
+from decoding.strategy_choice import StrategyChoice
+from engine.engine import Engine
+from engine.loading import LoadedModel
+from experiments.bench_models import MAX_TOKENS, load_setting
+from experiments.competition import Tally, compete, decode_ratios, progress_bar
+from experiments.contestants import Contestant, EngineContestant, Prompt
+from experiments.draft_models_agreement import figure
+from experiments.draft_models_paper import Figure
+from experiments.guided import GuidedExecutor
+from experiments.shared_model import SharedModel
+
+PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
+TENANT = "local"  # of all requests
+
+Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
+MakeContestant = Callable[[Callable[[], Engine], GuidedExecutor | None], Contestant]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A model and the datasets that fit it."""
+
+    loaded: LoadedModel
+    datasets: dict[str, list[Prompt]]  # by the paper's name of what they stand for
+    too_long: int  # records that do not fit the context
+    guided: bool  # known outputs are followed
+    max_tokens: int
+    repeats: int
+
+    def shared(self, budget: int, max_running: int = 1) -> SharedModel:
+        """The model with KV slots for a budget.
+
+        Args:
+            budget: most drafted rows of a request in a step.
+            max_running: requests at once.
+        """
+        rows = max(EngineOptions().max_step_tokens, (budget + 1) * max_running)
+        options = EngineOptions(max_running=max_running, max_step_tokens=rows, prefix_caching=False)
+        return SharedModel(self.loaded, options, budget, self.guided)
+
+
+def load_stage(args: argparse.Namespace, guided: bool) -> Stage:
+    """Reads the datasets and loads or makes the model.
+
+    Raises:
+        PromptFileError: a file that cannot be used.
+        ModelLoadError: a model that cannot be used.
+    """
+    files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
+    setting = load_setting(argparse.Namespace(**vars(args) | {"prompts": files, "guided": guided}))
+    by_file = {
+        path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
+        for path, workload in zip(files, setting.workloads, strict=True)
+    }
+    datasets = {name: [prompt for path in paths for prompt in by_file[path]] for name, paths in args.prompts.items()}
+    too_long = sum(workload.too_long for workload in setting.workloads)
+    return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats)
+
+
+def tokenizer_of(args: argparse.Namespace, model: str) -> TextTokenizer:
+    """The tokenizer of a guided run, from its folder or the model's."""
+    return TextTokenizer(args.tokenizer or Path(model))
+
+
+def race(
+    stage: Stage,
+    shared: SharedModel,
+    prompts: Sequence[Prompt],
+    choices: Mapping[str, StrategyChoice],
+    repeats: int | None = None,
+    batch_size: int = 1,
+    before: Sequence[Sequence[int]] = (),
+    contestant: MakeContestant | None = None,
+) -> dict[str, dict[str, Figure]]:
+    """Strategies in turns on the same prompts, plain decoding first.
+
+    Args:
+        stage: where it runs.
+        shared: of the stage, with room for ``batch_size`` requests.
+        prompts: in their order.
+        choices: label -> strategy.
+        repeats: the stage's when absent.
+        batch_size: prompts at once.
+        before: outputs of earlier requests that every strategy remembers.
+        contestant: makes one of an engine; one that decodes greedily when absent.
+
+    Returns:
+        Label -> metric -> figure: ``tokens/s`` and ``speedup`` after the first tokens, ``speedup with prefill``,
+        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding).
+    """
+    repeats = repeats or stage.repeats
+    guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
+    runners = []
+    for label, choice in {PLAIN: StrategyChoice(PLAIN, "autoregressive", {}), **choices}.items():
+        make = _maker(shared, replace(choice, label=label), before)
+        runners.append(EngineContestant(make, stage.max_tokens, guide) if contestant is None else contestant(make, guide))
+    known = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
+    with progress_bar() as progress:
+        _, tallies = compete(runners, prompts, repeats, batch_size, progress, known or None)
+    return {label: _row(tally, tallies[PLAIN], len(prompts), repeats) for label, tally in tallies.items()}
+
+
+def _maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
+    def make() -> Engine:
+        engine = shared.engine(choice)
+        history = None if engine.memory is None else engine.memory.of(TENANT)
+        for number, output in enumerate(before if history is not None else ()):
+            assert history is not None
+            history.extend(text_key(f"before-{number}"), 0, output, final=True)
+        return engine
+
+    return make
+
+
+def _row(tally: Tally, plain: Tally, prompts: int, repeats: int) -> dict[str, Figure]:
+    later = tally.tokens / repeats - prompts  # tokens of a repeat after the first of each output
+    seconds = [wall - prefill for wall, prefill in zip(tally.wall_s, tally.prefill_s, strict=True)]
+    whole = [base / own for base, own in zip(plain.wall_s, tally.wall_s, strict=True)]
+    values = {
+        "tokens/s": [later / each for each in seconds],
+        "speedup": decode_ratios(tally, plain),
+        "speedup with prefill": whole,
+        "tokens_per_step": [tally.tokens / tally.steps],
+        "drafted_per_step": [(tally.drafted or 0) / tally.steps],
+        "differing": [float(len(tally.differing))],
+    }
+    return {metric: known(each) for metric, each in values.items()}
+
+
+def known(values: Sequence[float]) -> Figure:
+    """Mean and spread of at least one value."""
+    found = figure(values)
+    assert found is not None
+    return found
+
+
+def best(measured: Mapping[str, Mapping[str, Figure]], metric: str = "speedup") -> str:
+    """The label with the most of a metric, plain decoding left out."""
+    return max((label for label in measured if label != PLAIN), key=lambda label: measured[label][metric].mean)
+
+
+def ran(stage: Stage, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """What ran in the place of the paper's models and data."""
+    model = stage.loaded.model
+    how = "target-guided: forwards of this model, committed tokens of the files' known outputs (arXiv 2304.04487, 3.2)"
+    lengths = {
+        name: {
+            "stands_in": [path.stem for path in files[name]],
+            "records": len(prompts),
+            "prompt_tokens": round(statistics.fmean(len(prompt.ids) for prompt in prompts), 1),
+        }
+        | ({"output_tokens": round(statistics.fmean(len(p.known or ()) for p in prompts), 1)} if stage.guided else {})
+        for name, prompts in stage.datasets.items()
+    }
+    return {
+        "model": stage.loaded.name,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "how": how if stage.guided else "the model's own outputs, greedy unless a temperature is named",
+        "datasets": lengths,
+        "too_long": stage.too_long,
+    }

@@ -1,0 +1,143 @@
+"""Replicas, a router and arrivals as a discrete-event simulation: what becomes of each request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import simpy
+
+from decoding.replay import KnownText
+from experiments.load_measures import measured
+from experiments.load_traffic import Journey, ServerCounts
+from experiments.simulate_replica import TENANT, Piece, SimulatedReplica
+
+
+class SimulatedCluster:
+    """Replicas behind a router that picks the less loaded of two at random, as Ray Serve's does.
+
+    What a replica generates is known to the others ``lag_s`` after the end of its step, and drafted from. A step is computed when
+    it begins, with what has arrived by then; who arrives during it waits for the next one.
+
+    Example: one replica with steps of 10 ms, and two requests of one token each, at 0 and at 4 ms. The first has its token at 10
+    ms; the second waits 6 ms and has its own at 20.
+    """
+
+    def __init__(self, replicas: Sequence[SimulatedReplica], lag_s: float | None, router_s: float, seed: int) -> None:
+        """
+        Args:
+            replicas: new ones.
+            lag_s: from the end of a step to the others' memory; None: they share nothing.
+            router_s: of each request, from its arrival to its replica.
+            seed: of the router.
+        """
+        self._replicas, self._lag_s, self._router_s = replicas, lag_s, router_s
+        self._random = random.Random(seed)
+        self._env = simpy.Environment()
+        self._idle: dict[int, simpy.Event] = {}  # of replicas without work, by number
+        self._queued = [0] * len(replicas)  # on their way to each
+        self.journeys: dict[str, Journey] = {}
+        self._ended: Callable[[], None] = lambda: None
+        self._left = 0
+
+    def open_loop(self, texts: Sequence[tuple[str, KnownText]], times_s: Sequence[float]) -> dict[str, Any]:
+        """Requests come at given times. See ``run_closed``."""
+
+        def arrive() -> Iterator[simpy.Event]:
+            for (key, text), at in zip(texts, times_s, strict=True):
+                yield self._env.timeout(at - self._env.now)
+                self._env.process(self._send(key, text))
+
+        self._env.process(arrive())
+        return self._run(len(texts), closed=False)
+
+    def closed_loop(self, texts: Sequence[tuple[str, KnownText]], clients: int) -> dict[str, Any]:
+        """So many clients, each with one request at a time and the next one at once.
+
+        Args:
+            texts: in the order in which they are asked for, with keys of their own.
+            clients: at least one.
+
+        Returns:
+            As ``experiments.load_measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step.
+        """
+        waiting = iter(texts)
+
+        def ask() -> None:
+            found = next(waiting, None)
+            if found is not None:
+                self._env.process(self._send(*found))
+
+        self._ended = ask
+        for _ in range(min(clients, len(texts))):
+            ask()
+        return self._run(len(texts), closed=True)
+
+    def _run(self, count: int, closed: bool) -> dict[str, Any]:
+        self._left = count
+        for number in range(len(self._replicas)):
+            self._env.process(self._serve(number))
+        self._env.run()
+        assert not self._left, f"{self._left} requests did not end"
+        counts = ServerCounts(sum(replica.steps for replica in self._replicas), None, True)
+        return measured(list(self.journeys.values()), counts, closed)
+
+    def _send(self, key: str, text: KnownText) -> Iterator[simpy.Event]:
+        """One request from its arrival to its replica."""
+        now = self._env.now
+        self.journeys[key] = Journey(key, now, now)
+        number = self._pick()
+        self._queued[number] += 1
+        yield self._env.timeout(self._router_s)
+        self._queued[number] -= 1
+        self._replicas[number].add(key, text, self._env.now)
+        if number in self._idle:
+            self._idle.pop(number).succeed()
+
+    def _pick(self) -> int:
+        """The less loaded of two replicas; of equals the first that was drawn."""
+        count = len(self._replicas)
+        drawn = self._random.sample(range(count), min(2, count))
+        return min(drawn, key=lambda number: self._replicas[number].load + self._queued[number])
+
+    def _serve(self, number: int) -> Iterator[simpy.Event]:
+        """Step after step; between them, and without work, it takes requests in."""
+        replica = self._replicas[number]
+        while True:
+            step = replica.step(self._env.now)
+            if step is None:
+                self._idle[number] = self._env.event()
+                yield self._idle[number]
+                continue
+            yield self._env.timeout(step.seconds)
+            for piece in step.pieces:
+                self._note(piece, number)
+
+    def _note(self, piece: Piece, number: int) -> None:
+        """What a client sees, and what the other replicas will."""
+        now, journey = self._env.now, self.journeys[piece.key]
+        journey.moments.append((now, len(piece.tokens), piece.drafted))
+        journey.output.extend(piece.tokens)
+        if self._lag_s is not None:
+            for other, replica in enumerate(self._replicas):
+                if other != number:
+                    replica.told.append((now + self._lag_s, TENANT, piece))
+        if piece.finished:
+            journey.finished = True
+            self._left -= 1
+            self._ended()
+
+
+def keyed(texts: Mapping[str, Sequence[KnownText]], count: int) -> list[tuple[str, KnownText]]:
+    """The first texts of workloads in turns, each with a key of its own.
+
+    Raises:
+        ValueError: there are fewer than ``count``. None comes twice: an answer that was given before is drafted whole.
+    """
+    found: list[tuple[str, KnownText]] = []
+    for at in range(max(map(len, texts.values()), default=0)):
+        found += [(f"{name}-{at}", known[at]) for name, known in texts.items() if at < len(known)]
+    if len(found) < count:
+        raise ValueError(f"the workloads have {len(found)} records, but {count} requests are to come: lower --requests")
+    return found[:count]

@@ -1,0 +1,166 @@
+"""How long a step takes that nobody can time here: the roofline of a GPU as a latency curve, and ranks that share a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from decoding.latency import LatencyCurve, StepLoad
+from experiments.simulate_hardware import Gpu, ModelShape
+
+Mode = Literal["lookahead", "tensor", "pipeline"]
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_CONTEXT, _FAR, _WIDE = 256, 2304, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What of a GPU a program gets, and what its launches and collectives take.
+
+    The shares are what engines with graphs and fused kernels reach; ``launch_s`` is for those that launch every kernel from
+    Python (transformers without graphs): the host then takes so long a layer, whatever the GPU does meanwhile.
+    """
+
+    bandwidth_share: float = 0.75  # of the peak, reached while weights are read
+    flops_share: float = 0.6  # of the peak, reached by matrices of some hundred rows
+    launch_s: float = 0.0  # of a layer, on the host
+    collective_s: float = 20e-6  # of an all-reduce without its bytes: two phases of 10 us (calculon, systems/a100_80g.json)
+    link_share: float = 0.65  # of the link's peak (the same)
+    hop_s: float = 20e-6  # of handing activations to the next stage of a pipeline
+
+
+def roofline_s(
+    gpu: Gpu, model: ModelShape, software: Software, rows: float, context: float, looked_at: float, tensor: int = 1
+) -> float:
+    """Seconds of one forward: reading, computing or launching, whichever takes longest, and the all-reduces.
+
+    Weights are read once, KV entries once; 2 operations a weight and row; 4 a head's number for each entry that a row looks at.
+    With ``tensor`` GPUs each has its share of all of it, and each layer ends twice in an all-reduce of the rows' activations, a
+    ring's 2 (n - 1) / n of their bytes.
+
+    Example: 13.48 GB of weights at 0.75 * 2,039 GB/s take 8.8 ms; one row's 13.5 GFLOP at 0.6 * 312 TFLOP/s 0.07 ms, so a step
+    of a row takes 8.8 ms, one of 256 rows 18.4. With 8 GPUs it is 1.1 ms, and 64 all-reduces of 20 us, 1.3 ms, on top.
+
+    Args:
+        gpu, model, software: what computes what, and how well.
+        rows: of the step, all sequences.
+        context: entries before them, all sequences.
+        looked_at: entries that each row looks at, added over the rows.
+        tensor: GPUs that share each layer.
+    """
+    read = (model.weight_bytes + context * model.entry_bytes) / (gpu.bandwidth * software.bandwidth_share)
+    operations = 2 * model.parameters * rows + 4 * model.layers * model.heads * model.head_size * looked_at
+    compute = operations / (gpu.flops * software.flops_share)
+    step = max(read / tensor, compute / tensor, model.layers * software.launch_s)
+    if tensor > 1:
+        moved = 2 * (tensor - 1) / tensor * rows * model.hidden * model.value_bytes / (gpu.link * software.link_share)
+        step += 2 * model.layers * (software.collective_s + moved)
+    return step
+
+
+def roofline_curve(gpu: Gpu, model: ModelShape, software: Software, tensor: int = 1) -> LatencyCurve:
+    """The roofline in the form of a measured curve, so that drafters and steps read it alike.
+
+    Entries cost what 2,048 more of them add to a step of one row, and a row's look at one what they add to a step of 64 rows
+    beyond that.
+    """
+
+    def seconds(rows: int, context: int) -> float:
+        return roofline_s(gpu, model, software, rows, context, rows * context, tensor)
+
+    far = _FAR - _CONTEXT
+    entry_s = (seconds(1, _FAR) - seconds(1, _CONTEXT)) / far
+    row_entry_s = (seconds(_WIDE, _FAR) - seconds(_WIDE, _CONTEXT) - entry_s * far) / (far * _WIDE)
+    times = tuple(seconds(rows, _CONTEXT) for rows in _ROWS)
+    return LatencyCurve(_ROWS, times, _CONTEXT, 0.0, max(entry_s, 0.0), max(row_entry_s, 0.0))
+
+
+def read_curve(path: Path) -> LatencyCurve:
+    """The curve of a file that ``outrider doctor --calibrate`` kept, or of what its ``--json`` printed.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return LatencyCurve.from_json(found["curve"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--curve {path}: no curve of outrider doctor --calibrate: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds that the processor takes beside the forward, one step after the other."""
+
+    step_s: float = 0.1e-3
+    request_s: float = 0.1e-3  # of each request: packing, verifying, committing, observing
+    propose_s: float = 0.2e-3  # of each request that is drafted for
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What one rank computes in a step."""
+
+    sequences: int
+    rows: int
+    context: int  # KV entries before them, added over the sequences
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of steps of one replica, however many GPUs it has.
+
+    ``lookahead``: each GPU holds the model and computes its part, the slowest one counts, and integers are exchanged. ``tensor``:
+    the curve is that of all GPUs together. ``pipeline``: layers on one GPU after the other, as accelerate's ``device_map`` runs
+    them: the time of one GPU, and a hop between any two.
+    """
+
+    mode: Mode
+    width: int  # GPUs of a replica
+    curve: LatencyCurve
+    host: Host
+    exchange_s: float = 0.14e-3  # of a lookahead-parallel step for each rank: 0.28 ms with two, see experiments.exchange
+    hop_s: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """That share the trees of a step."""
+        return self.width if self.mode == "lookahead" else 1
+
+    def seconds(self, loads: Sequence[RankLoad], drafted_for: int) -> float:
+        """Seconds of a step.
+
+        Args:
+            loads: of each rank that computes, one where the step is not shared.
+            drafted_for: requests that the drafter was asked for.
+        """
+        slowest = max(self.forward_s(load) for load in loads)
+        other = self.exchange_s * len(loads) if len(loads) > 1 else 0.0
+        if self.mode == "pipeline":
+            other += self.hop_s * (self.width - 1)
+        host = self.host
+        return slowest + other + host.step_s + host.request_s * loads[0].sequences + host.propose_s * drafted_for
+
+    def forward_s(self, load: RankLoad) -> float:
+        """Seconds of one rank's forward."""
+        at = StepLoad(load.sequences, load.rows, load.context)
+        return float(self.curve.seconds(np.array([load.rows], np.float64), at)[0])
+
+
+def step_times(
+    mode: Mode, width: int, gpu: Gpu, model: ModelShape, software: Software, host: Host, exchange_s: float
+) -> StepTimes:
+    """Those of a replica of so many GPUs."""
+    curve = roofline_curve(gpu, model, software, width if mode == "tensor" else 1)
+    return StepTimes(mode, width, curve, host, exchange_s, software.hop_s)
+
+
+def fits(mode: Mode, width: int, gpu: Gpu, model: ModelShape, slots: int, capacity: int) -> bool:
+    """Whether weights and KV slots leave a tenth of each GPU's memory free."""
+    whole = model.weight_bytes + slots * capacity * model.entry_bytes
+    return whole / (1 if mode == "lookahead" else width) <= 0.9 * gpu.memory_bytes
