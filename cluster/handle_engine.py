@@ -26,7 +26,8 @@ DESCRIBE_TIMEOUT_S = 5.0
 ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
 BEAT_S = 1.0  # a replica that has nothing new to say of a request says so that often
 SILENCE_S = 10.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
-MAX_LOSSES = 4  # replicas that one request may lose: more likely it is what ends them
+MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
+MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 
@@ -44,9 +45,15 @@ class _Progress:
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
-    losses: int = 0
+    losses: int = 0  # since its last token
+    losses_in_all: int = 0
     failed_at: int | None = None  # tokens that had been emitted when a step with it failed
     pause_s: float = _PAUSE_S
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it has lost so many replicas that it may be what ends them."""
+        return self.losses > MAX_LOSSES or self.losses_in_all > MAX_LOSSES_IN_ALL
 
 
 class HandleEngine:
@@ -106,7 +113,7 @@ class HandleEngine:
                 if not _passes(refusal, progress):
                     raise
                 reason = refusal
-            if progress.losses > MAX_LOSSES or time.monotonic() + progress.pause_s > progress.deadline_s:
+            if progress.hopeless or time.monotonic() + progress.pause_s > progress.deadline_s:
                 logger.error("request %s: given up after %d tokens: %s", job.request_id, len(progress.emitted), reason)
                 message = f"the engine replica failed or is not answering ({reason}); try again"
                 raise ApiError(503, message, code="engine_unavailable") from reason
@@ -142,10 +149,14 @@ class HandleEngine:
                 elif item.token_ids or finished or not progress.taken:
                     progress.taken = True
                     progress.emitted += item.token_ids
+                    if item.token_ids:
+                        progress.losses = 0
                     yield item
         except (RayError, RayServeException, StopAsyncIteration, TimeoutError) as error:
             logger.debug("request %s: a replica is lost", job.request_id, exc_info=error)
-            progress.losses += heard or not isinstance(error, TimeoutError)  # else it may be that none was there to hear it
+            if heard or not isinstance(error, TimeoutError):  # else it may be that none was there to hear it
+                progress.losses += 1
+                progress.losses_in_all += 1
             raise _LostError(type(error).__name__) from error
         finally:
             if not finished:
