@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from cluster.audit_command import audit
-from cluster.bench_command import bench
+from cluster.bench_command import PASS_ON, bench
 from cluster.cache_command import cache
 from cluster.chat_command import chat
 from cluster.doctor import doctor
 from cluster.generate_command import generate
 from cluster.replay_command import replay
+from cluster.simulate_command import simulate
 from cluster.terminal import fail, fail_input
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(replay)
 app.command()(audit)
+app.command(context_settings=PASS_ON, add_help_option=False)(simulate)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")
 app.command()(doctor)

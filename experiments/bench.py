@@ -4,6 +4,7 @@ python -m experiments.bench strategies --prompts FILE.jsonl
 python -m experiments.bench load --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench draft-models --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench paper llma --prompts retrieval=FILE.jsonl cache=FILE.jsonl
+python -m experiments.bench report --all --out report.html
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 from configs.slices import Dtype, SpeculationOptions
+from experiments import report
 from experiments.draft_models_options import DESCRIPTION, add_options, check_options
 from experiments.papers.options import ELSEWHERE, add_parsers, check
 
@@ -76,8 +78,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--batch-sizes", type=batches, default=(), help="requests at once of plain decoding: 1,2,4,...")
     paper = benches.add_parser("paper", description="The tables of a paper beside its own numbers; PAPER --help says more.")
     add_parsers(paper, _run_options)
+    page = benches.add_parser("report", description=report.DESCRIPTION, formatter_class=raw)
+    report.add_options(page, _RESULTS)
     args = command.parse_args(argv)
-    _check(args, {"strategies": strategies, "load": load, "draft-models": drafts, "paper": paper}[args.bench])
+    parsers = {"strategies": strategies, "load": load, "draft-models": drafts, "paper": paper, "report": page}
+    _check(args, parsers[args.bench])
     return args
 
 
@@ -150,6 +155,9 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.bench == "paper":
         check(args, parser)
         return
+    if args.bench == "report":
+        report.check_options(args, parser)
+        return
     if args.budget < 0:
         parser.error(f"--budget must not be negative, got {args.budget}")
     if getattr(args, "random_model", None) and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
@@ -178,7 +186,7 @@ def _check_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a bench; its exit code."""
+    """Runs a bench, or shows what benches recorded; its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = arguments(["draft-models", *given[2:]] if given[:2] == ["paper", ELSEWHERE] else given)
     if args.bench == "load":
@@ -187,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from experiments.draft_models import run
     elif args.bench == "paper":
         from experiments.papers.run import run
+    elif args.bench == "report":
+        from experiments.report import run
     else:
         from experiments.strategies import run
 

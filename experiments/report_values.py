@@ -1,4 +1,4 @@
-"""JSON values as cells, tables and groups that a page can show: for results of any shape, known or not.
+"""JSON values as tables and groups that a page can show: for results of any shape, known or not.
 
 A mapping of mappings that look alike is a table, a row a key; what is nested in its rows becomes columns where it is small, and a
 table of its own, with the rows' names in front, where it is not. So ``{"1": {"servers": {"auto": {"ratio": [1.4, 1.6]}}}}`` under
@@ -8,32 +8,17 @@ the name ``closed`` is one table with the columns ``closed``, ``servers`` and ``
 from __future__ import annotations
 
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-_MIDDLES = ("median", "p50", "mean")  # of a summary, the first that it has
-_LOWS, _HIGHS = ("lowest", "min"), ("highest", "max")
-_QUANTILE = re.compile(r"p\d+(_\d+)?")
-_UNIT = re.compile(r"(.+)_(ms|us|s|w|j|mib|hz|kv)$")
-_UNITS = {"us": "µs", "mib": "MiB", "w": "W", "j": "J"}
-_REPEATS = 8  # numbers that are shown as a median with its range; more are a series
+from experiments.report_cells import Cell, cell_of, titled
+
 _WIDE = 12  # entries of a nested mapping that may become columns
-_FACTS = 6  # short lists of names up to here stand in a cell
 _ROWS = 40  # rows of a table that is shown at once
-NOTHING = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What stands in a table's field."""
-
-    text: str  # with `code` between backticks and **bold**
-    value: float | None = None  # of a number, a median
-    low: float | None = None
-    high: float | None = None
-    series: tuple[float, ...] = ()  # of a course over time or requests
+_RATIO = re.compile(r"ratio|speed-?up|^speed$|^decode$|beside")
+_VERDICTS = ("agree", "agrees", "reached", "holds", "identical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +35,36 @@ class Table:
     def long(self) -> bool:
         """Whether it is better folded at first."""
         return len(self.rows) > _ROWS
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """The row above the titles: names of groups, and over how many columns each goes."""
+        return [(name, len(list(columns))) for name, columns in groupby(group for group, _ in self.header)]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether any column is in a group."""
+        return any(group for group, _ in self.header)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """By column, whether numbers stand in it."""
+        return [at >= self.keys and any(row[at].value is not None for row in self.rows) for at in range(len(self.header))]
+
+    @property
+    def scales(self) -> list[float]:
+        """By column, the highest end of its ranges; 0 for a column without."""
+        return [max((row[at].high or 0.0 for row in self.rows), default=0.0) for at in range(len(self.header))]
+
+    @property
+    def ratios(self) -> list[bool]:
+        """By column, whether its numbers are relative to something: 1 is a mark there."""
+        return [any(_RATIO.search(part) for part in column) for column in self.header]
+
+    @property
+    def verdicts(self) -> list[bool]:
+        """By column, whether "yes" in it is good and "no" bad."""
+        return [title in _VERDICTS for _, title in self.header]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,87 +101,12 @@ def blocks_of(title: str, value: Any) -> list[Block]:
             return _tables(title, (titled(title),), [((key,), item) for key, item in value.items()])
         return _grouped(title, value)
     if _rows_of(value):
-        return _tables(title, ("#",), [((str(place),), row) for place, row in enumerate(value, start=1)])
+        return _tables(title, (), [((), row) for row in value])
     cell = cell_of(value)
     if cell is not None:
         return [Facts(title, ((titled(title), cell),))]
     entries = {str(place): item for place, item in enumerate(value, start=1)} if isinstance(value, list) else value
     return _grouped(title, entries) if entries else []
-
-
-def cell_of(value: Any) -> Cell | None:
-    """A value that fits a field; None for one that does not.
-
-    >>> cell_of([1.4, 1.6, 1.5]).text
-    '1.5 (1.4-1.6)'
-    """
-    if isinstance(value, bool):
-        return Cell("yes" if value else "no")
-    if value is None:
-        return Cell(NOTHING)
-    if isinstance(value, int | float):
-        return Cell(number(value), float(value))
-    if isinstance(value, str):
-        return Cell(value)
-    if isinstance(value, Mapping):
-        return _summary(value)
-    return _listed(value)
-
-
-def number(value: float) -> str:
-    """Four significant digits at least, all of a whole number: 72,552; 1,234.5; 0.0125."""
-    if isinstance(value, int) or (abs(value) >= 1000 and value == int(value)):
-        return f"{int(value):,}"
-    if abs(value) >= 1000:
-        return f"{value:,.1f}"
-    return f"{value:.4g}"
-
-
-def titled(key: str) -> str:
-    """A key of a record as a title: ``request_ms`` is "request, ms", ``tokens_per_s`` "tokens per s"; other texts stay."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
-        return key
-    unit = _UNIT.fullmatch(key)
-    if unit and not unit[1].endswith("_per"):
-        return f"{unit[1].replace('_', ' ')}, {_UNITS.get(unit[2], unit[2])}"
-    return key.replace("_", " ")
-
-
-def _summary(value: Mapping[str, Any]) -> Cell | None:
-    """A mapping such as ``{"median": 2, "lowest": 1, "highest": 3}``."""
-    known = {*_MIDDLES, *_LOWS, *_HIGHS}
-    if not value or not all(key in known or _QUANTILE.fullmatch(key) for key in value):
-        return None
-    if not all(isinstance(item, int | float) for item in value.values()):
-        return None
-    middle = next((key for key in _MIDDLES if key in value), None)
-    if middle is None:
-        return None
-    low, high = (next((value[key] for key in keys if key in value), None) for keys in (_LOWS, _HIGHS))
-    if low is not None and high is not None and len(value) == 3:
-        return Cell(f"{number(value[middle])} ({number(low)}-{number(high)})", value[middle], low, high)
-    others = ", ".join(f"{key.replace('_', '.')} {number(item)}" for key, item in value.items() if key != middle)
-    prefix = "" if middle == "median" else f"{middle} "
-    return Cell(f"{prefix}{number(value[middle])}" + (f" ({others})" if others else ""), value[middle])
-
-
-def _listed(value: Sequence[Any]) -> Cell | None:
-    if not value:
-        return Cell(NOTHING)
-    known = [float(item) for item in value if isinstance(item, int | float) and not isinstance(item, bool)]
-    if len(known) == len(value):
-        middle, low, high = statistics.median(known), min(known), max(known)
-        if len(known) > _REPEATS:
-            return Cell(f"{number(middle)} ({number(low)}-{number(high)}), {len(known)} values", middle, series=tuple(known))
-        if low == high:
-            return Cell(number(value[0]), middle)
-        return Cell(f"{number(middle)} ({number(low)}-{number(high)})", middle, low, high)
-    if all(item is None or isinstance(item, str | int | float) for item in value):
-        if len(set(value)) == 1:
-            return cell_of(value[0])
-        shown = ", ".join(NOTHING if item is None else str(item) for item in value[:_FACTS])
-        return Cell(shown + (f" and {len(value) - _FACTS} more" if len(value) > _FACTS else ""))
-    return None
 
 
 def _grouped(title: str, value: Mapping[str, Any]) -> list[Block]:
@@ -187,7 +127,7 @@ def _tables(title: str, keys: tuple[str, ...], entries: Sequence[_Entry]) -> lis
         entries = [((*names, key), item) for names, value in entries for key, item in value.items()]
         keys = (*keys, "")
     flat = [(names, *_flattened(value)) for names, value in entries]
-    columns = list(dict.fromkeys(column for _, cells, _ in flat for column in cells))
+    columns = _together(list(dict.fromkeys(column for _, cells, _ in flat for column in cells)))
     shown: list[Block] = []
     if columns:
         rows = tuple((*map(Cell, names), *(cells.get(column, Cell("")) for column in columns)) for names, cells, _ in flat)
@@ -198,6 +138,12 @@ def _tables(title: str, keys: tuple[str, ...], entries: Sequence[_Entry]) -> lis
     return shown
 
 
+def _together(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Columns with those of each group side by side, where the first of them was."""
+    groups = [column[:1] if column[0] else column for column in columns]
+    return sorted(columns, key=lambda column: groups.index(column[:1] if column[0] else column))
+
+
 def _nested(
     title: str, left: str, keys: tuple[str, ...], flat: Sequence[tuple[tuple[str, ...], Any, Mapping[str, Any]]]
 ) -> list[Block]:
@@ -206,9 +152,7 @@ def _nested(
     if all(isinstance(item, Mapping) and _alike(item.values()) for _, item in held):
         return _tables(title, (*keys, titled(left)), [((*n, key), row) for n, item in held for key, row in item.items()])
     if all(_rows_of(item) for _, item in held):
-        return _tables(
-            title, (*keys, "#"), [((*n, str(at)), row) for n, item in held for at, row in enumerate(item, start=1)]
-        )
+        return _tables(title, (*keys, "#"), [((*n, str(at)), row) for n, item in held for at, row in enumerate(item, start=1)])
     if all(isinstance(item, Mapping) for _, item in held):
         return _tables(title, keys, held)
     within = [block for names, item in held for block in blocks_of(", ".join(names), item)]
@@ -242,10 +186,10 @@ def _alike(values: Iterable[Any]) -> bool:
     rows = list(values)
     if not rows or not all(isinstance(row, Mapping) and row and cell_of(row) is None for row in rows):
         return False
-    every, common = set().union(*rows), set(rows[0]).intersection(*rows)
+    every, common = set[str]().union(*rows), set(rows[0]).intersection(*rows)
     return bool(common) and all(len(row) >= len(every) / 3 for row in rows)
 
 
-def numbers_of(table: Table, column: int) -> Iterator[Cell]:
-    """The cells of a column that hold a number."""
-    return (row[column] for row in table.rows if row[column].value is not None)
+def table_of(title: str, titles: Sequence[str], rows: Sequence[Sequence[Cell]], keys: int = 1) -> Table:
+    """A table without groups of columns."""
+    return Table(title, tuple(("", name) for name in titles), tuple(tuple(row) for row in rows), keys)

@@ -32,7 +32,8 @@ LIBRARIES: dict[str, set[str]] = {
     "actors": _SERVING,
     "cluster": _SERVING
     | {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml", "opentelemetry"},
-    "experiments": (_SERVING - {"ray"}) | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib", "playwright"},
+    "experiments": (_SERVING - {"ray"})
+    | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"},
 }
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}

@@ -31,9 +31,10 @@ def draw(figures: Mapping[str, Mapping[str, Any]], out: Path) -> Path:
     """All panels of a run on one page; the file's name says which kind of picture.
 
     Args:
-        figures: name -> ``panel``, at least one.
+        figures: name -> ``panel``, at least one of which has a series; those without one are left out.
         out: the file.
     """
+    figures = {name: each for name, each in figures.items() if each["series"]}
     columns = min(_COLUMNS, len(figures))
     rows = -(-len(figures) // columns)
     page = Figure(figsize=(4.6 * columns, 3.4 * rows), layout="constrained", facecolor="white")

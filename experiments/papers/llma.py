@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from decoding.drafters.llma import LlmaDrafter
-from decoding.replay import KnownText, replay_workload
+from decoding.replay import replay_workload
 from decoding.request import Request
 from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
@@ -17,7 +16,7 @@ from experiments.contestants import Prompt
 from experiments.draft_models_paper import Figure
 from experiments.papers.beside import Found, Sections
 from experiments.papers.figures import panel
-from experiments.papers.stage import PLAIN, Measures, Stage, best, race
+from experiments.papers.stage import BEST, PLAIN, Measures, Stage, best, race, texts_of
 
 MATCH_LENGTHS = (1, 2, 4)
 COPY_LENGTHS = (2, 5, 10, 15, 20)
@@ -42,18 +41,11 @@ class CountedCopies(LlmaDrafter):
 
 def counted(prompts: Sequence[Prompt], vocab_size: int, match_length: int, copy_length: int) -> dict[str, Figure]:
     """What Figure 4 counts, for each sample: Algorithm 2 of the paper, without a model."""
-    texts = [
-        KnownText(prompt.id, _ids(prompt.ids), tuple(map(_ids, prompt.references)), _ids(prompt.known or ()))
-        for prompt in prompts
-    ]
+    texts = texts_of(prompts)
     drafter = CountedCopies(match_length, copy_length)
     counts = replay_workload(texts, lambda: drafter, copy_length, vocab_size, time.perf_counter)
     values = {"triggers": drafter.triggers, "accepted": counts.accepted, "steps": counts.steps}
     return {name: Figure(value / len(texts)) for name, value in values.items()}
-
-
-def _ids(tokens: Sequence[int]) -> np.ndarray:
-    return np.asarray(tokens, np.int32)
 
 
 def measure(stage: Stage, args: argparse.Namespace) -> Found:
@@ -66,24 +58,26 @@ def measure(stage: Stage, args: argparse.Namespace) -> Found:
         for (n, k), label in grid.items()
     }
     measures: Measures = {}
-    tables: Sections = {"table 1": {}, "table 2": {}}
-    figures, chosen = {}, {}
+    tables: Sections = {}
+    lengths: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for name, prompts in stage.datasets.items():
         found = measures[name] = race(stage, shared, prompts, choices)
         for (n, k), label in grid.items():
             found[label] |= counted(prompts, vocab_size, n, k)
         winner = best(found)
-        found["best"] = found[winner]
+        found[BEST] = found[winner]
         n, k = next(pair for pair, label in grid.items() if label == winner)
         chosen |= {f"{name} n": n, f"{name} k": k}
-        tables["table 1"] |= {name: _lengths(prompts)}  # type: ignore[operator]
-        tables[_TABLES[name]] = {f"{stage.loaded.name}, {winner}": _speeds(found, winner)}
+        lengths[name] = _lengths(prompts)
+        tables[_TABLES[name]] = {f"{stage.loaded.served_name}, {winner}": _speeds(found, winner)}
         series = {f"n={n}": {str(k): found[grid[n, k]]["speedup"].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
         figures[f"figure 3, {name}"] = panel("lines", "speed-up over plain decoding", "copy length k", "speed-up", series)
         for count, title in _COUNTS.items():
             rows = {f"n={n}": {str(k): found[grid[n, k]][count].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
             figures[f"figure 4, {name}, {count}"] = panel("lines", title, "copy length k", "a sample", rows)
-    tables["table 2"] = {stage.loaded.name: chosen}
+    tables["table 1"], tables["table 2"] = lengths, {stage.loaded.served_name: chosen}
     notes = [
         "speeds are of the tokens after the first one of each output; the paper's include the prefill",
         "n and k were chosen on the same records that tables 3 and 4 are of; the paper has a dev set of its own",

@@ -49,7 +49,7 @@ _CACHE = PaperTable(
         ("30B", (5.1, 15.6, 3467.7, 1133.0, 3.06)),
     ),
 )
-_ROWS_COST = "rows that are rejected cost time here: the device has no idle arithmetic left for them"
+_ROWS_COST = "rejected tokens take time where a device has no arithmetic to spare, as a CPU has none"
 
 
 def _claims(dataset: str, table: str) -> tuple[Claim, ...]:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from experiments.papers.jacobi_paper import PAPER as JACOBI
 from experiments.papers.llma_paper import PAPER as LLMA
+from experiments.papers.ngrammys_paper import PAPER as NGRAMMYS
 from experiments.papers.published import Paper
 from experiments.papers.trie_paper import PAPER as TRIE
 
-PAPERS: dict[str, Paper] = {paper.key: paper for paper in (LLMA, TRIE)}
+PAPERS: dict[str, Paper] = {paper.key: paper for paper in (LLMA, TRIE, NGRAMMYS, JACOBI)}
 ELSEWHERE = "mjsd"  # whose tables are those of ``bench draft-models``
 GUIDED = frozenset(("llma", "trie"))  # papers whose runs follow known outputs
+RECORDS = {"llma": 10, "trie": 16, "ngrammys": 4, "jacobi": 6}  # of each file: some minutes with the demo model on one thread
 
 DESCRIPTION = """The tables and figures of a paper, run on what is at hand, with the paper's numbers beside them and, statement by
 statement, whether this run points where the paper points.
@@ -43,12 +46,18 @@ def add_parsers(parser: argparse.ArgumentParser, common: Callable[[argparse.Argu
         names = "\n".join(f"  {name}: {words}" for name, words in paper.datasets.items())
         follows = _FOLLOWS if key in GUIDED else _OWN
         text = f"{DESCRIPTION}{paper.source}: {paper.title}\n{paper.ran}\n{names}\n{follows}"
-        raw = argparse.RawDescriptionHelpFormatter
-        own = papers.add_parser(key, help=f"{paper.source}", description=text, formatter_class=raw)
+        raw, more = argparse.RawDescriptionHelpFormatter, f"--records is {RECORDS[key]} when absent"
+        own = papers.add_parser(key, help=paper.source, description=text, formatter_class=raw, epilog=more)
         own.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE", help=f"NAME: {', '.join(paper.datasets)}")
         common(own)
-        own.add_argument("--random-model", choices=("110m", "280m", "tiny"), help="a Llama of random weights; with --tokenizer")
-        own.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent")
+        own.set_defaults(records=RECORDS[key], random_model=None, tokenizer=None)
+        if key in GUIDED:
+            own.add_argument(
+                "--random-model", choices=("110m", "280m", "tiny"), help="a Llama of random weights; with --tokenizer"
+            )
+            own.add_argument(
+                "--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent"
+            )
     papers.add_parser(ELSEWHERE, help="the same as bench draft-models, which has its tables", add_help=False)
 
 
@@ -67,7 +76,5 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     stems = {path: path.stem for paths in files.values() for path in paths}
     if len(set(stems.values())) < len(stems):
         parser.error("two files of --prompts have one name: a workload is called after its file")
-    if args.random_model and args.paper not in GUIDED:
-        parser.error(f"--random-model has nothing to say: the runs of {args.paper} are of the model's own outputs")
     if args.random_model and (args.tokenizer is None or args.dtype == "auto"):
         parser.error("--random-model needs --tokenizer and a --dtype")

@@ -10,15 +10,20 @@ from datetime import UTC, datetime
 from engine.errors import ModelLoadError
 from experiments.bench_models import calm
 from experiments.bench_run import conclude, metered, refused, show
-from experiments.papers import llma
+from experiments.papers import jacobi, llma, ngrammys, trie
 from experiments.papers.beside import Found, beside, shown
 from experiments.papers.figures import draw
 from experiments.papers.options import GUIDED, PAPERS
-from experiments.papers.stage import Measures, Stage, load_stage, ran
+from experiments.papers.stage import ALL, BEST, Measures, Stage, load_stage, ran
 from experiments.record import write_record
 from experiments.strategies import EXACT_DTYPES
 
-RUNS: dict[str, Callable[[Stage, argparse.Namespace], Found]] = {"llma": llma.measure}
+RUNS: dict[str, Callable[[Stage, argparse.Namespace], Found]] = {
+    "llma": llma.measure,
+    "trie": trie.measure,
+    "ngrammys": ngrammys.measure,
+    "jacobi": jacobi.measure,
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,5 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
 def unfaithful(measures: Measures) -> list[str]:
     """What gave another output than plain decoding."""
-    rows = ((name, label, row) for name, labels in measures.items() for label, row in labels.items())
-    return [f"{label} on {name}" for name, label, row in rows if "differing" in row and row["differing"].mean]
+    found = []
+    for name, labels in measures.items():
+        for label, row in labels.items():
+            if name != ALL and label != BEST and "differing" in row and row["differing"].mean:
+                found.append(f"{label} on {name}")
+    return found

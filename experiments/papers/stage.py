@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.known_texts import TextTokenizer
+import numpy as np
+
 from configs.slices import EngineOptions
+from decoding.replay import KnownText
 from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
+from decoding.tree import Int32Array
 from engine.engine import Engine
 from engine.loading import LoadedModel
 from experiments.bench_models import MAX_TOKENS, load_setting
@@ -22,8 +25,10 @@ from experiments.draft_models_agreement import figure
 from experiments.draft_models_paper import Figure
 from experiments.guided import GuidedExecutor
 from experiments.shared_model import SharedModel
+from experiments.workloads import interleaved
 
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
+BEST, ALL = "best", "all"  # a label and a dataset under which measurements stand a second time
 TENANT = "local"  # of all requests
 
 Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
@@ -66,14 +71,23 @@ def load_stage(args: argparse.Namespace, guided: bool) -> Stage:
         path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
         for path, workload in zip(files, setting.workloads, strict=True)
     }
-    datasets = {name: [prompt for path in paths for prompt in by_file[path]] for name, paths in args.prompts.items()}
+    datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
     too_long = sum(workload.too_long for workload in setting.workloads)
     return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats)
 
 
-def tokenizer_of(args: argparse.Namespace, model: str) -> TextTokenizer:
-    """The tokenizer of a guided run, from its folder or the model's."""
-    return TextTokenizer(args.tokenizer or Path(model))
+def guide_of(shared: SharedModel) -> GuidedExecutor | None:
+    """What takes the known outputs in guided runs."""
+    return shared.executor if isinstance(shared.executor, GuidedExecutor) else None
+
+
+def texts_of(prompts: Sequence[Prompt]) -> list[KnownText]:
+    """Prompts with known outputs, for a replay without the model."""
+
+    def ids(tokens: Sequence[int]) -> Int32Array:
+        return np.asarray(tokens, np.int32)
+
+    return [KnownText(each.id, ids(each.ids), tuple(map(ids, each.references)), ids(each.known or ())) for each in prompts]
 
 
 def race(
@@ -100,21 +114,24 @@ def race(
 
     Returns:
         Label -> metric -> figure: ``tokens/s`` and ``speedup`` after the first tokens, ``speedup with prefill``,
-        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding).
+        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding). In batches one
+        request's prefill is in another's steps: there speeds are with the prefills.
     """
     repeats = repeats or stage.repeats
-    guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
-    runners = []
+    guide = guide_of(shared)
+    runners: list[Contestant] = []
     for label, choice in {PLAIN: StrategyChoice(PLAIN, "autoregressive", {}), **choices}.items():
-        make = _maker(shared, replace(choice, label=label), before)
+        make = maker(shared, replace(choice, label=label), before)
         runners.append(EngineContestant(make, stage.max_tokens, guide) if contestant is None else contestant(make, guide))
-    known = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
+    outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
     with progress_bar() as progress:
-        _, tallies = compete(runners, prompts, repeats, batch_size, progress, known or None)
-    return {label: _row(tally, tallies[PLAIN], len(prompts), repeats) for label, tally in tallies.items()}
+        _, tallies = compete(runners, prompts, repeats, batch_size, progress, outputs or None)
+    return {label: _row(tally, tallies[PLAIN], len(prompts), repeats, batch_size > 1) for label, tally in tallies.items()}
 
 
-def _maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
+def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
+    """Makes engines of a strategy that remember outputs of earlier requests, where it remembers any."""
+
     def make() -> Engine:
         engine = shared.engine(choice)
         history = None if engine.memory is None else engine.memory.of(TENANT)
@@ -126,22 +143,23 @@ def _maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequenc
     return make
 
 
-def _row(tally: Tally, plain: Tally, prompts: int, repeats: int) -> dict[str, Figure]:
-    later = tally.tokens / repeats - prompts  # tokens of a repeat after the first of each output
-    seconds = [wall - prefill for wall, prefill in zip(tally.wall_s, tally.prefill_s, strict=True)]
+def _row(tally: Tally, plain: Tally, prompts: int, repeats: int, batched: bool) -> dict[str, Figure]:
     whole = [base / own for base, own in zip(plain.wall_s, tally.wall_s, strict=True)]
+    prefills = [0.0] * repeats if batched else tally.prefill_s
+    later = tally.tokens / repeats - (0 if batched else prompts)  # tokens of a repeat after the first of each output
+    seconds = [wall - prefill for wall, prefill in zip(tally.wall_s, prefills, strict=True)]
     values = {
         "tokens/s": [later / each for each in seconds],
-        "speedup": decode_ratios(tally, plain),
+        "speedup": whole if batched else decode_ratios(tally, plain),
         "speedup with prefill": whole,
         "tokens_per_step": [tally.tokens / tally.steps],
         "drafted_per_step": [(tally.drafted or 0) / tally.steps],
         "differing": [float(len(tally.differing))],
     }
-    return {metric: known(each) for metric, each in values.items()}
+    return {metric: figure_of(each) for metric, each in values.items()}
 
 
-def known(values: Sequence[float]) -> Figure:
+def figure_of(values: Sequence[float]) -> Figure:
     """Mean and spread of at least one value."""
     found = figure(values)
     assert found is not None
@@ -167,7 +185,7 @@ def ran(stage: Stage, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
         for name, prompts in stage.datasets.items()
     }
     return {
-        "model": stage.loaded.name,
+        "model": stage.loaded.served_name,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),

@@ -69,7 +69,7 @@ _ONLINE = PaperTable(
         )
     },
 )
-_ROWS_COST = "rows are not free on this device: a tree of 64 rows takes several times as long as one row"
+_ROWS_COST = "rows take time where a device has no arithmetic to spare, as a CPU has none: see figure 1 of this run"
 _NEVER_FULL = "outputs of so few requests do not fill the trie, so that nothing is pruned or crowded out"
 
 

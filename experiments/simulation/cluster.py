@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import simpy
@@ -11,7 +11,7 @@ import simpy
 from decoding.replay import KnownText
 from experiments.load_measures import measured
 from experiments.load_traffic import Journey, ServerCounts
-from experiments.simulate_replica import TENANT, Piece, SimulatedReplica
+from experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
 
 class SimulatedCluster:
@@ -42,9 +42,9 @@ class SimulatedCluster:
         self._left = 0
 
     def open_loop(self, texts: Sequence[tuple[str, KnownText]], times_s: Sequence[float]) -> dict[str, Any]:
-        """Requests come at given times. See ``run_closed``."""
+        """Requests come at given times, ascending. See ``closed_loop``."""
 
-        def arrive() -> Iterator[simpy.Event]:
+        def arrive() -> Generator[simpy.Event, object, None]:
             for (key, text), at in zip(texts, times_s, strict=True):
                 yield self._env.timeout(at - self._env.now)
                 self._env.process(self._send(key, text))
@@ -60,7 +60,8 @@ class SimulatedCluster:
             clients: at least one.
 
         Returns:
-            As ``experiments.load_measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step.
+            As ``experiments.load_measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step;
+            and ``busy``, the share of the time in which a replica computes.
         """
         waiting = iter(texts)
 
@@ -81,9 +82,11 @@ class SimulatedCluster:
         self._env.run()
         assert not self._left, f"{self._left} requests did not end"
         counts = ServerCounts(sum(replica.steps for replica in self._replicas), None, True)
-        return measured(list(self.journeys.values()), counts, closed)
+        results = measured(list(self.journeys.values()), counts, closed)
+        busy_s = sum(replica.busy_s for replica in self._replicas)
+        return results | {"busy": round(busy_s / (results["wall_s"] * len(self._replicas)), 3)}
 
-    def _send(self, key: str, text: KnownText) -> Iterator[simpy.Event]:
+    def _send(self, key: str, text: KnownText) -> Generator[simpy.Event, object, None]:
         """One request from its arrival to its replica."""
         now = self._env.now
         self.journeys[key] = Journey(key, now, now)
@@ -101,7 +104,7 @@ class SimulatedCluster:
         drawn = self._random.sample(range(count), min(2, count))
         return min(drawn, key=lambda number: self._replicas[number].load + self._queued[number])
 
-    def _serve(self, number: int) -> Iterator[simpy.Event]:
+    def _serve(self, number: int) -> Generator[simpy.Event, object, None]:
         """Step after step; between them, and without work, it takes requests in."""
         replica = self._replicas[number]
         while True:

@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from actors.width import WidthChoice, WidthChoices
 from configs.slices import EngineOptions
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.latency import StepLoad
 from decoding.replay import KnownText, known_rows
-from decoding.request import Acceptance, Request, SamplingParams, text_key
+from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree, Int32Array, Part
-from decoding.verify import verify_exact
+from decoding.tree import DraftTree
 from engine.prefix_cache import PrefixCache
 from engine.scheduler import Scheduler, Share
-from experiments.simulate_steps import RankLoad, StepTimes
+from experiments.simulation.ranks import Live, Tally, Work, accepted
+from experiments.simulation.steps import RankLoad, StepTimes
+from experiments.simulation.target import KnownTarget
 
 TENANT = "simulated"
-
-
-class KnownTarget:
-    """What drafters may ask of a target that is a set of known outputs."""
-
-    def __init__(self, vocab_size: int, end_token: int, max_model_len: int, curve: LatencyCurve) -> None:
-        """
-        Args:
-            vocab_size: tokens are below it.
-            end_token: ends a text.
-            max_model_len: tokens of prompt and output together.
-            curve: of its steps.
-        """
-        self.vocab_size, self.end_token_ids, self.max_model_len = vocab_size, (end_token,), max_model_len
-        self._curve = curve
-
-    def bigram_table(self, width: int) -> Int32Array:
-        """See ``Target``. Raises ``ValueError``: known outputs rank nothing."""
-        raise ValueError("a strategy drafts from the model's own ranking, which known outputs do not have")
-
-    def unigram_ranking(self, width: int) -> Int32Array:
-        """See ``bigram_table``."""
-        return self.bigram_table(width)
-
-    def latency(self) -> LatencyCurve:
-        """See ``Target``."""
-        return self._curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +39,6 @@ class Step:
 
     seconds: float
     pieces: tuple[Piece, ...]
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request under way, and how much of it each rank has computed."""
-
-    request: Request
-    known: list[int]
-    computed: list[int] = field(default_factory=list)  # tokens, by rank; empty before the first step
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    live: _Live
-    start: int  # tokens that are computed, on some rank
-    end: int
-    tree: DraftTree | None  # None: a chunk of a prefill
 
 
 class SimulatedReplica:
@@ -112,16 +69,16 @@ class SimulatedReplica:
         if self._drafter.needs_logits or self._drafter.draft_rows:
             raise ValueError(f"{choice.label} cannot be simulated: it needs a model that runs, and only outputs are known")
         self._drafter.prepare(target)
-        self._times, self._target = times, target
+        self._times, self._target, self._plain = times, target, choice.name == PLAIN
         self._now = 0.0
         self._scheduler = Scheduler(options, budget, lambda: self._now)
         self._prefixes = PrefixCache(options.max_running) if options.prefix_caching else None
         self._scheduler.place = self._place
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._choices = WidthChoices() if adaptive and times.ranks > 1 else None
         self._width = self._decoding = 1
         self.told: deque[tuple[float, str, Piece]] = deque()  # of other replicas: when it is known here, tenant, piece
-        self.steps = 0
+        self.steps, self.busy_s = 0, 0.0
 
     @property
     def load(self) -> int:
@@ -134,7 +91,7 @@ class SimulatedReplica:
         params = SamplingParams(max_tokens=len(text.output_ids))
         request = Request(key, text.prompt_ids, params, text.references, tenant=TENANT)
         request.scope = TENANT
-        self._live[key] = _Live(request, text.output_ids.tolist())
+        self._live[key] = Live(request, text.output_ids.tolist())
         self._scheduler.add(request)
 
     def step(self, now: float) -> Step | None:
@@ -146,12 +103,13 @@ class SimulatedReplica:
         if not works:
             return None
         self.steps += 1
-        loads, accepted = self._compute(works)
+        loads, outcomes = self._compute(works)
         seconds = self._times.seconds(loads, drafted_for)
+        self.busy_s += seconds
         if choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
             self._decoding = len(works)
-            choice.took(sum(one.count for one in accepted if one is not None), seconds)
-        return Step(seconds, tuple(self._commit(work, one) for work, one in zip(works, accepted, strict=True) if one is not None))
+            choice.took(sum(one.count for one in outcomes if one is not None), seconds)
+        return Step(seconds, tuple(self._commit(work, one) for work, one in zip(works, outcomes, strict=True) if one is not None))
 
     def _choose(self) -> WidthChoice | None:
         """Whether the step is shared; the drafter hears of a new width."""
@@ -173,11 +131,11 @@ class SimulatedReplica:
             if history is not None:
                 history.extend(text_key(piece.key), piece.offset, piece.tokens, piece.finished)
 
-    def _plan(self) -> tuple[list[_Work], int]:
+    def _plan(self) -> tuple[list[Work], int]:
         """As ``engine.planner``, in simulated time; also how many requests were drafted for."""
         shares = self._scheduler.schedule(self._width)
         self._drafter.plan(_step_load(shares))
-        asked = [share for share in shares if share.draft_rows > 0]
+        asked = [share for share in shares if share.draft_rows > 0 and not self._plain]
         trees = self._drafter.propose([share.request for share in asked], [share.draft_rows for share in asked])
         self._drafter.timed(self._times.host.propose_s * len(asked))
         drafts = {}
@@ -196,38 +154,28 @@ class SimulatedReplica:
             live = self._live[request.request_id]
             if not live.computed:
                 live.computed = [request.num_computed] * self._times.ranks
-            works.append(_Work(live, request.num_computed, share.end, own))
+            works.append(Work(live, request.num_computed, share.end, own))
         return works, len(asked)
 
-    def _compute(self, works: Sequence[_Work]) -> tuple[list[RankLoad], list[Acceptance | None]]:
-        """What each rank computes, and what is accepted.
-
-        Example: root 7 with the branches 1 2 and 3 on two ranks, and the target says 3 5. Each computes the root and its branch;
-        the next step begins with 3 5 on the first rank and with 5 on the second, which has computed the 3.
-        """
-        ranks = self._width
-        rows, context = [0] * ranks, [0] * ranks
+    def _compute(self, works: Sequence[Work]) -> tuple[list[RankLoad], list[Acceptance | None]]:
+        """What each rank computes that the step waits for, the leader first, and what is accepted."""
+        tallies = [Tally() for _ in range(self._times.ranks)]
         outcomes: list[Acceptance | None] = []
         for work in works:
-            live, parts = work.live, [] if work.tree is None else work.tree.partition(ranks)
-            for rank, computed in enumerate(live.computed[:ranks]):
-                rows[rank] += work.end - computed + (len(parts[rank].tree) - 1 if parts else 0)
-                context[rank] += computed
+            live = work.live
             if self._prefixes is not None and live.request.slot is not None:
                 self._prefixes.cut(live.request.slot, live.computed[0])
                 self._prefixes.keep(live.request.slot, TENANT, live.request.tokens[: work.end])
-            live.computed = [work.end] * self._times.ranks
-            live.request.num_computed = work.end
-            acceptance = None
-            if work.tree is not None:
-                acceptance = _accepted(work.tree, live)
-                live.request.num_computed += len(acceptance.rows)
-                for rank, part in enumerate(parts):
-                    live.computed[rank] += _held(part, acceptance)
+            acceptance = None if work.tree is None else accepted(work.tree, live)
+            parts = [] if work.tree is None else work.tree.partition(self._width)
+            for rank, tally in enumerate(tallies):
+                part = parts[rank] if rank < len(parts) else None
+                live.computed[rank] = tally.add(rank, work, live.computed[rank], part, acceptance)
+            live.request.num_computed = work.end + (0 if acceptance is None else len(acceptance.rows))
             outcomes.append(acceptance)
-        return [RankLoad(len(works), *each) for each in zip(rows, context, strict=True)], outcomes
+        return [tally.load for rank, tally in enumerate(tallies) if not rank or tally.awaited], outcomes
 
-    def _commit(self, work: _Work, acceptance: Acceptance) -> Piece:
+    def _commit(self, work: Work, acceptance: Acceptance) -> Piece:
         """Appends what was accepted, and ends the request where its output ends."""
         request, tree = work.live.request, work.tree
         assert tree is not None
@@ -249,21 +197,6 @@ class SimulatedReplica:
         found = self._prefixes.place(request.tokens, TENANT, free)
         self._live[request.request_id].computed = []
         return found.slot, found.length
-
-
-def _accepted(tree: DraftTree, live: _Live) -> Acceptance:
-    """What the known output keeps of a tree."""
-    said: Iterator[int] = iter(live.known[live.request.num_output :])
-    return verify_exact(tree, lambda row: next(said), live.request.remaining, frozenset())
-
-
-def _held(part: Part, acceptance: Acceptance) -> int:
-    """How many of the accepted rows a rank has computed: those that lie in its part, from the root on."""
-    own = set(part.rows.tolist())
-    count = 0
-    while count < len(acceptance.rows) and acceptance.rows[count] in own:
-        count += 1
-    return count
 
 
 def _step_load(shares: Sequence[Share]) -> StepLoad:

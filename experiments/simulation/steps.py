@@ -11,9 +11,10 @@ from typing import Literal
 import numpy as np
 
 from decoding.latency import LatencyCurve, StepLoad
-from experiments.simulate_hardware import Gpu, ModelShape
+from experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
+EXCHANGE_S = 0.14e-3  # of a shared step for each rank: experiments.exchange measured 0.28 ms with two
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXT, _FAR, _WIDE = 256, 2304, 64
 
@@ -109,6 +110,7 @@ class RankLoad:
     sequences: int
     rows: int
     context: int  # KV entries before them, added over the sequences
+    bare: int = 0  # of the rows, those without logits: all of a prefill but the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ class StepTimes:
     width: int  # GPUs of a replica
     curve: LatencyCurve
     host: Host
-    exchange_s: float = 0.14e-3  # of a lookahead-parallel step for each rank: 0.28 ms with two, see experiments.exchange
-    hop_s: float = 0.0
+    exchange_s: float = EXCHANGE_S
+    hop_s: float = 0.0  # between two stages of a pipeline
+    bare_share: float = 1.0  # of the time of a row: what one without logits takes
 
     @property
     def ranks(self) -> int:
@@ -149,15 +152,17 @@ class StepTimes:
     def forward_s(self, load: RankLoad) -> float:
         """Seconds of one rank's forward."""
         at = StepLoad(load.sequences, load.rows, load.context)
-        return float(self.curve.seconds(np.array([load.rows], np.float64), at)[0])
+        rows = load.rows - (1 - self.bare_share) * load.bare
+        return float(self.curve.seconds(np.array([rows], np.float64), at)[0])
 
 
 def step_times(
-    mode: Mode, width: int, gpu: Gpu, model: ModelShape, software: Software, host: Host, exchange_s: float
+    mode: Mode, width: int, gpu: Gpu, model: ModelShape, software: Software, host: Host, exchange_s: float = EXCHANGE_S
 ) -> StepTimes:
     """Those of a replica of so many GPUs."""
     curve = roofline_curve(gpu, model, software, width if mode == "tensor" else 1)
-    return StepTimes(mode, width, curve, host, exchange_s, software.hop_s)
+    bare_share = 1 - model.vocabulary * model.hidden / model.parameters
+    return StepTimes(mode, width, curve, host, exchange_s, software.hop_s, bare_share)
 
 
 def fits(mode: Mode, width: int, gpu: Gpu, model: ModelShape, slots: int, capacity: int) -> bool:

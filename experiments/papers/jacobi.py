@@ -1,0 +1,137 @@
+"""Lookahead Decoding's tables 2 to 4 and figures 4, 5 and 8: window W, n-gram N and guesses G, and the law of its scaling."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from decoding.request import Request, SamplingParams
+from decoding.strategy_choice import StrategyChoice
+from engine.engine import Engine
+from experiments.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
+from experiments.draft_models_paper import Figure
+from experiments.guided import GuidedExecutor
+from experiments.papers.beside import Found
+from experiments.papers.figures import panel
+from experiments.papers.jacobi_paper import SETTINGS
+from experiments.papers.scaling_law import compression, fitted
+from experiments.papers.stage import ALL, PLAIN, Stage, best, race
+from experiments.shared_model import SharedModel
+
+WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
+SAMPLED = ("cnn", "xsum")  # table 2
+TEMPERATURES = (1.0, 0.0)
+_SWEPT = "mt_bench"
+_BUDGET = 192  # the widest window and its guesses: (15 + 15) * (7 - 1) rows
+_GOOD = (5, 15, 15)
+
+
+def setting(ngram: int, window: int, guesses: int, prompt: bool = False) -> StrategyChoice:
+    """A setting (N, W, G) of the paper, with or without the prompt as reference."""
+    options = {"ngram": ngram, "window": window, "guesses": guesses, "prompt_as_reference": prompt}
+    return StrategyChoice("", "jacobi", options)
+
+
+class SampledContestant(EngineContestant):
+    """Draws tokens, each prompt with the same seed whatever drafts."""
+
+    def __init__(self, make_engine: Callable[[], Engine], max_tokens: int, temperature: float) -> None:
+        """
+        Args:
+            make_engine: makes an engine that has seen no request.
+            max_tokens: of each output.
+            temperature: 0 is greedy.
+        """
+        super().__init__(make_engine, max_tokens)
+        self._params = SamplingParams(max_tokens, temperature)
+
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """See ``Contestant``."""
+        return run_requests(self.engine, [Request(each.id, each.ids, self._params, each.references) for each in prompts])
+
+
+def measure(stage: Stage, args: argparse.Namespace) -> Found:
+    """All of it, on the model's own outputs."""
+    shared = stage.shared(_BUDGET)
+    found = Found({}, {}, {}, [
+        "figures 6 and 7, several devices: outrider bench scaling",
+        "speeds are of the tokens after the first one of each output; S is tokens over steps, the prefill is one",
+        "table 2: one seed a prompt; differing counts outputs that are not those of plain decoding with that seed",
+    ])  # fmt: skip
+    sampling: dict[str, dict[str, Figure]] = {}
+    speedups: dict[str, Figure] = {}
+    for name, prompts in stage.datasets.items():
+        if name in SAMPLED:
+            _sampling(stage, shared, name, prompts, found, sampling)
+            continue
+        found.measures[name] = race(stage, shared, prompts, {"lookahead": setting(*_GOOD)})
+        speedups[name] = found.measures[name]["lookahead"]["speedup"]
+    found.measures[ALL] = {name: found.measures[name]["lookahead"] for name in speedups}
+    found.tables["table 2"] = sampling
+    found.tables["figure 5"] = {stage.loaded.served_name: speedups}
+    if speedups:
+        line = {"speed-up": {name: each.mean for name, each in speedups.items()}}
+        found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding", "dataset", "speed-up", line)
+    if _SWEPT in stage.datasets:
+        _settings(stage, shared, found)
+        _scaling(stage, shared, found)
+    return found
+
+
+def _sampling(
+    stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found, rows: dict[str, dict[str, Figure]]
+) -> None:
+    """Table 2 on one dataset."""
+    for temperature in TEMPERATURES:
+
+        def contestant(make: Callable[[], Engine], guide: GuidedExecutor | None, each: float = temperature) -> Contestant:
+            return SampledContestant(make, stage.max_tokens, each)
+
+        label = f"temperature {temperature:g}"
+        measured = race(stage, shared, prompts, {label: setting(*_GOOD)}, contestant=contestant)
+        found.measures.setdefault(name, {})[label] = measured[label]
+        found.measures[name].setdefault(PLAIN, measured[PLAIN])  # of either temperature: one token a step
+        rows[f"{name}, {label}"] = _pair(measured[label])
+    line = {
+        f"{temperature:g}": found.measures[name][f"temperature {temperature:g}"]["tokens_per_step"].mean
+        for temperature in TEMPERATURES
+    }
+    found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", {name: line})
+
+
+def _pair(row: Mapping[str, Figure]) -> dict[str, Figure]:
+    return {"speed-up": row["speedup"], "S": row["tokens_per_step"]}
+
+
+def _settings(stage: Stage, shared: SharedModel, found: Found) -> None:
+    """Table 3."""
+    choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
+    choices |= {label: setting(*numbers, prompt) for label, (numbers, prompt) in SETTINGS.items()}
+    measured = race(stage, shared, stage.datasets[_SWEPT], choices)
+    found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
+    found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
+
+
+def _scaling(stage: Stage, shared: SharedModel, found: Found) -> None:
+    """Figures 4 and 8 and table 4: G = W, without the prompt as reference."""
+    grid = {(window, ngram): f"W={window} N={ngram}" for ngram in NGRAMS for window in WINDOWS}
+    choices = {label: setting(ngram, window, window) for (window, ngram), label in grid.items()}
+    measured = race(stage, shared, stage.datasets[_SWEPT], choices, repeats=1)
+    found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
+    reached = {pair: measured[label]["tokens_per_step"].mean for pair, label in grid.items()}
+    name = stage.loaded.served_name
+    winner = best({label: measured[label] for label in grid.values()})
+    window, ngram = next(pair for pair, label in grid.items() if label == winner)
+    found.tables["table 4"] = {name: {"W": window, "N": ngram}}
+    own = {f"N={n}": {str(w): reached[w, n] for w in WINDOWS} for n in NGRAMS}
+    found.figures["figure 4 (a)"] = panel("lines", "compression S", "W = G", "S", own)
+    if max(reached.values()) > 1.0:
+        alpha, steps = fitted(reached)
+        found.tables["figure 4"] = {name: {"alpha": alpha, "f": steps}}
+        law = {f"N={n}": {str(w): compression(alpha, steps, w, n) for w in WINDOWS} for n in NGRAMS}
+        found.figures["figure 4 (b)"] = panel("lines", f"the law, alpha {alpha:.3f}, f {steps:.3f}", "W = G", "S", law)
+    else:
+        found.notes.append("figure 4: the law has no fit, since no setting emitted more than one token a step")
+    speeds = {str(w): measured[grid[w, 5]]["speedup"].mean for w in WINDOWS}
+    found.tables["figure 8"] = {name: {"speed-up": max(speeds.values())}}
+    found.figures["figure 8"] = panel("lines", "S and speed-up with N = 5", "W = G", "", {"S": own["N=5"], "speed-up": speeds})

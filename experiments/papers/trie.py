@@ -1,0 +1,177 @@
+"""Tables 4 to 6 and 8 and figures 1 and 4 to 6 of Alipay's Lookahead: decoding and branch length, the trie's parts, batches."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from decoding.strategy_choice import StrategyChoice
+from experiments.contestants import EngineContestant, Prompt
+from experiments.draft_models_paper import Figure
+from experiments.papers.beside import Found
+from experiments.papers.devices import peak_bytes, step_ms
+from experiments.papers.figures import panel
+from experiments.papers.stage import PLAIN, Stage, guide_of, maker, race, texts_of
+from experiments.shared_model import SharedModel
+from experiments.trie_ablation import Row, Workload, ablate
+from experiments.trie_ablation_tables import PAPER_FORWARD_S
+from experiments.trie_timing import quiet
+
+DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
+DECODING_LENGTHS = (8, 16, 32, 64, 128)
+BRANCH_LENGTHS = (4, 12, 24, 48)
+BATCHES = (2, 4)
+ROWS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 256, 512, 1024)
+MEMORY_LENGTHS = (1, 8, 64, 128)
+_SWEPT = "antrag"  # the paper's sweeps are on it
+_SAMPLES = 2  # prompts of a measurement of memory
+
+
+def strategy(layout: str, decoding: int = DECODING, branch: int = BRANCH) -> StrategyChoice:
+    """The trie with a layout, or LLMA, whose copy length is the paper's branch length."""
+    if layout == "llma":
+        return StrategyChoice(layout, "llma", {"copy_length": branch})
+    options = {"decoding_length": decoding, "branch_length": branch, "layout": layout}
+    return StrategyChoice(layout, "trie", options)
+
+
+METHODS = {
+    "llma": strategy("llma", branch=LLMA_BRANCH),
+    "parallel": strategy("parallel"),
+    "hierarchical": strategy("hierarchical"),
+}
+
+
+def measure(stage: Stage, args: argparse.Namespace) -> Found:
+    """All of it; the first half of each dataset is in the trie before, as the paper's dev split."""
+    found = Found({"device": {}}, {}, {}, [
+        "the prompt is the only document: references are left out, as the method has none",
+        f"LLMA copies {LLMA_BRANCH} tokens, the branch length beyond which the paper sees no gain; its own paper takes 15",
+        "table 5 and 6: the published trie replayed without a model; seconds are its own and the paper's forward of 19 ms a step",
+        "in batches speeds are with the prefills; elsewhere they are of the tokens after each output's first",
+    ])  # fmt: skip
+    _step_times(stage, found)
+    if _SWEPT in stage.datasets:
+        _memory(stage, stage.datasets[_SWEPT], found)
+    shared = stage.shared(max(DECODING_LENGTHS) - 1)
+    speeds: dict[str, dict[str, Figure]] = {}
+    for name, prompts in stage.datasets.items():
+        before, measured = halves(prompts)
+        found.measures[name] = race(stage, shared, measured, METHODS, before=before)
+        speeds[f"{name}, {stage.loaded.served_name}"] = _column(found.measures[name], "tokens/s")
+        speeds[f"{name}, speed-up"] = _column(found.measures[name], "speedup")
+    found.tables["table 4"] = speeds
+    if _SWEPT in stage.datasets:
+        before, measured = halves(stage.datasets[_SWEPT])
+        _sweep(stage, shared, measured, before, found)
+        _batches(stage, measured, before, found)
+        _ablation(stage, measured, before, found)
+    return found
+
+
+def halves(prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]], list[Prompt]]:
+    """The outputs of the first half, and the second half without references.
+
+    Raises:
+        ValueError: fewer than two prompts.
+    """
+    cut = len(prompts) // 2
+    if not cut:
+        raise ValueError("a dataset has one record that fits: give more, the first half warms the trie")
+    return [prompt.known or () for prompt in prompts[:cut]], [replace(prompt, references=[]) for prompt in prompts[cut:]]
+
+
+def _column(measured: dict[str, dict[str, Figure]], metric: str) -> dict[str, Figure]:
+    return {label: measured[label][metric] for label in (PLAIN, *METHODS)}
+
+
+def _sweep(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
+    """Figures 4 and 5."""
+    decoding = {layout: {str(n): f"{_NAMES[layout]} {n} branch {BRANCH}" for n in DECODING_LENGTHS} for layout in _NAMES}
+    branch = {str(n): f"decoding {DECODING} branch {n}" for n in BRANCH_LENGTHS}
+    copies = {str(n): f"llma branch {n}" for n in BRANCH_LENGTHS}
+    choices = {label: strategy(layout, int(n)) for layout, labels in decoding.items() for n, label in labels.items()}
+    choices |= {label: strategy("hierarchical", branch=int(n)) for n, label in branch.items()}
+    choices |= {label: strategy("llma", branch=int(n)) for n, label in copies.items()}
+    swept = race(stage, shared, prompts, choices, repeats=1, before=before)
+    found.measures[_SWEPT] |= {label: row for label, row in swept.items() if label != PLAIN}
+    for figure, metric, y in (("figure 4", "speedup", "speed-up"), ("figure 5", "tokens_per_step", "tokens a step (EDL)")):
+        for x, lines in (("decoding length", decoding), ("branch length", {"hierarchical": branch, "llma": copies})):
+            series = {name: {n: swept[label][metric].mean for n, label in labels.items()} for name, labels in lines.items()}
+            found.figures[f"{figure}, {x}"] = panel("lines", f"{y} by {x}", x, y, series)
+
+
+_NAMES = {"hierarchical": "decoding", "parallel": "parallel"}  # layout -> the first word of its labels
+
+
+def _batches(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
+    """Table 8."""
+    rows: dict[str, dict[str, Figure]] = {}
+    for batch in BATCHES:
+        measured = race(stage, stage.shared(DECODING - 1, batch), prompts, METHODS, batch_size=batch, before=before)
+        found.measures[_SWEPT] |= {f"{label}, batch {batch}": row for label, row in measured.items()}
+        rows[f"batch {batch}, tokens/s"] = _column(measured, "tokens/s")
+        rows[f"batch {batch}, speed-up"] = _column(measured, "speedup")
+    found.tables["table 8"] = rows
+
+
+def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
+    """Tables 5 and 6."""
+    warm = texts_of([Prompt(f"before/{number}", [0], [], list(output)) for number, output in enumerate(before)])
+    vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
+    workload = Workload(_SWEPT, warm, texts_of(prompts), vocab_size)
+
+    def report(condition: str, row: Row) -> None:
+        print(f"{condition}: {row['tokens_per_step']:.3f} tokens per step", file=sys.stderr)
+
+    with quiet():
+        result = ablate(workload, report)
+    parts = result["parts"]["explicit"]
+    capacities = {f"capacity {times}x": row for times, row in result["capacity"]["explicit"].items()}
+    for label, row in (parts | capacities).items():
+        per_second = row["tokens_per_step"] / (PAPER_FORWARD_S + row["us_per_step"] / 1e6)
+        figures = {"tokens/s at 19 ms": Figure(per_second), "trie tokens_per_step": Figure(row["tokens_per_step"])}
+        found.measures[_SWEPT][label] = figures
+    speed = {label: row["tokens/s at 19 ms"] for label, row in found.measures[_SWEPT].items() if "tokens/s at 19 ms" in row}
+    found.tables["table 5"] = {_SWEPT: {label: speed[label] for label in parts}}
+    found.tables["table 6"] = {_SWEPT: {label: speed[label] for label in capacities}}
+    for name, labels in (("table 5", parts), ("table 6", capacities)):
+        line = {label.removeprefix("capacity ").removeprefix("without "): speed[label].mean for label in labels}
+        found.figures[name] = panel("lines", "tokens/s at a forward of 19 ms", "", "tokens/s", {_SWEPT: line})
+
+
+def _step_times(stage: Stage, found: Found) -> None:
+    """Figure 1."""
+    times = step_ms(stage.loaded, [(rows, context) for rows in ROWS for context in CONTEXTS])
+    found.measures["device"] |= {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
+    series: dict[str, dict[str, float]] = {}
+    for (rows, context), ms in times.items():
+        series.setdefault(f"context {context}", {})[str(rows)] = ms
+    found.figures["figure 1"] = panel("lines", "time of one forward", "rows", "ms", series)
+
+
+def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
+    """Figure 6: each decoding length with KV slots of its own size; once before, as what is loaded by then stays."""
+    row: dict[str, float] = {}
+
+    def work(length: int) -> None:
+        shared = stage.shared(length - 1)
+        contestant = EngineContestant(maker(shared, strategy("hierarchical", length), ()), stage.max_tokens, guide_of(shared))
+        for prompt in prompts[:_SAMPLES]:
+            contestant.run([prompt])
+
+    work(max(MEMORY_LENGTHS))
+    for length in MEMORY_LENGTHS:
+        peak = peak_bytes(stage.loaded.model.device, partial(work, length))
+        if peak is None:
+            found.notes.append("figure 6: this system does not tell the peak of a process's memory")
+            return
+        found.measures["device"][f"decoding length {length}"] = {"peak bytes": Figure(peak)}
+        row[f"GiB, decoding length {length}"] = peak / 2**30
+    row["more with 128, %"] = 100 * (row["GiB, decoding length 128"] / row["GiB, decoding length 1"] - 1)
+    found.tables["figure 6"] = {str(stage.loaded.model.device): row}
+    line = {str(length): row[f"GiB, decoding length {length}"] for length in MEMORY_LENGTHS}
+    found.figures["figure 6"] = panel("lines", "peak memory", "decoding length", "GiB", {stage.loaded.served_name: line})
