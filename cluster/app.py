@@ -183,11 +183,7 @@ def application(config: Config, secret: bytes) -> serve.Application:
     engine = serve.deployment(
         name="engine",
         num_replicas=server.replicas,
-        ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
-        max_ongoing_requests=ongoing,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=server.stop_timeout_s,
+        **_of_engines(config, gpus, ongoing),
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
         config.model, config.engine, config.speculation, config.parallelism, access, server.start_timeout_s, _company(config),
@@ -211,17 +207,24 @@ def application(config: Config, secret: bytes) -> serve.Application:
     return ingress.bind(engine, keeper, config, _baseline(config, gpus, ongoing) if config.baseline.enabled else None)
 
 
+def _of_engines(config: Config, gpus: float, ongoing: int) -> dict[str, Any]:
+    """Deployment options of whatever holds a model: what it reserves, takes at once, and when Serve replaces it."""
+    return {
+        "ray_actor_options": {"num_cpus": config.server.cpus_per_replica, "num_gpus": gpus},
+        "max_ongoing_requests": ongoing,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_timeout_s": config.server.stop_timeout_s,
+    }
+
+
 def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
     """The deployment that answers are compared with: the engine without drafts, ranks and memory."""
     server = config.server
     return serve.deployment(
         name="baseline",
         num_replicas=config.baseline.replicas,
-        ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
-        max_ongoing_requests=ongoing,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=server.stop_timeout_s,
+        **_of_engines(config, gpus, ongoing),
     )(EngineReplica).bind(
         config.model, config.engine, SpeculationOptions(PLAIN, max_draft_tokens=0), ParallelismOptions(), None,
         server.start_timeout_s, None, _has_devices_alone(config, gpus),
