@@ -33,7 +33,7 @@ class StepContext:
         Args:
             batch: the rows.
             cache: where keys and values are kept.
-            positions: [rows] int64 on the device of the model.
+            positions: [rows] int64 on the device of the model; rows behind those of the batch see nothing.
             dtype: of the queries.
             compiled: for segments of few rows, where there is one.
         """
@@ -41,6 +41,7 @@ class StepContext:
         self._compiled = compiled
         self._split: tuple[int, RowStep | None, Sequence[Segment]] | None = None
         self.positions, self._dtype = positions, dtype
+        self.rows = len(batch.token_ids)
         self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
 
@@ -138,6 +139,8 @@ def tree_attention(
     few, others = tree_step.split(query, key, value) if softcap is None else (None, tree_step.segments)
     attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    if query.shape[2] > tree_step.rows:
+        output[:, tree_step.rows :] = 0
     if few is not None:
         few.attend(layer, query, key, value, output, scaling, sliding_window)
     for segment in others:

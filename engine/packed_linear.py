@@ -2,6 +2,9 @@
 
 On a CPU oneDNN computes in bfloat16 on blocked weights. torch's own linear layer hands it the plain ones, and for the few rows
 of a decoding step the rearranging takes longer than the product. The packed weights give the same bits.
+
+oneDNN compiles a kernel for each number of rows, keeps up to a thousand of them, and each takes some milliseconds and most of a
+megabyte. Steps have any number of rows, so a forward is given one of few: see ``padded_rows``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 _ROWS = 8  # what the layout is chosen for: a root and a few drafted rows
+_EXACT = 16  # rows up to which none is added: a step of one request
+_STEPS = 4  # sizes from one power of two to the next
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows to compute for so many: as many up to 16, then the next of four sizes to each power of two.
+
+    Example: 16 stay 16; 17 become 20, 33 become 40, 100 become 112, 512 stay 512.
+    """
+    if rows <= _EXACT:
+        return rows
+    step = (1 << (rows - 1).bit_length()) // (2 * _STEPS)
+    return -(-rows // step) * step
 
 
 class PackedLinear(torch.nn.Linear):

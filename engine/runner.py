@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -11,6 +12,7 @@ from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
+from engine.packed_linear import PackedLinear, padded_rows
 from engine.row_attention import RowAttention
 from engine.thin_modules import thin_modules
 
@@ -51,6 +53,7 @@ class ModelRunner:
         thin_modules(model)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
+        self._pads = any(isinstance(module, PackedLinear) for module in model.modules())
         self._probe(shape)
 
     def _probe(self, shape: KVShape) -> None:
@@ -73,8 +76,13 @@ class ModelRunner:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
 
     def _context(self, batch: Batch) -> StepContext:
-        positions = torch.from_numpy(batch.positions).to(self._device)
+        positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)
         return StepContext(batch, self.cache, positions, self._dtype, self._compiled)
+
+    def _padded(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[rows] with zeros behind them, where the model computes only some numbers of rows."""
+        missing = padded_rows(len(values)) - len(values) if self._pads else 0
+        return np.concatenate((values, np.zeros(missing, np.int64))) if missing else values
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -82,13 +90,14 @@ class ModelRunner:
         return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
 
     @torch.inference_mode()
-    def _forward(self, context: StepContext, token_ids: np.ndarray, logit_rows: np.ndarray) -> torch.Tensor:
+    def _forward(self, context: StepContext, token_ids: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> torch.Tensor:
         device = self._device
         output = self.model(
-            input_ids=torch.from_numpy(token_ids)[None].to(device),
+            input_ids=torch.from_numpy(self._padded(token_ids))[None].to(device),
             position_ids=context.positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(logit_rows).to(device),
+            logits_to_keep=torch.from_numpy(self._padded(logit_rows)).to(device),
             tree_step=context,
         )
-        return output.logits[0]
+        logits: torch.Tensor = output.logits[0]
+        return logits[: len(logit_rows)]

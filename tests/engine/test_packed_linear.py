@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import ModelOptions
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import Request, SamplingParams
+from engine.engine import Engine
 from engine.loading import load_model
-from engine.packed_linear import PackedLinear, can_pack, pack_linears
+from engine.packed_linear import PackedLinear, can_pack, pack_linears, padded_rows
 from tests.models import llama_config, save_model
 
 
@@ -61,3 +63,38 @@ def test_loading_packs_unless_told_not_to(tmp_path: Path) -> None:
 
     assert packed(ModelOptions(folder, dtype="bfloat16")) and not packed(ModelOptions(folder, dtype="float32"))
     assert not packed(ModelOptions(folder, dtype="bfloat16", pack_weights=False))
+
+
+def test_there_are_few_numbers_of_rows() -> None:
+    assert [padded_rows(rows) for rows in (1, 2, 15, 16, 17, 33, 100, 128, 129, 512, 513)] == [
+        1, 2, 15, 16, 20, 40, 112, 128, 160, 512, 640,
+    ]  # fmt: skip
+    for rows in range(1, 2049):
+        padded = padded_rows(rows)
+        assert rows <= padded < 1.25 * rows and padded_rows(padded) == padded
+    assert len({padded_rows(rows) for rows in range(1, 2049)}) == 16 + 7 * 4
+
+
+@needs_packing
+@pytest.mark.parametrize("strategy", ["autoregressive", "llma", "jacobi"])
+def test_whatever_the_requests_layers_see_few_numbers_of_rows(tmp_path: Path, strategy: str) -> None:
+    folder = str(save_model(tmp_path / "model", llama_config()))
+    engine = Engine.load(
+        ModelOptions(folder, dtype="bfloat16"), EngineOptions(max_running=3), SpeculationOptions(strategy=strategy)
+    )
+    seen: set[int] = set()
+    runner = engine._executor.runner  # type: ignore[attr-defined]
+    for module in runner.model.modules():
+        if isinstance(module, PackedLinear):
+            module.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].shape[-2]))
+    outputs: dict[str, list[int]] = {}
+    for number, length in enumerate((17, 19, 37, 41, 70, 75, 101, 21, 5)):
+        prompt = [1 + (token * 7 + number) % 30 for token in range(length)]
+        engine.add(Request(str(number), prompt, SamplingParams(max_tokens=12, ignore_eos=True)))
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.check_integrity()
+    assert all(len(tokens) == 12 for tokens in outputs.values()) and len(outputs) == 9
+    assert seen and max(seen) > 16
+    assert seen == {padded_rows(rows) for rows in seen}
