@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from transformers import PreTrainedTokenizerFast
 
-from actors.lookahead_parallel import GroupState
 from actors.replica import Description
 from cluster import documents, errors
-from cluster.admin_api import AdminService, CacheAdminPort, add_admin_routes
+from cluster.admin_api import AdminService, add_admin_routes
 from cluster.answers import AnswerBuilder
 from cluster.audit import Auditor
 from cluster.audit_api import AuditService, add_audit_routes
 from cluster.audited_engine import AuditedEngine
+from cluster.cache_port import CacheAdminPort
 from cluster.compare import Baseline, CompareService, add_compare_route
+from cluster.completion_fields import CompletionFields
 from cluster.door import Door, DoorOptions
 from cluster.door_middleware import DoorMiddleware
 from cluster.draining import Draining
 from cluster.errors import ApiError
 from cluster.extras import Extras
-from cluster.generation import EnginePort, Generation, Planner
+from cluster.generation import EnginePort, Generation
+from cluster.health import HealthService, add_health_routes
+from cluster.job_planner import Planner
 from cluster.logprobs import TokenBytes
 from cluster.metrics import MetricsService, add_metrics_route
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest, SpeculationChoice
+from cluster.openai_types import ChatCompletionRequest, CompletionRequest
 from cluster.playground import add_playground
 from cluster.readiness import Readiness
 from cluster.respond import Form, respond
@@ -76,7 +79,7 @@ class Service:
             baseline: deployed beside the engine, for comparisons; None where there is none.
         """
         self._engine = engine if auditor is None else AuditedEngine(engine, auditor)
-        self._tokenizer, self._configured = tokenizer, replicas
+        self._tokenizer = tokenizer
         self._tenancy = Tenancy(tenancy or TenancyOptions(), door is not None and door.require_key)
         self.door = Door(self._tenancy, door)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
@@ -89,36 +92,11 @@ class Service:
         self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib)
         self._info: ModelInfo | None = None  # asked for once
         self._guard = guard or StreamGuard(ServerOptions())
-        self._readiness = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
+        ready = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
+        self.state = HealthService(self._replicas, replicas, ready)
         self.compare = CompareService(self._engine, baseline, tokenizer, self._tenancy, self.door, self._model, self._token_bytes)
         self.draining = Draining()
         self._started = int(time.time())
-
-    async def health(self) -> Response:
-        """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers."""
-        replicas = await self._replicas()
-        groups = [replica.group for replica in replicas if replica.group is not None]
-        whole = len(replicas) >= self._configured and not any(group.degraded for group in groups)
-        return JSONResponse(
-            {
-                "status": "ok" if whole else "degraded",
-                "model": replicas[0].info.served_name,
-                "replicas": len(replicas),
-                "running": sum(replica.counts.running for replica in replicas),
-                "waiting": sum(replica.counts.waiting for replica in replicas),
-                "free_slots": sum(replica.counts.free_slots for replica in replicas),
-                "shared_cache": _cache_state(replicas),
-                **({"ranks": _ranks_state(groups, self._configured)} if groups else {}),
-            }
-        )
-
-    async def ready(self) -> Response:
-        """200 once every replica has loaded its model and warmed up, and all else is there, as long as one answers; else 503.
-
-        A replica that is lost later, and started anew, does not make the server unready: the others answer.
-        """
-        replicas = await self._readiness.replicas()
-        return JSONResponse({"status": "ready", "replicas": replicas, "of": self._configured})
 
     async def models(self, authorization: str | None) -> dict[str, Any]:
         """The list of the one model. Clients ask for it to see whether their key is good."""
@@ -132,11 +110,7 @@ class Service:
 
     async def chat(self, body: ChatCompletionRequest, authorization: str | None) -> Response:
         """The assistant's next message."""
-        sharing = self._tenancy.sharing(authorization, body.cache)
-        info = await self._model(body.model)
-        lossless, skips = _is_lossless(info, body), body.skips_special
-        answer = AnswerBuilder("chat", "chatcmpl", info.served_name, lossless, self._token_bytes, skips)
-        planner = Planner(self._tokenizer, info, answer.id, sharing)
+        answer, planner = await self._begin("chat", "chatcmpl", body, authorization)
         form = Form(
             bool(body.stream),
             body.include_usage,
@@ -149,23 +123,29 @@ class Service:
         engine, jobs = self.door.admit(self._engine, planner.chat(body), body)
         generation = Generation(engine, jobs, body.n or 1)
         answer.extras = Extras.asked(body, jobs, self._token_bytes)
-        self.metrics.asked(body.n or 1, info.served_name)
+        self.metrics.asked(body.n or 1, body.model)
         return await respond(answer, generation, form)
 
     async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
-        sharing = self._tenancy.sharing(authorization, body.cache)
-        info = await self._model(body.model)
-        lossless, skips = _is_lossless(info, body), body.skips_special
-        answer = AnswerBuilder("text", "cmpl", info.served_name, lossless, self._token_bytes, skips)
-        planner = Planner(self._tokenizer, info, answer.id, sharing)
+        answer, planner = await self._begin("text", "cmpl", body, authorization)
         engine, jobs = self.door.admit(self._engine, planner.completion(body), body)
         generation = Generation(engine, jobs, body.n or 1, silent=body.max_tokens == 0)
-        self.metrics.asked(body.n or 1, info.served_name)
+        self.metrics.asked(body.n or 1, body.model)
         echoes, shape = planner.echoes(body), self._guard.shape(body)
         answer.extras = Extras.asked(body, jobs, self._token_bytes, echoes)
         form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape)
         return await respond(answer, generation, form)
+
+    async def _begin(
+        self, kind: Literal["chat", "text"], prefix: str, body: CompletionFields, authorization: str | None
+    ) -> tuple[AnswerBuilder, Planner]:
+        """An answer with its id, and who plans its jobs. Raises ``ApiError`` for a wrong key or another model."""
+        sharing = self._tenancy.sharing(authorization, body.cache)
+        info = await self._model(body.model)
+        lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
+        answer = AnswerBuilder(kind, prefix, info.served_name, lossless, self._token_bytes, body.skips_special)
+        return answer, Planner(self._tokenizer, info, answer.id, sharing)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
         """What is served; a 404 when the caller named something else."""
@@ -213,15 +193,7 @@ def create_api(
     errors.install(app)
     documents.install(app)
 
-    @app.get("/health", responses=documents.STATES, response_model=None)
-    @app.get("/ping", responses=documents.STATES, response_model=None)
-    @app.post("/ping", responses=documents.STATES, response_model=None)
-    async def health() -> Response:
-        return await service.health()
-
-    @app.get("/ready", responses=documents.STATES, response_model=None)
-    async def ready() -> Response:
-        return await service.ready()
+    add_health_routes(app, service.state)
 
     @app.get("/version")
     async def version() -> documents.Version:
@@ -259,36 +231,3 @@ def add_operator_routes(app: FastAPI, service: Service) -> None:
     add_admin_routes(app, service.admin)
     add_audit_routes(app, service.audit)
     add_metrics_route(app, service.metrics)
-
-
-def _cache_state(replicas: Sequence[Description]) -> str:
-    """``off``, ``connected``, or ``degraded``: a replica drafts from what it has, and what it says waits."""
-    mirrors = [replica.cache for replica in replicas if replica.cache is not None]
-    if not mirrors:
-        return "off"
-    return "connected" if all(mirror.connected for mirror in mirrors) else "degraded"
-
-
-def _ranks_state(groups: Sequence[GroupState], configured: int) -> dict[str, Any]:
-    """The ranks of all groups together. ``of`` counts those of groups that do not answer, too.
-
-    Elastic groups are made up of the replicas themselves: each replica is one rank. ``width`` is that of the widest group.
-    """
-    ready = [len(group.ready) if group.width is None else 1 for group in groups]
-    of = [group.world_size if group.width is None else 1 for group in groups]
-    return {
-        "ready": sum(ready),
-        "of": sum(of) + max(0, configured - len(groups)) * max(of),
-        "width": max(group.width or len(group.ready) for group in groups),
-        "refilling": sum(len(group.refilling) for group in groups),
-        "losses": sum(group.losses for group in groups),
-        "last_loss": next((group.last_loss for group in groups if group.last_loss is not None), None),
-        "divergences": sum(group.divergences for group in groups),
-        "disagreements": sum(group.disagreements for group in groups),
-    }
-
-
-def _is_lossless(info: ModelInfo, body: ChatCompletionRequest | CompletionRequest) -> bool:
-    """Whether the strategy that a request asks for leaves the law of its answer alone; of an unknown one it does not matter."""
-    speculation = body.speculation or SpeculationChoice()
-    return info.is_lossless(speculation.strategy, speculation.max_draft_tokens)

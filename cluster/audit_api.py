@@ -12,7 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.audit import Audit, Auditor, Difference, Result, Served
+from cluster.audit import Auditor
+from cluster.audit_results import Audit, Difference, Result, Served
 from cluster.errors import ApiError
 from cluster.logprobs import TokenBytes
 from cluster.tenancy import Tenancy

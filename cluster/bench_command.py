@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import typer
@@ -13,40 +13,26 @@ from cluster.terminal import fail
 
 bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
+_BENCHES = {
+    "strategies": "Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation",
+    "load": "Strategies under load: 1 to 32 clients, Poisson arrivals, a load step, beside transformers' batching",
+    "draft-models": "Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper",
+    "paper": "The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers",
+    "report": "Records as one HTML page that needs nothing else: figures, tables, and papers' numbers beside ours",
+}
 
 
-@bench.command("strategies", context_settings=PASS_ON, add_help_option=False)
-def strategies(context: typer.Context) -> None:
-    """Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation; --help says more."""
-    _start("strategies", context.args)
+def _start(name: str) -> Callable[[typer.Context], None]:
+    """The command that becomes a bench."""
+
+    def start(context: typer.Context) -> None:
+        become_experiment("bench", [name, *context.args])
+
+    return start
 
 
-@bench.command("load", context_settings=PASS_ON, add_help_option=False)
-def load(context: typer.Context) -> None:
-    """Strategies under load: 1 to 32 clients, Poisson arrivals, a load step, beside transformers' batching; --help says more."""
-    _start("load", context.args)
-
-
-@bench.command("draft-models", context_settings=PASS_ON, add_help_option=False)
-def draft_models(context: typer.Context) -> None:
-    """Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper; --help says more."""
-    _start("draft-models", context.args)
-
-
-@bench.command("paper", context_settings=PASS_ON, add_help_option=False)
-def paper(context: typer.Context) -> None:
-    """The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers; --help says more."""
-    _start("paper", context.args)
-
-
-@bench.command("report", context_settings=PASS_ON, add_help_option=False)
-def report(context: typer.Context) -> None:
-    """Records as one HTML page that needs nothing else: figures, tables, and papers' numbers beside ours; --help says more."""
-    _start("report", context.args)
-
-
-def _start(name: str, arguments: Sequence[str]) -> None:
-    become_experiment("bench", [name, *arguments])
+for _name, _words in _BENCHES.items():
+    bench.command(_name, help=f"{_words}; --help says more.", context_settings=PASS_ON, add_help_option=False)(_start(_name))
 
 
 def become_experiment(module: str, arguments: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from actors.replica import Description
 from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cache_service.namespace import Identity
 from cluster.errors import ApiError
+from cluster.handles import for_threads
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class CacheActor:
     """A ``CacheKeeper`` as an actor. What it refuses is sent as a value, as an engine does it."""
 
     def __init__(self, engine: DeploymentHandle[Any], access: CacheAccess, quotas: dict[str, int]) -> None:
-        self._keeper = CacheKeeper(access, quotas, lambda: _identity(engine))
+        asked = for_threads(engine)
+        self._keeper = CacheKeeper(access, quotas, lambda: _identity(asked))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """What a method of ``CacheAdmin`` gives, or the exception that it raises."""

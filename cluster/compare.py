@@ -21,9 +21,9 @@ from cluster.compare_types import Against, CompareChatRequest, CompareRequest, C
 from cluster.documents import ErrorDetails
 from cluster.door import Door
 from cluster.errors import ApiError
-from cluster.generation import EnginePort, Generation, Job, Planner
+from cluster.generation import EnginePort, Generation, Job
+from cluster.job_planner import Planner
 from cluster.logprobs import TokenBytes
-from cluster.openai_types import SpeculationChoice
 from cluster.tenancy import Tenancy
 from decoding.request import PLAIN, FinishReason
 from engine.loading import ModelInfo
@@ -118,7 +118,7 @@ class CompareService:
         accelerated, baseline = await self._both(sides, apart)
         if isinstance(accelerated, ApiError) and isinstance(baseline, ApiError):
             raise accelerated
-        asked = body.speculation or SpeculationChoice()
+        asked = body.drafting
         kind = self._baseline.kind if against == "baseline" and self._baseline is not None else "plain"
         both = None if isinstance(accelerated, ApiError) or isinstance(baseline, ApiError) else (accelerated, baseline)
         return Comparison(

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from actors.replica import Description
 from cluster.errors import ApiError
 from cluster.generation import Job
+from cluster.handles import for_this_loop, for_threads
 from decoding.request import FinishReason, StepOutput
 from engine.errors import QueueFullError, RequestError
 
@@ -81,8 +82,16 @@ class HandleEngine:
             replicas: of the deployment. Where there are several, a request that one refuses for a full queue is sent once more:
                 Serve sends it where fewer requests are.
         """
-        self._handle, self._stream = handle, handle.options(stream=True)
+        self._handle, self._described = handle, for_threads(handle)
+        self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
         self._resume_timeout_s, self._describe_timeout_s, self._replicas = resume_timeout_s, describe_timeout_s, replicas
+
+    def _streaming(self) -> DeploymentHandle[Any]:
+        """The handle for jobs of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._stream is None or self._stream[0] is not loop:
+            self._stream = loop, for_this_loop(self._handle)
+        return self._stream[1]
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         """See ``EnginePort.generate``. The counters of the last output are those of the last replica; the energy is not told when
@@ -130,7 +139,7 @@ class HandleEngine:
         Raises:
             _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
         """
-        response = cast("DeploymentResponseGenerator[Any]", self._stream.generate.remote(job))
+        response = cast("DeploymentResponseGenerator[Any]", self._streaming().generate.remote(job))
         heard = finished = False
         try:
             while not finished:
@@ -166,7 +175,7 @@ class HandleEngine:
         """See ``EnginePort.describe``."""
         try:
             # In a thread: results_async gives up all answers when a single one does not come in time.
-            response = self._handle.broadcast("describe")
+            response = self._described.broadcast("describe")
             answers = await asyncio.to_thread(response.results, timeout_s=self._describe_timeout_s, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
             logger.exception("no engine replica answers")

@@ -37,6 +37,9 @@ DRAIN_GRACE_S = 10.0  # for an API that is busy
 EXAMPLE = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
 )
+# For a Ray of our own; who sets them decides. The actors' own code never blocks, so that a thread beside Serve's would only cost
+# time, and what runs has ended, or was told to, before Serve is asked to stop.
+SERVE_SETTINGS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
@@ -113,6 +116,9 @@ def _check_redis(url: str) -> None:
 @contextlib.contextmanager
 def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     say(f"Ray: joining {address}" if address else "Ray: starting")
+    if not address:
+        for name, value in SERVE_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
         start_ray(address, NAMESPACE)
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:

@@ -19,6 +19,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.link import Address
+from cluster.handles import for_threads
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Attendance:
             address: where this replica listens for its peers.
             meet: is told the own rank and the peers' addresses, again and again.
         """
-        self._lobby, self._address, self._meet = lobby, address, meet
+        self._lobby, self._address, self._meet = for_threads(lobby), address, meet
         self._node = ray.get_runtime_context().get_node_id()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)

@@ -17,9 +17,11 @@ from prometheus_client.utils import floatToGoString
 from actors.replica import Description
 from cluster.audit import Auditor
 from cluster.documents import ERRORS
-from cluster.metric_families import FAMILIES, Family, Told
+from cluster.metric_families import FAMILIES
+from cluster.metric_family import Family, Told
 from cluster.tenancy import Tenancy
-from engine.metrics import Histogram, HistogramCounts, resident_bytes
+from engine.histogram import Histogram, HistogramCounts
+from engine.metrics import resident_bytes
 
 _LABELS = ("model_name", "engine")
 _DOOR = "door"  # stands for the engine in what only the API knows

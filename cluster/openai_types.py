@@ -11,19 +11,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from cluster.chat_types import ChatMessage, NamedTool, Prediction, Tool
+from cluster.completion_fields import COMMON_NO_OPS, MAX_CHOICES, Alternatives, CompletionFields, Filled
 from cluster.strict import Strict, Text, unsupported
-from cluster.structured import StructuredFields
 from cluster.text_types import TEXT_BODIES
 from cluster.tool_grammar import tools_grammar
-from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-MAX_STOPS = 4  # as OpenAI
-MAX_CHOICES = 128  # of one request: its prompts, times n
-
-_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
-    "cache_salt": (),
-}
-_CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
+_CHAT_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -39,127 +32,17 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "prompt_cache_retention": (),
     "add_generation_prompt": (True,),
 }
-_COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
+_COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
     "suffix": ("",),
     "best_of": (1,),
     "add_special_tokens": (True,),
 }
 
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
-Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Filled = Annotated[str, Field(min_length=1)]
-StopInput = Filled | Annotated[list[Filled], Field(max_length=MAX_STOPS)] | None
-CacheChoice = Literal["tenant", "private", "off"]
-
-
-class StreamOptions(Strict):
-    """What a stream carries besides the text."""
-
-    include_usage: bool | None = None  # a last chunk with the usage
-    continuous_usage_stats: bool | None = None  # beside include_usage: every chunk holds the usage so far, as vLLM
-    include_obfuscation: bool | None = None  # events are padded; when absent as server.stream_guard says
-
-    @model_validator(mode="after")
-    def _check_usage(self) -> StreamOptions:
-        if self.continuous_usage_stats and not self.include_usage:
-            raise unsupported("continuous_usage_stats", "continuous_usage_stats is only allowed when include_usage is true")
-        return self
-
-
-class SpeculationChoice(Strict):
-    """How a request is drafted for, without effect on the law of the answer; with a strategy that has one the answer says
-    ``lossless: false``. The configuration bounds both (``speculation``)."""
-
-    strategy: Text | None = None  # one of the server's, listed by /v1/models; its own default when absent
-    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding
-    report: bool | None = None  # the answer says of every token who drafted it; see cluster.step_reports
-
-
-class _GenerationRequest(StructuredFields):
-    """What both kinds of completion take."""
-
-    model: Text
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 1.0 when absent; 0 is greedy
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None  # by token id, written as a string
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see cluster.generation.choice_seed
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
-    min_tokens: Annotated[int, Field(ge=0)] | None = None  # no end token before so many
-    stop: list[Text] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
-    skip_special_tokens: bool | None = None  # true when absent
-    prompt_logprobs: Alternatives | None = None  # as vLLM: of the prompt's tokens, each with so many alternatives
-    return_token_ids: bool | None = None  # as vLLM: the ids of the prompt and of the answer
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
-    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
-    speculation: SpeculationChoice | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds from arrival; after that it is a 504
-    user: Text | None = None  # opaque label
-    safety_identifier: Text | None = None  # opaque label
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or ():
-            # Short enough for int(), and spelled in one way, so that no two keys mean one token.
-            if not (key.isascii() and key.isdigit() and len(key) <= 18 and key == str(int(key))):
-                raise ValueError("must map token ids, written as decimal strings, to numbers")
-        return value
-
-    @field_validator("stop", mode="before", json_schema_input_type=StopInput)
-    @classmethod
-    def _check_stop(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value
-        if texts is None:
-            return None
-        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
-        return texts
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> _GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise unsupported("stream_options", "stream_options is only allowed when stream is true")
-        return self
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Texts that the answer may repeat, the likeliest first."""
-        return tuple(self.reference_documents or ())
-
-    @property
-    def skips_special(self) -> bool:
-        """Whether the text is without the tokenizer's special tokens."""
-        return self.skip_special_tokens is not False
-
-    @property
-    def reports_usage(self) -> bool:
-        """Whether every chunk of a stream holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
 Prompt = Filled | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
-class CompletionRequest(_GenerationRequest):
+class CompletionRequest(CompletionFields):
     """``POST /v1/completions``. Each of several prompts gives ``n`` choices, in order."""
 
     NO_OPS = _COMPLETION_NO_OPS
@@ -202,7 +85,7 @@ class CompletionRequest(_GenerationRequest):
         return max(wanted, default=None)
 
 
-class ChatCompletionRequest(_GenerationRequest):
+class ChatCompletionRequest(CompletionFields):
     """``POST /v1/chat/completions``."""
 
     NO_OPS = _CHAT_NO_OPS

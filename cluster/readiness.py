@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import redis
 
 from actors.replica import Description
-from cluster.admin_api import CacheAdminPort
+from cluster.cache_port import CacheAdminPort
 from cluster.errors import ApiError
 
 

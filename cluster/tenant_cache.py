@@ -10,7 +10,7 @@ from fastapi import FastAPI, Header
 from pydantic import BaseModel
 
 from cache_service.records import token_width
-from cluster.admin_api import CacheAdminPort, answered
+from cluster.cache_port import CacheAdminPort, answered
 from cluster.documents import ERRORS
 from cluster.errors import ApiError
 from cluster.tenancy import Tenancy

@@ -37,8 +37,9 @@ from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
 from experiments.fault_figures import Answer, Pass, compared, halves, ratios
 from experiments.http_faults import Chats, stream_over_http
-from experiments.record import RESULTS, write_record
+from experiments.record import write_record
 from experiments.redis_process import RedisProcess
+from experiments.run_options import parsed, run_parser
 
 Act = Callable[[RedisProcess], None]
 FAULTS: dict[str, tuple[Act, Act]] = {  # what breaks it, what mends it
@@ -159,25 +160,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt")
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
     parser.add_argument("--requests", type=int, default=50, help="prompts, from the beginning of the file")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an output")
     parser.add_argument("--context", type=int, default=2048, help="of the model; longer prompts are left out")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 1], help="requests at a time; several: one run each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a replica")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--http", action=argparse.BooleanOptionalAction, default=True, help="stream from `outrider serve`, too")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name in ("requests", "max_tokens", "repeats", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if min(args.concurrency) < 1:
-        parser.error(f"--concurrency must be at least 1, got {min(args.concurrency)}")
-    return args
+    return parsed(parser, argv, requests=1, max_tokens=1, repeats=1, threads=1, concurrency=1)
 
 
 def measure(model: ModelOptions, load: Load, repeats: int) -> dict[str, Any]:

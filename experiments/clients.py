@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +27,9 @@ from typing import Any
 import httpx
 
 from configs.schema import find_model
-from experiments.record import RESULTS, write_record
-from experiments.served import served
+from experiments.record import write_record
+from experiments.run_options import add_settings, parsed, run_parser
+from experiments.served import sample_sums, server_at
 
 _SCRIPTS = Path(__file__).resolve().parent / "client_scripts"
 _TAIL = 60  # lines of what a client printed that the record keeps
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = args.url or stack.enter_context(started_server(model, args.set))
+        url = stack.enter_context(server_at(args.url, args.model, ["model.threads=1", f"model.dtype={args.dtype}", *args.set]))
         name = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
         target = Target(url, name, str(Path(model).resolve()), args.seconds, args.users, args.cases, folder)
         for client in args.only:
@@ -112,13 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         spoken = speculation(url)
     print(write_record("clients", vars(args), {"clients": results, "speculation": spoken}, None, started, "cpu", args.out).name)
     return 0 if all(result["exit_code"] == 0 and result["well_after"] for result in results.values()) else 1
-
-
-@contextlib.contextmanager
-def started_server(model: str, settings: Sequence[str]) -> Iterator[str]:
-    """The address of a server of its own."""
-    with served(model, ["model.threads=1", "model.dtype=bfloat16", *settings]) as server:
-        yield server.url
 
 
 def environment(folder: Path, packages: Sequence[str]) -> Path:
@@ -169,30 +163,21 @@ def tail(text: str) -> list[str]:
 def speculation(url: str) -> Mapping[str, float]:
     """The four counters that load tools make acceptance of, after all clients; empty where ``/metrics`` is closed."""
     answer = httpx.get(f"{url}/metrics", timeout=30)
-    found = re.findall(r"^(vllm:spec_decode_num_\w+_total)(?:\{[^}]*\})? (\S+)$", answer.text, re.MULTILINE)
-    sums: dict[str, float] = {}
-    for name, value in found:
-        sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
+    sums = sample_sums(answer.text) if answer.status_code == 200 else {}
+    return {name: value for name, value in sums.items() if name.startswith("vllm:spec_decode_num_") and name.endswith("_total")}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument("--url", help="of a running server; one of its own when absent")
-    parser.add_argument("--model", default="demo_model", help="what it serves: folder, or name on the hub")
     parser.add_argument("--only", nargs="+", choices=list(CLIENTS), default=list(CLIENTS), help="clients to run; all by default")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load by locust, and by aiperf")
     parser.add_argument("--users", type=int, default=4, help="of locust and aiperf at once")
     parser.add_argument("--cases", type=int, default=200, help="examples of schemathesis for each operation")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the server that is started")
     parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "outrider-clients", help="kept between runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("seconds", 1), ("users", 1), ("cases", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    return args
+    add_settings(parser)
+    return parsed(parser, argv, seconds=1, users=1, cases=1)
 
 
 if __name__ == "__main__":

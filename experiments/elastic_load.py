@@ -27,8 +27,9 @@ from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
-from experiments.record import RESULTS, write_record
+from experiments.record import write_record
 from experiments.replica_process import Answered, ReplicaProcess, ReplicaSetting
+from experiments.run_options import parsed, run_parser
 
 KINDS = ("elastic", "independent")
 _SETTLE_S = 1.0  # before each part: replicas follow others once they have had nothing to do for a moment
@@ -184,22 +185,15 @@ def told(results: dict[str, Any]) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt")
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
     parser.add_argument("--replicas", type=int, default=2, help="of each kind")
     parser.add_argument("--requests", type=int, default=8, help="prompts, from the beginning of the file")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--max-tokens", type=int, default=96, help="of every output")
     parser.add_argument("--context", type=int, default=2048, help="of the model; longer prompts are left out")
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("replicas", 2), ("requests", 2), ("repeats", 1), ("max_tokens", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return args
+    return parsed(parser, argv, replicas=2, requests=2, repeats=1, max_tokens=1)
 
 
 if __name__ == "__main__":

@@ -13,29 +13,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.launch import EXAMPLE
-from configs.schema import find_model
+from configs.slices import Dtype
 from decoding.drafters import STRATEGIES
 from decoding.request import PLAIN
-from experiments.parity_answers import Answer, differences, read
+from experiments.parity_answers import Answer, read
 from experiments.parity_cases import GREEDY, Case, Route, Said, cases
-from experiments.record import RESULTS, write_record
-from experiments.served import served
+from experiments.parity_table import Row, Table
+from experiments.record import write_record
+from experiments.run_options import parsed, run_parser
+from experiments.served import sample_sums, server_at
 
 PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")
 _PATHS: Mapping[Route, str] = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
-_COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+_COUNTERS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 _MAX_TOKENS, _TOGETHER = 24, 6
 _SHOWN = 20  # mismatches that the record holds in full
 _PLAIN_CHOICE = {"max_draft_tokens": 0}
@@ -51,53 +50,6 @@ class Asked:
     max_tokens: int = _MAX_TOKENS  # of an answer, where the parameter is not about that
     streamed: Sequence[bool] = (False, True)
     together: int = _TOGETHER  # requests at a time
-
-
-@dataclass(slots=True)
-class Row:
-    """A line of the table."""
-
-    values: set[str] = field(default_factory=set)
-    compared: int = 0  # answers with speculation, each against the one without
-    refused: int = 0  # of these, errors of the client, the same with and without
-    mismatches: int = 0
-    gap: float = 0.0  # largest between two log-probabilities
-    drafted: int | None = None  # None where the server does not tell
-    accepted: int | None = None
-
-
-@dataclass(slots=True)
-class Table:
-    """What came out, by parameter."""
-
-    rows: dict[str, Row] = field(default_factory=dict)
-    mismatches: list[dict[str, Any]] = field(default_factory=list)
-
-    def note(self, case: Case, body: Mapping[str, Any], expected: Answer, got: Answer) -> None:
-        """Counts a comparison."""
-        row = self.rows.setdefault(case.field, Row())
-        row.values.add(case.value)
-        wrong, gap = differences(expected, got)
-        row.compared += 1
-        row.refused += got.status == expected.status == 400
-        row.gap = max(row.gap, gap)
-        if expected.status not in (200, 400):
-            wrong = [f"status {expected.status}", *wrong]
-        if wrong:
-            row.mismatches += 1
-            shown = {"field": case.field, "differs": wrong, "body": dict(body), "expected": asdict(expected), "got": asdict(got)}
-            self.mismatches.append(shown)
-
-    def markdown(self) -> str:
-        """The table as text."""
-        lines = [
-            "| parameter | values | answers compared | refused alike | drafted | accepted | mismatches |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for name, row in self.rows.items():
-            counts = (len(row.values), row.compared, row.refused, row.drafted, row.accepted, row.mismatches)
-            lines.append(f"| `{name}` | " + " | ".join("n/a" if count is None else str(count) for count in counts) + " |")
-        return "\n".join(lines) + "\n"
 
 
 class Asker:
@@ -168,12 +120,8 @@ class Asker:
         response = await self._client.get("/metrics")
         if response.status_code != 200:
             return [None] * len(_COUNTERS)
-        families = {family.name: family for family in text_string_to_metric_families(response.text)}
-        return [
-            int(sum(sample.value for sample in families[name].samples if sample.name.endswith("_total")))
-            if name in families else None
-            for name in _COUNTERS
-        ]  # fmt: skip
+        sums = sample_sums(response.text)
+        return [int(sums[name]) if name in sums else None for name in _COUNTERS]
 
 
 async def measure(url: str, key: str, asked: Asked) -> tuple[Sequence[str], Table]:
@@ -224,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     streamed = {"whole": (False,), "streamed": (True,), "both": (False, True)}[args.answers]
     asked = Asked(args.strategy, args.field, args.prompt, args.max_tokens, streamed, args.together)
     try:
-        with server(args) as url:
+        with server_at(args.url, args.model, own_settings(args.dtype)) as url:
             strategies, table = asyncio.run(measure(url, args.key, asked))
     except (httpx.HTTPError, RuntimeError) as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
@@ -239,37 +187,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if table.mismatches else 0
 
 
-@contextlib.contextmanager
-def server(args: argparse.Namespace) -> Iterator[str]:
-    """The address of the server that was named, or of one that is started, with all strategies that need no draft model.
-
-    Raises:
-        RuntimeError: it does not start.
-    """
-    if args.url is not None:
-        yield args.url.rstrip("/").removesuffix("/v1")
-        return
+def own_settings(dtype: str) -> list[str]:
+    """Of a server that is started: all strategies that need no draft model."""
     others = ",".join(f'"{name}"' for name in STRATEGIES if name not in ("auto", PLAIN))
-    settings = [f"model.dtype={args.dtype}", "tenancy.anonymous=local", f"speculation.strategies=[{others}]"]
-    with served(find_model(args.model), settings) as started:
-        yield started.url
+    return [f"model.dtype={dtype}", "tenancy.anonymous=local", f"speculation.strategies=[{others}]"]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.parity", description=(__doc__ or "").partition("\n")[0])
+    """The command line; ends the process with code 2 where an option cannot be."""
+    parser = run_parser(__doc__, dtype="float32", dtypes=get_args(Dtype))
     parser.add_argument("--url", help="a running server; one of its own when absent")
     parser.add_argument("--key", default="none", help="API key for it")
-    parser.add_argument("--model", default="demo_model", help="of a server of its own")
-    parser.add_argument("--dtype", default="float32", help="of a server of its own")
     parser.add_argument("--strategy", nargs="*", default=[], help="all lossless ones of the server when absent")
     parser.add_argument("--field", nargs="*", default=[], help="parameters; all when absent")
     parser.add_argument("--prompt", nargs="*", default=PROMPTS)
     parser.add_argument("--max-tokens", type=int, default=_MAX_TOKENS)
     parser.add_argument("--answers", choices=("both", "whole", "streamed"), default="both", help="with speculation")
     parser.add_argument("--together", type=int, default=_TOGETHER, help="requests at a time")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args(argv)
+    return parsed(parser, argv, max_tokens=1, together=1)
 
 
 if __name__ == "__main__":

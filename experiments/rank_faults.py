@@ -26,7 +26,8 @@ from configs.schema import find_model
 from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.disturbed import SIGNALS, Ask, Run, Trial, ask_all
-from experiments.record import RESULTS, write_record
+from experiments.record import write_record
+from experiments.run_options import parsed, run_parser
 from experiments.served import served
 from experiments.workloads import fits, prompt_ids
 
@@ -143,24 +144,17 @@ def shown(run: Run) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, dtype="float32")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with prompt")
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
     parser.add_argument("--runs", type=int, default=20, help="of each signal, with four requests in flight")
     parser.add_argument("--signal", nargs="+", choices=sorted(SIGNALS), default=["KILL", "STOP"])
     parser.add_argument("--world-size", type=int, default=3, help="ranks of the group, the leader among them")
     parser.add_argument("--rank-timeout", type=float, default=2.0, help="seconds after which a silent rank is lost")
     parser.add_argument("--max-tokens", type=int, default=160, help="of an output")
     parser.add_argument("--context", type=int, default=2048, help="of the model; longer prompts are left out")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="float32")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds after which a run is taken for a hang")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("runs", 1), ("world_size", 2), ("max_tokens", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return args
+    return parsed(parser, argv, runs=1, world_size=2, max_tokens=1)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from experiments.record import ROOT
-from experiments.served import served
+from experiments.served import server_at
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
@@ -77,10 +77,8 @@ def main() -> None:
         parser.error(f"no browser on the path: install one of {', '.join(BROWSERS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        url = arguments.url
-        if url is None:
-            settings = [f"speculation.strategies=[{STRATEGIES}]", "tenancy.anonymous=local"]
-            url = stack.enter_context(served("demo_model", settings)).url
+        settings = [f"speculation.strategies=[{STRATEGIES}]", "tenancy.anonymous=local"]
+        url = stack.enter_context(server_at(arguments.url, "demo_model", settings))
         playwright = stack.enter_context(sync_playwright())
         browser = stack.enter_context(contextlib.closing(playwright.chromium.launch(executable_path=path, args=ARGUMENTS)))
         for picture in take(browser, url, arguments.sample, arguments.out):

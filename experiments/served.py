@@ -1,4 +1,4 @@
-"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started."""
+"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what its metrics say."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.preflight import SECRET_VARIABLE
+from configs.schema import find_model
 from experiments.record import ROOT
 
 _START_S, _STOP_S = 300.0, 60.0
@@ -65,6 +67,39 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
             yield Served(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
         finally:
             _stop(process)
+
+
+@contextlib.contextmanager
+def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[str]:
+    """The address of the server that was named, or of one that is started.
+
+    Args:
+        url: None for one of its own; ``/v1`` at its end is left out.
+        model: of a server of its own: folder, or name on the hub.
+        settings: of a server of its own.
+
+    Raises:
+        RuntimeError: it does not start; the message ends with what it said last.
+    """
+    if url is not None:
+        yield url.rstrip("/").removesuffix("/v1")
+        return
+    with served(find_model(model), settings) as started:
+        yield started.url
+
+
+def sample_sums(metrics: str) -> dict[str, float]:
+    """What ``/metrics`` tells, by the name of the sample, over all labels.
+
+    Example:
+        >>> sample_sums('# TYPE steps counter\nsteps_total{replica="a"} 2\nsteps_total{replica="b"} 3\n')
+        {'steps_total': 5.0}
+    """
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -195,3 +196,16 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
     except (httpx.HTTPError, ValueError) as error:
         told.error = f"{type(error).__name__}: {error}"
     return told
+
+
+async def play(
+    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None]
+) -> tuple[list[Told], float]:
+    """All requests, so many at a time, and the seconds it took."""
+    free, began = asyncio.Semaphore(concurrency), time.monotonic()
+
+    async def one(request: Ask) -> Told:
+        async with free:
+            return await ask(client, model, request, came)
+
+    return list(await asyncio.gather(*map(one, asks))), time.monotonic() - began

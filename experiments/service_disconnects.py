@@ -18,18 +18,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from configs.schema import find_model
-from experiments.record import RESULTS, write_record
-from experiments.served import Served, served
-from experiments.service_asks import Ask, make_asks
-from experiments.service_faults import memory_mib, play, settings, spread, until_whole
+from experiments.run_options import parsed, run_parser
+from experiments.served import Served
+from experiments.service_asks import Ask, make_asks, play
+from experiments.service_trial import conduct, memory_mib, replica_settings, spread, until_whole
 
 WITHIN_S = 1.0
 _STREAMS = ("greedy", "sampled", "two choices", "text", "references")
@@ -42,11 +39,7 @@ _CHECKS = 12  # requests that are answered to their end
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the record; 1 where slots stay taken for too long, or an answer is another one afterwards."""
     args = arguments(argv)
-    started = datetime.now(UTC)
-    model = find_model(args.model)
-    with served(model, settings(args)) as server:
-        results = asyncio.run(trial(server, Path(model).name, args))
-    print(write_record("service-disconnects", vars(args), results, args.seed, started, "cpu", args.out).name)
+    results, _ = conduct("service-disconnects", trial, args, [*replica_settings(args), "tenancy.anonymous=local"])
     print(f"{results['clients']} clients left, all slots were free after {results['free_s']} s", file=sys.stderr)
     return 0 if max(results["frees_s"]) <= args.within and results["identical"] == results["checked"] else 1
 
@@ -141,18 +134,15 @@ async def until_free(client: httpx.AsyncClient) -> float:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser = run_parser(__doc__, dtype="float32")
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--waves", type=int, default=10, help="so many times the slots have to become free")
     parser.add_argument("--whole", type=float, default=0.3, help="share of requests that do not stream")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=1500, help="of an answer, were it waited for")
     parser.add_argument("--within", type=float, default=WITHIN_S, help="seconds within which slots have to be free")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of requests and moments")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
+    args = parsed(parser, argv)
     if not 1 <= args.waves <= args.clients:
         parser.error(f"--waves must be between 1 and --clients, got {args.waves}")
     return args

@@ -18,21 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 
-from configs.schema import find_model
-from experiments.record import RESULTS, write_record
-from experiments.served import Served, served
-from experiments.service_asks import KINDS, Ask, Told, ask, make_asks
+from experiments.run_options import parsed, run_parser
+from experiments.served import Served
+from experiments.service_asks import KINDS, make_asks, play
+from experiments.service_trial import conduct, memory_mib, replica_settings, spread, until_whole
 
 ENGINE = "ray::ServeReplica:outrider:engine"  # title of the replicas' processes
-_BACK_S = 120.0
 _POLL_S = 0.25
 
 
@@ -64,27 +60,15 @@ class Killer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the record; 1 where an answer is another one."""
     args = arguments(argv)
-    started = datetime.now(UTC)
-    model = find_model(args.model)
-    asks = make_asks(args.requests, args.max_tokens, args.seed, args.kind)
-    with served(model, settings(args)) as server:
-        results = asyncio.run(trial(server, Path(model).name, asks, args))
-    print(write_record("service-faults", vars(args), results, args.seed, started, "cpu", args.out).name)
+    # Who asks without a key is one tenant, so that the replicas share what they generate.
+    results, _ = conduct("service-faults", trial, args, [*replica_settings(args), "tenancy.anonymous=local"])
     print(f"{results['identical']} of {results['requests']} identical under {results['kills']} kills", file=sys.stderr)
     return 0 if results["identical"] == results["requests"] and results["whole_again_s"] is not None else 1
 
 
-def settings(args: argparse.Namespace) -> list[str]:
-    """Of the server: small replicas that share what they generate."""
-    return [
-        f"model.dtype={args.dtype}", "model.threads=1", f"server.replicas={args.replicas}",
-        f"server.cpus_per_replica={1 / args.replicas:.2f}", "tenancy.anonymous=local",
-    ]  # fmt: skip
-
-
-async def trial(server: Served, model: str, asks: Sequence[Ask], args: argparse.Namespace) -> dict[str, Any]:
+async def trial(server: Served, model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Both passes, and how long it takes until all replicas are there again."""
-    rng = random.Random(args.seed)
+    rng, asks = random.Random(args.seed), make_asks(args.requests, args.max_tokens, args.seed, args.kind)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         right, calm_s = await play(client, model, asks, args.concurrency, lambda text: None)
         failed = [told.error for told in right if told.error]
@@ -121,19 +105,6 @@ async def trial(server: Served, model: str, asks: Sequence[Ask], args: argparse.
     }  # fmt: skip
 
 
-async def play(
-    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Any
-) -> tuple[list[Told], float]:
-    """All requests, so many at a time, and the seconds it took."""
-    free, began = asyncio.Semaphore(concurrency), time.monotonic()
-
-    async def one(request: Ask) -> Told:
-        async with free:
-            return await ask(client, model, request, came)
-
-    return list(await asyncio.gather(*map(one, asks))), time.monotonic() - began
-
-
 async def count_replicas(client: httpx.AsyncClient, seen: list[tuple[float, int]]) -> None:
     """Appends the time and how many replicas ``/health`` counts, whenever that is another number; until it is cancelled."""
     while True:
@@ -144,56 +115,17 @@ async def count_replicas(client: httpx.AsyncClient, seen: list[tuple[float, int]
         await asyncio.sleep(_POLL_S)
 
 
-async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
-    """Seconds until ``/health`` says that all replicas are there and none has work; None when that does not come about."""
-    began = time.monotonic()
-    while time.monotonic() - began < timeout_s:
-        with contextlib.suppress(httpx.TransportError):  # a slow answer is one that does not say so
-            health = (await client.get("/health")).json()
-            if health.get("status") == "ok" and health.get("replicas") == replicas and not health["running"] + health["waiting"]:
-                return round(time.monotonic() - began, 2)
-        await asyncio.sleep(0.1)
-    return None
-
-
-def memory_mib(server: Served) -> dict[str, float]:
-    """Resident memory of the server's processes by title, the command itself as ``serve``; those of one title together."""
-    found = {"serve": server.process.memory_info().rss / 2**20}
-    for child in server.process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            title = (child.cmdline() or [child.name()])[0]
-            ray = title.startswith("ray::")  # what follows a dot is what it does at the moment
-            name = title.removeprefix("ray::").partition(".")[0] if ray else Path(title.split()[0]).name
-            found[name] = found.get(name, 0.0) + child.memory_info().rss / 2**20
-    return {name: round(size, 1) for name, size in sorted(found.items())}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum; empty of nothing."""
-    if not values:
-        return {}
-    median, p99 = np.percentile(values, [50, 99])
-    return {"p50": round(float(median), 4), "p99": round(float(p99), 4), "max": round(max(values), 4)}
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser = run_parser(__doc__, dtype="float32")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--concurrency", type=int, default=12, help="requests in flight")
     parser.add_argument("--kills", type=int, default=12, help="at random shares of the text")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--kind", nargs="+", choices=[kind[0] for kind in KINDS], default=[], help="of requests; all by default")
     parser.add_argument("--max-tokens", type=int, default=300, help="of an answer")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, victims and moments")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("requests", 1), ("concurrency", 1), ("kills", 0), ("replicas", 1), ("max_tokens", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return args
+    return parsed(parser, argv, requests=1, concurrency=1, kills=0, replicas=1, max_tokens=1)
 
 
 if __name__ == "__main__":

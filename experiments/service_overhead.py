@@ -25,13 +25,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from configs.schema import find_model
-from experiments.record import RESULTS, write_record
-from experiments.served import served
+from experiments.record import write_record
+from experiments.run_options import add_settings, parsed, run_parser
+from experiments.served import sample_sums, served
 from experiments.service_asks import make_prompt
-from experiments.service_faults import spread
+from experiments.service_trial import spread
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's own switch
 MODES = {"serve": "0", "haproxy": "1"}
@@ -157,12 +157,8 @@ def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> t
 def engine_sums(connection: http.client.HTTPConnection) -> dict[str, float]:
     """The sums of the engine's histograms of seconds."""
     connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    return {
-        family.name: sum(sample.value for sample in family.samples if sample.name == f"{family.name}_sum")
-        for family in text_string_to_metric_families(text)
-        if family.name in _ENGINE
-    }
+    sums = sample_sums(connection.getresponse().read().decode())
+    return {name: sums[f"{name}_sum"] for name in _ENGINE}
 
 
 def summary(timed: Sequence[Timed]) -> dict[str, Any]:
@@ -191,23 +187,16 @@ def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument(
         "--mode", nargs="+", choices=list(MODES), default=list(MODES), help="proxies of Serve, the judged one first"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=60, help="of a round, with each proxy")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("rounds", 1), ("requests", 1), ("max_tokens", 8)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return args
+    add_settings(parser)
+    return parsed(parser, argv, rounds=1, requests=1, max_tokens=8)
 
 
 if __name__ == "__main__":

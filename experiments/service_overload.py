@@ -12,25 +12,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 from matplotlib.figure import Figure
 
-from configs.schema import find_model
 from experiments.plots import save_figure
-from experiments.record import RESULTS, write_record
-from experiments.served import Served, served
+from experiments.run_options import add_settings, parsed, run_parser
+from experiments.served import Served, sample_sums
 from experiments.service_asks import Ask, make_asks
-from experiments.service_faults import memory_mib, spread, until_whole
+from experiments.service_trial import conduct, memory_mib, replica_settings, spread, until_whole
 
 _KINDS = ("greedy", "sampled", "text", "whole")
 _CALM_S = 2.0  # after a phase, before memory is read
@@ -80,26 +77,13 @@ class Phase:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes the record and draws it; 1 where a request fails otherwise than by a 429 with ``Retry-After``."""
     args = arguments(argv)
-    started = datetime.now(UTC)
-    model = find_model(args.model)
-    with served(model, settings(args)) as server:
-        results = asyncio.run(trial(server, Path(model).name, args))
-    record = write_record("service-overload", vars(args), results, args.seed, started, "cpu", args.out)
+    held = [f"engine.max_running={args.max_running}", f"engine.max_waiting={args.max_waiting}"]
+    results, record = conduct("service-overload", trial, args, [*replica_settings(args), *held, *args.set])
     draw(results, record.with_suffix(".svg"))
-    print(record.name)
     over = results["phases"]["overload"]
     print(f"overload: {over}", file=sys.stderr)
     bad = over["failed"] + over["without_retry_after"] + results["phases"]["capacity"]["failed"]
     return 1 if bad or results["whole_again_s"] is None or not results["same_processes"] else 0
-
-
-def settings(args: argparse.Namespace) -> list[str]:
-    """Of a server that may hold few requests."""
-    return [
-        f"model.dtype={args.dtype}", "model.threads=1", f"server.replicas={args.replicas}",
-        f"server.cpus_per_replica={1 / args.replicas:.2f}", f"engine.max_running={args.max_running}",
-        f"engine.max_waiting={args.max_waiting}", *args.set,
-    ]  # fmt: skip
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -187,8 +171,7 @@ async def try_once(client: httpx.AsyncClient, model: str, request: Ask) -> Outco
 
 async def history_mib(client: httpx.AsyncClient) -> float:
     """Memory of remembered outputs, which grows with every answer until its bound, as ``/metrics`` tells it."""
-    found = re.findall(r"^outrider:history_bytes(?:\{[^}]*\})? (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
-    return round(sum(map(float, found)) / 2**20, 2)
+    return round(sample_sums((await client.get("/metrics")).text).get("outrider:history_bytes", 0.0) / 2**20, 2)
 
 
 def engine_pids(server: Served) -> set[int]:
@@ -225,8 +208,7 @@ def draw(results: Mapping[str, Any], out: Path) -> Path:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds at capacity that are not counted")
     parser.add_argument("--factor", type=float, default=10.0, help="requests offered, relative to what is answered at capacity")
@@ -234,15 +216,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=8, help="engine.max_running")
     parser.add_argument("--max-waiting", type=int, default=8, help="engine.max_waiting")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name, least in (("seconds", 1), ("factor", 1), ("replicas", 1), ("max_running", 1), ("max_waiting", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return args
+    add_settings(parser)
+    return parsed(parser, argv, seconds=1, factor=1, replicas=1, max_running=1, max_waiting=1)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.guided import SIZES, random_model
-from experiments.record import RESULTS, ROOT, write_record
+from experiments.record import ROOT, write_record
+from experiments.run_options import parsed, run_parser
 
 PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)  # of requests that are not greedy; max_tokens is set for each
@@ -248,8 +249,7 @@ def print_case(case: dict[str, Any]) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo_model", help="folder of the model, or its name on the hub")
+    parser = run_parser(__doc__, dtype="bfloat16", dtypes=get_args(Dtype)[1:])
     parser.add_argument("--random-model", choices=sorted(SIZES), help="a Llama of random weights instead")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a random model; random tokens when absent")
     parser.add_argument("--text", type=Path, default=ROOT / "README.md", help="prompts are cut from it")
@@ -266,17 +266,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processor time of the engine's thread instead of time: on a busy machine, with one thread",
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--dtype", choices=get_args(Dtype)[1:], default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    args = parser.parse_args(argv)
-    for name in ("context", "max_tokens", "steps", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if min(args.batch) < 1:
-        parser.error(f"--batch must be at least 1, got {min(args.batch)}")
-    return args
+    return parsed(parser, argv, context=1, max_tokens=1, steps=1, threads=1, batch=1)
 
 
 if __name__ == "__main__":

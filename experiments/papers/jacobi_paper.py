@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.papers.published import Claim, Paper, PaperTable, Value
+from experiments.papers.published import Claim, Paper, PaperTable, by_column
 
 # Table 3: the tag in the paper, (N, W, G), whether the prompt is a reference, speed-up, compression.
 SETTINGS: dict[str, tuple[tuple[int, int, int], bool]] = {
@@ -26,35 +26,33 @@ _TABLE_3 = {
     "(5,15,15) prompt": (1.88, 2.05),
 }
 ALPHA, STEPS_PER_GUESS = 0.425, 3.106  # figure 4 (b): the law's alpha and f
-
-
-def _pair(speedup: float, compression: float) -> dict[str, Value]:
-    return {"speed-up": speedup, "S": compression}
-
-
+_COLUMNS = ("speed-up", "S")
 _TABLES = (
     PaperTable(
         "table 2",
         "5.3",
         "sampling, LLaMA-2-7B-Chat (ROUGE left out: outputs are compared token by token here)",
-        {
-            "cnn, temperature 1": _pair(1.46, 1.64),
-            "cnn, temperature 0": _pair(1.57, 1.72),
-            "xsum, temperature 1": _pair(1.50, 1.67),
-            "xsum, temperature 0": _pair(1.60, 1.77),
-        },
+        by_column(
+            _COLUMNS,
+            {
+                "cnn, temperature 1": (1.46, 1.64),
+                "cnn, temperature 0": (1.57, 1.72),
+                "xsum, temperature 1": (1.50, 1.67),
+                "xsum, temperature 0": (1.60, 1.77),
+            },
+        ),
     ),
     PaperTable(
         "table 3",
         "5.4",
         "(N, W, G), with and without the prompt as reference; LLaMA-2-7B-Chat, MT-Bench, A100, FlashAttention",
-        {label: _pair(*numbers) for label, numbers in _TABLE_3.items()},
+        by_column(_COLUMNS, _TABLE_3),
     ),
     PaperTable(
         "table 4",
         "5.5",
         "good settings on A100, G = W",
-        {"7B": {"W": 15, "N": 5}, "13B": {"W": 10, "N": 5}, "34B": {"W": 7, "N": 5}},
+        by_column(("W", "N"), {"7B": (15, 5), "13B": (10, 5), "34B": (7, 5)}),
     ),
     PaperTable(
         "figure 4", "4.2", "the law's alpha and f, LLaMA-2-7B-Chat, MT-Bench", {"7B": {"alpha": ALPHA, "f": STEPS_PER_GUESS}}

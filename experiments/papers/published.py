@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.draft_models_paper import Figure
 
-__all__ = ["Claim", "Figure", "Paper", "PaperTable", "Value"]
+__all__ = ["Claim", "Figure", "Paper", "PaperTable", "Value", "by_column"]
 
 Value = float | Figure  # a number, or a mean with its spread
 
@@ -20,6 +20,14 @@ class PaperTable:
     section: str  # of the paper
     title: str
     rows: Mapping[str, Mapping[str, Value]]  # row -> column -> number
+
+
+def by_column(columns: Sequence[str], rows: Mapping[str, Sequence[Value]]) -> dict[str, dict[str, Value]]:
+    """The rows of a table as ``PaperTable`` has them, each of as many numbers as there are columns.
+
+    Example: ``by_column(("n", "k"), {"7B": (1, 18)}) == {"7B": {"n": 1, "k": 18}}``.
+    """
+    return {row: dict(zip(columns, numbers, strict=True)) for row, numbers in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)

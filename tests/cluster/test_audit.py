@@ -25,8 +25,9 @@ from typer.testing import CliRunner
 from actors.replica import Description, Replica
 from cache_service.namespace import hash_key
 from cluster.api import Service, create_api
-from cluster.audit import Audit, Auditor, Result, Served, strategies_apart
+from cluster.audit import Auditor, strategies_apart
 from cluster.audit_command import compare
+from cluster.audit_results import Audit, Result, Served
 from cluster.audited_engine import AuditedEngine
 from cluster.cache_command import ADMIN_KEY
 from cluster.cli import app as outrider

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from cluster.generation import choice_seed
+from cluster.job_planner import choice_seed
 from tests import waiting
 
 PLAIN = {"max_draft_tokens": 0}

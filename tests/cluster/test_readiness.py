@@ -9,7 +9,7 @@ import pytest
 
 from actors.replica import Description
 from cache_service.embedded import EmbeddedRedis
-from cluster.admin_api import CacheAdminPort
+from cluster.cache_port import CacheAdminPort
 from cluster.errors import ApiError
 from cluster.generation import EnginePort
 from cluster.readiness import Readiness

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 
-from experiments.service_asks import KINDS, Told, ask, make_asks
+from experiments.service_asks import KINDS, Told, ask, make_asks, play
 from experiments.service_disconnects import leave, until_free
-from experiments.service_faults import play, until_whole
 from experiments.service_overhead import measure
 from experiments.service_overload import at_capacity, open_loop
+from experiments.service_trial import until_whole
 
 MODEL = "circle"
 TOGETHER = 3  # requests, as many as run at once

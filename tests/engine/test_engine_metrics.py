@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from decoding.drafters import build_drafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.engine import Engine
-from engine.metrics import REQUEST_S, EngineMetrics, Histogram, MetricsCounts, one_two_five
+from engine.histogram import REQUEST_S, Histogram, one_two_five
+from engine.metrics import EngineMetrics, MetricsCounts
 from tests.models import engine_over, prepared, tiny_model
 
 PROMPT = [10, 20, 30, 10, 20, 40, 10, 20]

@@ -1,0 +1,66 @@
+"""The shared memory as routes see it, and what they answer when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import redis
+
+from cache_service.admin import Problem, TenantStats, UnknownTenantError
+from cluster.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class CacheAdminPort(Protocol):
+    """The shared memory as the operator sees it. ``tenant`` is a name, ``*`` the public corpus.
+
+    Each method raises ``cache_service.admin.UnknownTenantError``, ``redis.RedisError`` or ``OSError`` where Redis does not do
+    what it should, or an ``ApiError``.
+    """
+
+    async def stats(self, tenant: str | None = None) -> Sequence[TenantStats]:
+        """What is kept: an entry a tenant, or that of one alone."""
+        ...
+
+    async def export(self, tenant: str) -> bytes:
+        """A snapshot of now. Raises ``ValueError`` where the stored one cannot be read."""
+        ...
+
+    async def import_(self, tenant: str, data: bytes) -> int:
+        """Adds a snapshot's texts and says how many. Raises ``ValueError``: no sound snapshot, or one of another tokenizer."""
+        ...
+
+    async def preload(self, documents: Sequence[Sequence[int]]) -> int:
+        """Adds documents, as token ids, to the public corpus; how many texts were new. Raises ``ValueError`` for a bad id."""
+        ...
+
+    async def delete_tenant(self, tenant: str) -> object:
+        """Forgets all texts of a tenant, everywhere."""
+        ...
+
+    async def delete_request(self, tenant: str, request_id: str) -> object:
+        """Forgets the texts of one answer, everywhere. ``request_id`` is the ``id`` of the response."""
+        ...
+
+    async def verify(self) -> Sequence[Problem]:
+        """Reads and checks all that is stored, and says what is wrong with it."""
+        ...
+
+
+@contextlib.contextmanager
+def answered(status: int = 500, code: str = "internal_error", prefix: str = "") -> Iterator[None]:
+    """What the shared memory raises, as what the operator is told. The arguments are for a ``ValueError``."""
+    try:
+        yield
+    except UnknownTenantError as error:
+        raise ApiError(404, str(error), param="tenant", code="tenant_not_found") from None
+    except ValueError as error:
+        raise ApiError(status, f"{prefix}{error}", code=code) from error
+    except (redis.RedisError, OSError) as error:
+        logger.exception("an admin request failed")
+        message = f"Redis does not do what is asked ({type(error).__name__}: {error}); try again"
+        raise ApiError(503, message, code="cache_unavailable") from error

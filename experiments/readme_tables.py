@@ -1,0 +1,169 @@
+"""The README's tables of measurements, made from the records that they are of.
+
+python -m experiments.readme_tables            writes them anew, each between its markers
+python -m experiments.readme_tables --check    exit code 1 where one is not what its record says
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` says which record it is made from, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
+from experiments.report_tables import cache_figures, rank_faults, shared_trie, trie_ablation
+from experiments.report_values import Table
+
+_ROOT = Path(__file__).resolve().parent.parent
+_BEGIN = re.compile(r"<!-- table: (\S+) -->")
+_END = "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a table comes from."""
+
+    record: str  # name of the file
+    build: Callable[[Mapping[str, Any]], Table]
+
+
+_GUIDED = {
+    "generate": "`generate`",
+    "generate + lookup": contestant("generate + lookup"),
+    "autoregressive": "Outrider `autoregressive`",
+    "auto": "Outrider `auto`",
+}
+_ALL = (
+    "generate + lookup", "generate + early exit 3", "autoregressive", "prompt_lookup", "llma", "trie", "ngrammys", "jacobi",
+    "suffix", "recycling", "auto",
+)  # fmt: skip
+_METHODS = {
+    "sampled": 'plain decoding, sampled (the paper\'s "greedy")',
+    "greedy": "plain decoding, the likeliest token",
+    "speculative coupled": "`speculative`, coupled",
+    "speculative greedy": "`speculative`, greedy drafts",
+    "speculative rejection": "`speculative`, rejection",
+    "spectr": "`spectr`, 4 sequences",
+    "bild": "`bild` (fallback 0.9, rollback 2)",
+    "mjsd": "`mjsd`",
+    "mjsd, greedy": "`mjsd`, the likeliest token",
+    "mjgd": "beam search with the demo model itself (`mjgd`)",
+    "auto": "`auto`, without a draft model",
+    "suffix": "`suffix`",
+    "trie": "`trie`",
+}
+_RANKS = {
+    "autoregressive, 1 x 2, 0": "plain, 2 threads",
+    "auto, 1 x 1, 32": "`auto`, one rank, 1 thread",
+    "auto, 1 x 2, 16": "`auto`, one rank, 2 threads",
+    "auto, 2 x 1, 16": "`auto`, two ranks, 1 thread each",
+    "trie, 1 x 1, 4": "`trie`, one rank, 1 thread",
+    "trie, 2 x 1, 4": "`trie`, two ranks, 1 thread each",
+}
+_DOMAINS = {"rag": "retrieval", "code": "code", "math": "mathematics"}
+TABLES: dict[str, Source] = {
+    "guided": Source(
+        "2026-11-21-bench-strategies-3.json",
+        partial(strategies, rows=_GUIDED, columns=("speed", "decode", "tokens per step", "ms a forward")),
+    ),
+    "strategies": Source(
+        "2026-11-21-bench-strategies.json",
+        partial(
+            strategies,
+            rows={name: contestant(name) for name in _ALL},
+            columns=("speed", "decode", "tokens per step", "identical"),
+        ),
+    ),
+    "load": Source("2026-11-22-bench-load.json", load),
+    "draft-models": Source("2026-11-22-bench-draft-models.json", partial(draft_models, rows=_METHODS)),
+    "shared-trie": Source("2026-11-21-shared-trie.json", shared_trie),
+    "cache-figures": Source("2026-11-21-cache-figures.json", cache_figures),
+    "ranks": Source("2026-11-21-lookahead-scaling.json", partial(scaling, rows=_RANKS)),
+    "rank-faults": Source("2026-11-21-rank-faults.json", rank_faults),
+    "trie-ablation": Source("2026-11-21-trie-ablation.json", partial(trie_ablation, domains=_DOMAINS)),
+}
+
+
+def markdown(table: Table) -> str:
+    """A table in GitHub's markdown.
+
+    >>> from experiments.report_cells import Cell
+    >>> print(markdown(Table("", (("", ""), ("", "speed")), ((Cell("`auto`"), Cell("2.02")),))))
+    | | speed |
+    |---|---|
+    | `auto` | 2.02 |
+    """
+    rows = [[title for _, title in table.header], *([cell.text for cell in row] for row in table.rows)]
+    lines = ["|" + "".join(f" {text} |" if text else " |" for text in row) for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(table.header), *lines[1:]])
+
+
+def filled(text: str, results: Path, tables: Mapping[str, Source] = TABLES) -> str:
+    """A text with every table between markers made anew.
+
+    Args:
+        text: of the README.
+        results: the folder of the records.
+        tables: what the names stand for.
+
+    Raises:
+        ValueError: a name that is not known, that has no markers or has them twice, or markers that do not close.
+        OSError: a record that is not there.
+    """
+    made, seen, lines = [], [], iter(text.split("\n"))
+    for line in lines:
+        made.append(line)
+        begin = _BEGIN.fullmatch(line)
+        if begin is None:
+            continue
+        name = begin[1]
+        if name not in tables:
+            raise ValueError(f"no table is called {name!r}: known are {', '.join(tables)}")
+        for within in lines:
+            if _BEGIN.fullmatch(within):
+                raise ValueError(f"table {name!r} has no {_END} before {within}")
+            if within == _END:
+                break
+        else:
+            raise ValueError(f"table {name!r} has no {_END} behind it")
+        seen.append(name)
+        record = json.loads((results / tables[name].record).read_text(encoding="utf-8"))
+        made += [markdown(tables[name].build(record["results"])), _END]
+    if sorted(seen) != sorted(tables):
+        wrong = [name for name in tables if seen.count(name) != 1]
+        raise ValueError(f"{', '.join(wrong)}: markers must stand in the text once, `<!-- table: NAME -->` and `{_END}`")
+    return "\n".join(made)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module; the exit code, 2 for markers or records that are not as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, show what differs")
+    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md")
+    args = parser.parse_args(argv)
+    text = args.readme.read_text(encoding="utf-8")
+    try:
+        made = filled(text, _ROOT / "experiments" / "results")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not args.check:
+        args.readme.write_text(made, encoding="utf-8")
+        return 0
+    lines = difflib.unified_diff(text.splitlines(), made.splitlines(), str(args.readme), "from the records", lineterm="")
+    for line in lines:
+        print(line)
+    return 0 if made == text else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
