@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
+import grpc
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -161,7 +162,7 @@ class HandleEngine:
                     if item.token_ids:
                         progress.losses = 0
                     yield item
-        except (RayError, RayServeException, StopAsyncIteration, TimeoutError) as error:
+        except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
             logger.debug("request %s: a replica is lost", job.request_id, exc_info=error)
             if heard or not isinstance(error, TimeoutError):  # else it may be that none was there to hear it
                 progress.losses += 1
