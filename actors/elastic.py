@@ -8,6 +8,7 @@ import threading
 import time
 
 import torch
+from transformers import PreTrainedModel
 
 from actors.blocks import share_ranks
 from actors.link import LINK_ERRORS, Address
@@ -79,6 +80,10 @@ class Elastic:
         """Where the others reach this replica, once ``executor`` was called."""
         assert self._server is not None
         return self._server.address
+
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+        """See ``Ranks``: each rank has the whole model."""
+        return ModelRunner(model, slots, capacity)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""

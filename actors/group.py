@@ -17,6 +17,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import PreTrainedModel
 
 from actors.link import LINK_ERRORS, Link, connect
 from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor, StepTimes
@@ -104,6 +105,10 @@ class Group:
     def world_size(self) -> int:
         """Ranks of the group, the leader among them."""
         return self._world_size
+
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+        """See ``Ranks``: each rank has the whole model."""
+        return ModelRunner(model, slots, capacity)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""

@@ -39,7 +39,10 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Raises one of ``LINK_ERRORS`` when the peer is gone or does not take it in time."""
-        data = encode(message)
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """As ``send``, of a message in a form of the caller's own."""
         with self._sending:
             self._connection.send_bytes(data)
 
@@ -54,9 +57,13 @@ class Link:
 
     def take(self) -> Message:
         """The message that begins or is about to; where ``readable`` said so it is there. Raises as ``receive`` does."""
-        message = decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        message = decode(self.take_bytes())
         self.heard_s = time.monotonic()
         return message
+
+    def take_bytes(self) -> bytes:
+        """As ``take``, of a message that was sent by ``send_bytes``."""
+        return self._connection.recv_bytes(MAX_MESSAGE_BYTES)
 
     def fileno(self) -> int:
         """For ``readable``."""

@@ -15,6 +15,7 @@ from engine.errors import RequestError
 
 if TYPE_CHECKING:
     from actors.group import Group
+    from actors.sharded_group import ShardedGroup
 
 TENANT = "local"  # all records of a file may draft from each other
 
@@ -42,7 +43,11 @@ class OfflineEngine:
     """An engine that is given all its prompts, then run until none is left. One thread calls it."""
 
     def __init__(
-        self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, ranks: Group | None = None
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        ranks: Group | ShardedGroup | None = None,
     ) -> None:
         """
         Args:
@@ -61,13 +66,14 @@ class OfflineEngine:
             self._engine = Engine.load(model, engine, speculation)
         else:
             try:
-                self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor)
+                self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
                 ranks.start()
             except BaseException:
                 ranks.close()
                 raise
         self.info = self._engine.info
-        self.world_size = 1 if ranks is None else ranks.world_size
+        state = None if ranks is None else ranks.state()
+        self.world_size = 1 if state is None else state.world_size
         self.threads = model.threads
 
     def submit(self, prompts: Sequence[OfflinePrompt], params: SamplingParams, chat: bool) -> list[int | str]:

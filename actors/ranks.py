@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from transformers import PreTrainedModel
+
 from actors.lookahead_parallel import GroupState
 from engine.executor import Executor
 from engine.runner import ModelRunner
@@ -18,7 +20,14 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """The most ranks there can be."""
+        """The most ranks to which a step's trees may be dealt: trees are as many times as large."""
+
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+        """The engine's own runner, of the whole model or a part; see ``ModelRunner``. Called once, before ``executor``.
+
+        Raises:
+            GroupError: the model cannot be shared with the ranks, or these cannot be had.
+        """
 
     def executor(self, runner: ModelRunner) -> Executor:
         """What computes the engine's steps. Called once, by ``Engine.load`` when the model is there."""

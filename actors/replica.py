@@ -27,7 +27,6 @@ from engine.energy import EnergyMeter, measure_idle, open_meter
 from engine.energy_ledger import EnergyCounts
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError, one_line
-from engine.executor import LocalExecutor
 from engine.loading import ModelInfo
 from engine.metrics import MetricsCounts
 from engine.strategy_counts import StrategyCounts
@@ -92,8 +91,10 @@ class Replica:
         self._busy = False  # as the ranks were told
         with contextlib.ExitStack() as parts:
             parts.callback(self._close_parts)  # they do not outlive a replica that cannot start
-            world_size, executor = (1, LocalExecutor) if ranks is None else (ranks.world_size, ranks.executor)
-            self._engine = Engine.load(model, engine, speculation, world_size, executor)
+            if ranks is None:
+                self._engine = Engine.load(model, engine, speculation)
+            else:
+                self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
             self._info, self._counts = self._engine.info, self._engine.counts()
             self._mirror = self._open_mirror(cache)
             if ranks is not None:

@@ -20,6 +20,8 @@ from actors.group import Group
 from actors.heap import spare_collector
 from actors.ranks import Ranks
 from actors.replica import Description, Replica
+from actors.sharded_actors import actor_group
+from actors.sharded_group import ShardedGroup, whole_model
 from cluster.admin_port import AdminPort
 from cluster.api import Service, create_api
 from cluster.audit import Auditor
@@ -29,7 +31,7 @@ from cluster.door import capacity, door_options
 from cluster.generation import EnginePort, Job
 from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
-from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, group_size
+from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, baseline_parallelism, group_size
 from cluster.stream_guard import StreamGuard
 from cluster.tracing import open_tracing
 from configs.keys_file import with_tenants_of_file
@@ -65,6 +67,8 @@ class EngineReplica:
     ) -> None:
         elastic = None if company is None else Elastic(parallelism, company.secret, company.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
+        if isinstance(ranks, ShardedGroup):
+            model = whole_model(model)
         self._replica = Replica(model, engine, speculation, cache, ranks, open_meter if metered else None)
         spare_collector()
         if company is not None and elastic is not None:
@@ -116,7 +120,7 @@ class Ingress:
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
         patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)
-        if config.parallelism.mode == "none":
+        if config.parallelism.mode != "lookahead":
             patience_s = DESCRIBE_TIMEOUT_S
         address = admin_address(server)
         self._admin_port = None if address is None else AdminPort(*address)
@@ -219,14 +223,15 @@ def _of_engines(config: Config, gpus: float, ongoing: int) -> dict[str, Any]:
 
 
 def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
-    """The deployment that answers are compared with: the engine without drafts, ranks and memory."""
-    server = config.server
+    """The deployment that answers are compared with: the engine without drafts and memory, and with ranks of its own kind."""
+    server, parallelism = config.server, baseline_parallelism(config)
     return serve.deployment(
         name="baseline",
         num_replicas=config.baseline.replicas,
         **_of_engines(config, gpus, ongoing),
+        **_placement(parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
-        config.model, config.engine, SpeculationOptions(PLAIN, max_draft_tokens=0), ParallelismOptions(), None,
+        config.model, config.engine, SpeculationOptions(PLAIN, max_draft_tokens=0), parallelism, None,
         server.start_timeout_s, None, _has_devices_alone(config, gpus),
     )  # fmt: skip
 
@@ -246,6 +251,8 @@ def _ranks(
     start_timeout_s: float,
 ) -> Ranks | None:
     """Who shares the steps of the replica in this actor; None where it computes alone."""
+    if parallelism.mode == "tensor" or parallelism.mode == "pipeline":
+        return actor_group(parallelism.mode, model, parallelism, start_timeout_s)
     if group_size(parallelism) > 1:
         return Group(model, engine, speculation, parallelism, start_timeout_s=start_timeout_s)
     return None

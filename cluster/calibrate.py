@@ -44,6 +44,11 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
         fail_input(str(error))
     if out.exists() and not out.is_dir():
         fail_input(f"--out {out} is not a folder")
+    if settings.parallelism.mode not in ("none", "lookahead"):
+        fail_input(
+            f"parallelism.mode is {settings.parallelism.mode}: its ranks time their steps when a server starts; to time one "
+            "rank with the whole model, give a configuration with parallelism.mode none"
+        )
     name, file = _load(settings)
     with _progress(f"timing the steps of {name}") as report:
         found = file.measure(report)

@@ -24,6 +24,8 @@ GIB = 2**30
 MIN_MEMORY_GIB = 4
 MIN_DISK_GIB = 4
 
+BASELINES = "pip install 'outrider[baselines]'"
+
 Status = Literal["ok", "optional", "missing"]
 
 
@@ -92,8 +94,8 @@ def examine() -> list[Finding]:
         _redis,
         _flash_attention,
         lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
-        lambda: _package("deepspeed", "pip install deepspeed", needed=False),
-        lambda: _package("accelerate", "pip install accelerate", needed=False),
+        lambda: _deepspeed(bool(gpus)),
+        lambda: _package("accelerate", BASELINES, needed=False),
         _memory,
         lambda: _disk("disk (Ray)", ray_folder(), 1),
         lambda: _disk("disk (here)", Path.cwd(), MIN_DISK_GIB),
@@ -174,6 +176,15 @@ def _flash_attention() -> Finding:
     if importlib.util.find_spec("flash_attn") is not None:
         return Finding("flash-attn", "ok", _version("flash-attn") or "installed")
     return Finding("flash-attn", "optional", "not installed", "pip install --no-build-isolation flash-attn")
+
+
+def _deepspeed(has_gpu: bool) -> Finding:
+    version, compiler = _version("deepspeed"), os.environ.get("CXX", "c++")
+    if version is None:
+        return Finding("deepspeed", "optional", "not installed", f"{BASELINES} (parallelism.mode tensor)")
+    if not has_gpu and shutil.which(compiler) is None:
+        return Finding("deepspeed", "optional", f"{version}, without a C++ compiler: slow sums", "apt-get install g++")
+    return Finding("deepspeed", "ok", version)
 
 
 def _memory() -> Finding:

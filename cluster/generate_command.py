@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -67,7 +68,8 @@ def generate(
     world_size: Annotated[
         str,
         typer.Option(
-            help="Ranks that share each step, each with the whole model: one GPU, or --threads cores, each; auto: as many as fit."
+            help="Ranks that share each step, one GPU, or --threads cores, each; auto: as many as fit. Each has the whole model, "
+            "or a part where parallelism.mode of --config is tensor or pipeline."
         ),
     ] = "1",
     config: Annotated[
@@ -138,11 +140,30 @@ def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
             from actors.offline import OfflineEngine
 
             return OfflineEngine(*slices)
+        if settings.parallelism.mode != "lookahead":
+            return _of_parts(settings)
         from actors.offline_group import OfflineGroup  # imports Ray, which takes a moment
 
         return OfflineGroup(*slices, settings.parallelism)
     except ValueError as error:
         fail_input(str(error))
+
+
+def _of_parts(settings: Settings) -> OfflineEngine:
+    """An engine over ranks that hold parts of the model, in processes of their own; where one is lost, this one ends, too."""
+    import torch
+
+    from actors.offline import OfflineEngine
+    from actors.offline_group import shape_of
+    from actors.sharded_group import whole_model
+    from actors.sharded_processes import process_group
+
+    options = settings.parallelism
+    assert options.mode == "tensor" or options.mode == "pipeline", options.mode
+    shape = shape_of(options.world_size, settings.model, os.cpu_count() or 1, torch.cuda.device_count())
+    model = dataclasses.replace(settings.model, device=shape.device, threads=shape.threads)
+    ranks = process_group(options.mode, shape.world_size, model, options)
+    return OfflineEngine(whole_model(model), settings.engine, settings.speculation, ranks)
 
 
 def _run(engine: OfflineEngine | OfflineGroup, records: list[Record], params: SamplingParams, chat: bool) -> Iterator[Record]:

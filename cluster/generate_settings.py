@@ -87,13 +87,17 @@ def _pairs(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _parallelism(config: Config, flags: Mapping[str, Any]) -> ParallelismOptions:
-    """``--world-size`` above 1 asks for lookahead parallelism, 1 for none."""
+    """``--world-size`` above 1 asks for lookahead parallelism, or for the other kind that the file names, 1 for none."""
+    kind = "lookahead" if config.parallelism.mode == "none" else config.parallelism.mode
+    if kind != "lookahead" and (flags.get("draft_model") is not None or flags.get("world_size") == "auto"):
+        refused = "--draft-model" if flags.get("draft_model") is not None else "--world-size auto"
+        raise ValueError(f"{refused} is not for parallelism.mode {kind}, which the file asks for: leave it out")
     if "world_size" not in flags:
         alone = config.parallelism.mode == "none" or config.parallelism.world_size == 1
-        return dataclasses.replace(config.parallelism, mode="none" if alone else "lookahead")
+        return dataclasses.replace(config.parallelism, mode="none" if alone else kind)
     text = flags["world_size"]
     if text == "auto":
         return dataclasses.replace(config.parallelism, mode="lookahead", world_size="auto")
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_WORLD_SIZE:
         raise ValueError(f"--world-size {text!r} must be a number from 1 to {MAX_WORLD_SIZE}, or auto")
-    return dataclasses.replace(config.parallelism, mode="none" if int(text) == 1 else "lookahead", world_size=int(text))
+    return dataclasses.replace(config.parallelism, mode="none" if int(text) == 1 else kind, world_size=int(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import socket
@@ -41,6 +42,7 @@ def check(config: Config) -> None:
     check_secret(config)
     check_keys(config)
     check_processors(config)
+    check_parallelism(config)
 
 
 def ray_folder() -> Path:
@@ -122,12 +124,31 @@ def check_keys(config: Config) -> None:
 
 def group_size(options: ParallelismOptions) -> int:
     """Ranks that are reserved for each replica, its own included; 1 where it computes alone, or with whoever is free."""
-    return options.world_size if options.mode == "lookahead" and options.world_size != "auto" else 1
+    return options.world_size if options.mode != "none" and options.world_size != "auto" else 1
+
+
+def baseline_parallelism(config: Config) -> ParallelismOptions:
+    """How the baseline of comparisons computes: with ranks of its own, or alone."""
+    options = config.baseline
+    if options.kind == "plain":
+        return ParallelismOptions()
+    return ParallelismOptions(options.kind, options.world_size, step_timeout_s=config.parallelism.step_timeout_s)
+
+
+def check_parallelism(config: Config) -> None:
+    """Raises LaunchError when what computes in parallel is not installed."""
+    kinds: dict[str, str] = {"parallelism.mode": config.parallelism.mode}
+    if config.baseline.enabled:
+        kinds["baseline.kind"] = config.baseline.kind
+    for key, kind in kinds.items():
+        if kind == "tensor" and importlib.util.find_spec("deepspeed") is None:
+            raise LaunchError(f"{key} is tensor, which needs DeepSpeed: pip install 'outrider[baselines]'")
 
 
 def check_processors(config: Config) -> None:
     """Raises LaunchError when groups need more CPUs than the Ray that this process will start here can have."""
-    if group_size(config.parallelism) > 1 and config.server.cpus_per_replica <= 0:
+    widest = max(group_size(config.parallelism), group_size(baseline_parallelism(config)))
+    if widest > 1 and config.server.cpus_per_replica <= 0:
         raise LaunchError("server.cpus_per_replica must be above 0: with parallelism, each rank's place is reserved by its CPUs")
     if config.server.ray_address is None:
         check_reservation(config, "CPU", config.server.cpus_per_replica, os.cpu_count() or 1)
@@ -139,12 +160,12 @@ def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, 
     Example: two groups of 4 ranks, one CPU each, need 8 CPUs, with a baseline of one replica 9.
     """
     ranks, replicas = group_size(config.parallelism), config.server.replicas
-    baselines = config.baseline.replicas if config.baseline.enabled else 0
+    baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each
     if (ranks > 1 or baselines) and needed > available:
         beside = f" and {baselines} of the baseline" if baselines else ""
         raise LaunchError(
             f"{replicas} x {ranks} ranks{beside} need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "
-            f"lower server.replicas, parallelism.world_size{', baseline.replicas' if baselines else ''} "
+            f"lower server.replicas, parallelism.world_size{', baseline.replicas, baseline.world_size' if baselines else ''} "
             f"or server.{kind.lower()}s_per_replica"
         )

@@ -96,6 +96,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "audit.keep": (0, 65536),
     "audit.sample": (0, 1),
     "baseline.replicas": (1, 1024),
+    "baseline.world_size": (2, MAX_WORLD_SIZE),
 }
 
 
@@ -206,6 +207,8 @@ def _check_parallelism(config: Config) -> None:
             f"parallelism.step_timeout_s is {options.step_timeout_s}; allowed: at least parallelism.rank_timeout_s, "
             f"which is {options.rank_timeout_s}"
         )
+    if options.mode in ("tensor", "pipeline"):
+        _check_parts(config)
     if options.mode != "none" and options.world_size == "auto" and options.placement != "STRICT_PACK":
         raise ConfigError(
             f"parallelism.placement is {options.placement} and parallelism.world_size is auto: such groups are made up of the "
@@ -216,6 +219,20 @@ def _check_parallelism(config: Config) -> None:
             f"parallelism.pin_threads is true and server.replicas is {config.server.replicas}: groups on one node would be put "
             "on the same cores; set one of them to its default"
         )
+
+
+def _check_parts(config: Config) -> None:
+    """Raises ConfigError for what ranks that hold parts of one model cannot do."""
+    options = config.parallelism
+    where = f"parallelism.mode is {options.mode}"
+    if options.world_size == "auto" or options.world_size < 2:
+        raise ConfigError(f"{where} and parallelism.world_size is {options.world_size}; allowed: 2 to {MAX_WORLD_SIZE}")
+    if options.placement != "STRICT_PACK":
+        raise ConfigError(f"{where} and parallelism.placement is {options.placement}; allowed: STRICT_PACK, ranks on one node")
+    if options.pin_threads:
+        raise ConfigError(f"{where} and parallelism.pin_threads is true, which is for mode lookahead; leave it out")
+    if config.speculation.draft_model is not None:
+        raise ConfigError(f"{where}, where speculation.draft_model is not supported; leave one of them out")
 
 
 def _check_bounds(key: str, value: float | None, low: float, high: float) -> None:

@@ -57,11 +57,13 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelismOptions:
-    """How several copies of the model work on one request."""
+    """How several ranks, each with a copy of the model or a part of it, work on one request."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    mode: Literal["none", "lookahead"] = "none"  # lookahead: the ranks of a group share each step's draft tree
+    # lookahead: the ranks of a group, each with the whole model, share each step's draft tree; tensor: each has a slice of every
+    # layer (DeepSpeed); pipeline: each has some of the layers
+    mode: Literal["none", "lookahead", "tensor", "pipeline"] = "none"
     world_size: int | Literal["auto"] = "auto"  # ranks of one group; auto: the replicas of a node, as wide as load allows
     rank_timeout_s: float = 2.0  # a rank that gives no sign for so long is lost
     step_timeout_s: float = 60.0  # a rank that lives but does not answer a step for so long is lost
@@ -104,8 +106,10 @@ class BaselineOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     enabled: bool = False
-    kind: Literal["plain"] = "plain"  # the same model, decoded token by token
-    replicas: int = 1  # each takes what one replica without parallelism takes
+    # The same model, decoded token by token: by one rank, or by ranks with parts of it (``parallelism.mode``)
+    kind: Literal["plain", "tensor", "pipeline"] = "plain"
+    replicas: int = 1
+    world_size: int = 2  # ranks of each replica, of kinds tensor and pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
@@ -33,6 +34,8 @@ from engine.scheduler import Scheduler
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
 
+RunnerMaker = Callable[[PreTrainedModel, int, int], ModelRunner]  # of a model, slots and their capacity; see ``ModelRunner``
+
 
 def load_runner(
     model: ModelOptions, options: EngineOptions, speculation: SpeculationOptions, world_size: int
@@ -43,11 +46,22 @@ def load_runner(
         ModelLoadError: the model cannot be used, or its slots do not fit.
     """
     loaded = load_model(model)
+    return loaded, runner_over(loaded, options, speculation, world_size)
+
+
+def runner_over(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    speculation: SpeculationOptions,
+    world_size: int,
+    make: RunnerMaker = ModelRunner,
+) -> ModelRunner:
+    """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given."""
     capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
-    runner = ModelRunner(loaded.model, options.max_running, capacity)
+    runner = make(loaded.model, options.max_running, capacity)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.grammars.prepare()
-    return loaded, runner
+    return runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,7 @@ class Engine:
         speculation: SpeculationOptions,
         world_size: int = 1,
         executor: Callable[[ModelRunner], Executor] = LocalExecutor,
+        make: RunnerMaker = ModelRunner,
     ) -> Engine:
         """An engine with its model in this process.
 
@@ -116,6 +131,7 @@ class Engine:
             speculation: of the drafter.
             world_size: the most ranks that will ever share a step: trees are as many times as large.
             executor: makes the executor over this process's model.
+            make: makes the runner of this process's model, of which it may keep a part (``engine.sharded``).
 
         Raises:
             ModelLoadError: the model, or the draft model, cannot be used.
@@ -128,8 +144,10 @@ class Engine:
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         scheduler = Scheduler(options, speculation.max_draft_tokens)
-        loaded, runner = load_runner(model, options, speculation, world_size)
-        info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)
+        loaded = load_model(model)
+        info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
+        runner = runner_over(loaded, options, speculation, world_size, make)
+        info = dataclasses.replace(info, device=str(runner.model.device))
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
             slots, rows = options.max_running, options.max_step_tokens

@@ -19,6 +19,7 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    first_layer: int = 0  # index of the first of the layers, where another process has those before it
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
@@ -42,6 +43,7 @@ class SlotCache:
         self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
+        self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
 
     def write(
@@ -60,14 +62,15 @@ class SlotCache:
             Views of keys and values, [kv_heads, start + rows, head_dim].
         """
         end = start + keys.shape[1]
-        slot_keys, slot_values = self._keys[layer, slot], self._values[layer, slot]
+        at = layer - self._first
+        slot_keys, slot_values = self._keys[at, slot], self._values[at, slot]
         slot_keys[:, start:end] = keys
         slot_values[:, start:end] = values
         return slot_keys[:, :end], slot_values[:, :end]
 
     def addresses(self, layer: int) -> tuple[int, int]:
         """Of a layer's keys and values, [slots, kv_heads, capacity, head_dim] each, without gaps."""
-        behind = layer * self._keys.stride(0) * self._keys.element_size()
+        behind = (layer - self._first) * self._keys.stride(0) * self._keys.element_size()
         return self._keys.data_ptr() + behind, self._values.data_ptr() + behind
 
     def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:

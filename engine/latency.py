@@ -97,7 +97,7 @@ def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | Non
         wanted: at least one, the smallest first; each fits the slots.
         report: is told after each forward.
     """
-    alone = runner.model.device.type == "cpu" and torch.get_num_threads() == 1
+    alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
 
     def timed(batch: Batch) -> float:

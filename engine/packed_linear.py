@@ -66,3 +66,14 @@ def pack_linears(model: PreTrainedModel) -> int:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, PackedLinear(module))
     return len(plain)
+
+
+def unpack_linears(model: PreTrainedModel) -> int:
+    """Puts plain linear layers in the places of packed ones, for who changes their weights; returns how many there were."""
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    for name, module in packed:
+        plain = torch.nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        plain.weight, plain.bias = module.weight, module.bias
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, plain)
+    return len(packed)

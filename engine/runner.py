@@ -17,16 +17,40 @@ from engine.row_attention import RowAttention
 from engine.thin_modules import thin_modules
 
 
+def kv_shape(model: PreTrainedModel) -> KVShape:
+    """What a model stores per token, by its configuration."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return KVShape(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
 class ModelRunner:
     """A causal language model and the KV slots of the sequences it works on."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
+    ranks = 1  # processes that take part in a forward
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        capacity: int,
+        shape: KVShape | None = None,
+        cache: type[SlotCache] = SlotCache,
+    ) -> None:
         """
         Args:
             model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode. Some modules are replaced in place: see
                 ``engine.thin_modules``.
             slots: sequences held at once.
             capacity: entries of one slot: longest sequence and draft rows.
+            shape: of the heads and layers that are here; of the whole model when absent.
+            cache: what keeps the KV.
 
         Raises:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
@@ -35,17 +59,9 @@ class ModelRunner:
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.dtype == torch.float64:
             model.set_experts_implementation("eager")  # torch's grouped matrix product has no float64
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        shape = KVShape(
-            layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        shape = kv_shape(model) if shape is None else shape
         try:
-            self.cache = SlotCache(shape, slots, capacity)
+            self.cache = cache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
             size = shape.bytes_per_token() * slots * capacity / 2**30
             need = f"the KV slots need {size:.1f} GiB, which {model.device} does not have"
@@ -67,11 +83,13 @@ class ModelRunner:
                 raise
             raise ModelLoadError(f"{type(self.model).__name__} cannot be served: a first forward failed: {error}") from error
         name = type(self.model).__name__
-        skipped = sorted(set(range(shape.layers)) - set(context.windows))
+        layers = range(shape.first_layer, shape.first_layer + shape.layers)
+        skipped = sorted(set(layers) - set(context.windows))
         if skipped:
             raise ModelLoadError(f"{name} cannot be served: layers {skipped} do not use attention that can be rolled back")
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
-        silent = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" and context.windows[layer] is None]
+        pairs = zip(layers, kinds, strict=False)  # a model need not tell the kinds
+        silent = [layer for layer, kind in pairs if kind == "sliding_attention" and context.windows[layer] is None]
         if silent:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
 

@@ -189,12 +189,12 @@ def test_flags_win_over_the_file(model: Path, prompts: Path, tmp_path: Path) -> 
     assert (summary["strategy"], summary["batch_size"], summary["dtype"]) == ("prompt_lookup", 3, "float64")
 
 
-def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object) -> list[str]:
+def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object, mode: str = "lookahead") -> list[str]:
     """Two ranks by the configuration; flags come on top."""
     config = tmp_path / "group.yaml"
     config.write_text(
         f"model: {{path: {model}, dtype: float32, device: cpu, threads: 1}}\n"
-        "parallelism: {mode: lookahead, world_size: 2}\nspeculation: {strategy: jacobi}\n"
+        f"parallelism: {{mode: {mode}, world_size: 2}}\nspeculation: {{strategy: jacobi}}\n"
     )
     return ["--prompts", str(prompts), "--config", str(config), "--json", *(str(argument) for argument in arguments)]
 
@@ -212,6 +212,16 @@ def test_two_ranks_change_no_token(model: Path, prompts: Path, tmp_path: Path) -
     assert set(summary["group"]) == {"mean_width", "exchange_share", "losses", "divergences"}
     assert 1.0 < summary["group"]["mean_width"] <= 2.0 and summary["group"]["losses"] == 0
     assert 0.0 < summary["group"]["exchange_share"] < 1.0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks take two cores")
+def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path) -> None:
+    command = group_command(model, prompts, tmp_path, "--max-tokens", 40, "--temperature", 0.8, "--seed", 3, mode="pipeline")
+    records, summary = lines(generate_apart(*command))
+    alone, _ = lines(generate(*command, "--world-size", 1))
+    assert (summary["world_size"], summary["threads"], summary["group"]["losses"]) == (2, 1, 0)
+    assert [record.get("output_token_ids") for record in records] == [record.get("output_token_ids") for record in alone]
+    assert max(record.get("tokens_per_step", 0.0) for record in records) > 1.0
 
 
 @pytest.mark.slow

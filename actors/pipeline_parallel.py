@@ -1,0 +1,127 @@
+"""A pipeline: each rank has some of the layers, one after another, and only hidden states travel.
+
+The leader has the embeddings, the first layers, the last norm and the output layer; the ranks behind it have the layers between.
+Hidden states go round once a forward: leader, rank 1, rank 2, ..., leader. One request's forward uses one rank at a time, as
+with accelerate's ``device_map``, which places the layers so within one process; this form serves CPUs and GPUs alike and keeps
+every rank's work and memory apart. ``torch.distributed.pipelining`` does not serve here: its stages take one shape of input for
+good, and the rows of a step differ from step to step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+from actors.ranks import GroupError
+from actors.seats import Part, Seat
+from engine.packed_linear import pack_linears, unpack_linears
+from engine.runner import kv_shape
+
+
+def bounds(layers: int, world_size: int) -> list[range]:
+    """The layers of each rank. Where they do not come out even, the last ranks have one more: the leader has the output layer.
+
+    Example: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9.
+
+    Raises:
+        GroupError: there are fewer layers than ranks.
+    """
+    if layers < world_size:
+        raise GroupError(f"{layers} layers cannot be dealt to {world_size} ranks: lower world_size")
+    few, more = divmod(layers, world_size)
+    sizes = [few + (rank >= world_size - more) for rank in range(world_size)]
+    return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
+
+
+def take_part(model: PreTrainedModel, seat: Seat) -> Part:
+    """Keeps a rank's layers of a whole model, in place, and has hidden states come and go. After ``meet``.
+
+    Raises:
+        GroupError: the model has fewer layers than there are ranks, or keeps them in a way that is not known.
+    """
+    whole = kv_shape(model)
+    own = bounds(whole.layers, seat.world_size)[seat.rank]
+    packed = unpack_linears(model)
+    layers = _keep_layers(model, own)
+    _keep_config(model, own)
+    if seat.rank:
+        model.set_output_embeddings(torch.nn.Identity())  # the leader's alone
+    model.to(seat.device)
+    if packed:
+        pack_linears(model)
+    ahead, behind = (seat.rank + 1) % seat.world_size, (seat.rank - 1) % seat.world_size
+    if seat.rank == 0:
+        layers[-1].register_forward_hook(_round(ahead, behind))
+    else:
+        layers[0].register_forward_pre_hook(_arriving(behind))
+        layers[-1].register_forward_hook(_leaving(ahead))
+    shape = dataclasses.replace(whole, layers=len(own), first_layer=own.start, device=model.device)
+    return Part(shape, gives_logits=seat.rank == 0)
+
+
+def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:
+    """Lets go of all other layers."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    attends = [any(hasattr(part, "layer_idx") for part in module.modules()) for _, module in lists]
+    found = [pair for pair, of_layers in zip(lists, attends, strict=True) if of_layers and len(pair[1]) == count]
+    if len(found) != 1:
+        raise GroupError(f"{type(model).__name__} does not keep its {count} layers in one list: it cannot be a pipeline")
+    name, layers = found[0]
+    parent, _, child = name.rpartition(".")
+    kept = torch.nn.ModuleList(list(layers)[own.start : own.stop])
+    setattr(model.get_submodule(parent), child, kept)
+    return kept
+
+
+def _keep_config(model: PreTrainedModel, own: range) -> None:
+    """Lets the models, not their layers, go by a configuration of as many layers as are here."""
+    for module in list(model.modules()):
+        if not isinstance(module, PreTrainedModel):
+            continue
+        config = copy.deepcopy(module.config)
+        text = config.get_text_config()
+        kinds = getattr(text, "layer_types", None)
+        if kinds is not None:
+            text.layer_types = kinds[own.start : own.stop]
+        text.num_hidden_layers = len(own)
+        module.config = config
+
+
+def _round(ahead: int, behind: int) -> Callable[..., torch.Tensor]:
+    """The leader's: what its last layer said goes round the other ranks."""
+
+    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        assert isinstance(output, torch.Tensor), type(output)
+        distributed.send(output.contiguous(), ahead)
+        returned = torch.empty_like(output, memory_format=torch.contiguous_format)
+        distributed.recv(returned, behind)
+        return returned
+
+    return hook
+
+
+def _arriving(behind: int) -> Callable[..., tuple[Any, ...]]:
+    """Another rank's: its first layer begins with what comes, and not with what its own embeddings say."""
+
+    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        arrived = torch.empty_like(inputs[0], memory_format=torch.contiguous_format)
+        distributed.recv(arrived, behind)
+        return (arrived, *inputs[1:])
+
+    return hook
+
+
+def _leaving(ahead: int) -> Callable[..., None]:
+    """Another rank's: what its last layer said goes on."""
+
+    def hook(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        distributed.send(output.contiguous(), ahead)
+
+    return hook

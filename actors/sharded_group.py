@@ -1,0 +1,237 @@
+"""The leader of ranks that hold parts of one model: makes them meet, tells them of each forward, and watches them.
+
+A group lives and dies as a whole. A rank that is lost takes with it what only it holds, the KV of its part, and a leader that
+waits for its sum may spin for ever. So the leader's process ends with the first rank that goes, at once: a served request then
+goes on at another replica, or at this one's successor, as it does whenever a replica dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+from actors.link import LINK_ERRORS, Address, Link, connect
+from actors.lookahead_parallel import GroupState, StepTimes
+from actors.ranks import GroupError
+from actors.seats import Seat, meet
+from actors.sharded_parts import take_checked
+from actors.sharded_rank import WATCH_S, end_process
+from actors.sharded_wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
+from actors.shared_sums import sweep
+from configs.slices import ModelOptions, ParallelismOptions
+from engine.batch import Batch
+from engine.errors import ModelLoadError, one_line
+from engine.executor import Executor, LocalExecutor
+from engine.runner import ModelRunner
+from engine.sharded import LeadingRunner, Move
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"  # all ranks are on one machine
+CONNECT_S = 30.0  # of a handshake, and for which a rank may leave a message untaken
+RAISE_S = 5.0  # in which a leader that is starting may say what is wrong, before its process is ended
+
+
+class Housing(Protocol):
+    """Where the followers live: processes, or Ray actors."""
+
+    def addresses(self, timeout_s: float) -> Sequence[Address]:
+        """Where ranks 1, 2, ... listen, once they have loaded the model.
+
+        Raises:
+            GroupError: one of them could not, for the reason that it gives, or not in time.
+        """
+
+    def close(self) -> None:
+        """Ends the followers, whatever they are at. Harmless when repeated."""
+
+
+MakeHousing = Callable[[Sequence[Seat], bytes], Housing]  # starts followers for seats, with the secret that they share
+
+
+def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
+    """Where the parts of a model compute."""
+    return "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda"
+
+
+def whole_model(model: ModelOptions) -> ModelOptions:
+    """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device."""
+    return dataclasses.replace(model, device="cpu", pack_weights=model.pack_weights and device_of(model) == "cpu")
+
+
+class ShardedGroup:
+    """``Ranks`` that hold parts of the engine's model. One group for the life of a process; ``housing`` has the followers."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        house: MakeHousing,
+        parallelism: ParallelismOptions,
+        start_timeout_s: float,
+        end: Callable[[], None] = end_process,
+    ) -> None:
+        """Starts the followers, which load the model while the leader loads its own.
+
+        Args:
+            seat: of the leader: rank 0.
+            house: starts the followers.
+            parallelism: its timeouts.
+            start_timeout_s: until all ranks are ready.
+            end: of this process, when a rank is lost.
+
+        Raises:
+            GroupError: the followers cannot be started.
+        """
+        assert seat.rank == 0 and seat.world_size > 1, seat
+        self._seat, self._parallelism, self._start_timeout_s, self._end = seat, parallelism, start_timeout_s, end
+        self._secret = secrets.token_bytes(32)
+        self._links: list[Link] = []
+        self._ready: dict[int, str] = {}  # devices of ranks that are
+        self._all_ready, self._closing, self._lost = threading.Event(), threading.Event(), threading.Event()
+        self._fault: str | None = None
+        self._began_s: float | None = None  # of the running forward
+        self._store: distributed.TCPStore | None = None
+        self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
+        self.housing = house([dataclasses.replace(seat, rank=rank) for rank in range(1, seat.world_size)], self._secret)
+
+    @property
+    def world_size(self) -> int:
+        """See ``Ranks``: all ranks compute the same trees."""
+        return 1
+
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+        """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
+
+        Raises:
+            GroupError: the ranks cannot be had, or the model cannot be dealt to them.
+            ModelLoadError: see ``ModelRunner``.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            for address in self.housing.addresses(self._start_timeout_s):
+                self._links.append(connect(address, self._secret, CONNECT_S))
+            self._watcher.start()
+            port = self._meet(slots, capacity)
+            part = take_checked(model, self._seat)
+            runner = LeadingRunner(model, slots, capacity, part.shape, self._together, self._seat.world_size)
+            while not self._all_ready.wait(WATCH_S):
+                if self._fault is not None or time.monotonic() > deadline:
+                    raise GroupError(self._fault or f"the ranks were not ready within {self._start_timeout_s:.0f} s")
+            sweep(HOST, port, self._seat.world_size)
+        except (ModelLoadError, GroupError):
+            raise
+        except (RuntimeError, *LINK_ERRORS) as error:
+            self._lost.wait(2 * WATCH_S)  # who is gone may have said why
+            raise GroupError(self._fault or one_line(error)) from error
+        return runner
+
+    def executor(self, runner: ModelRunner) -> Executor:
+        """See ``Ranks``: one process's, over the leader's part."""
+        return LocalExecutor(runner)
+
+    def start(self) -> None:
+        """See ``Ranks``. They have been there since ``runner``: a forward needs all of them."""
+
+    def occupied(self, busy: bool) -> None:
+        """See ``Ranks``: these wait for the leader."""
+
+    def state(self) -> GroupState | None:
+        """See ``Ranks``: whole, or gone."""
+        return GroupState(self._seat.world_size, tuple(range(self._seat.world_size)), (), 0, None, 0, 0)
+
+    def devices(self) -> tuple[str, ...] | None:
+        """See ``Ranks``."""
+        return tuple(self._ready[rank] for rank in sorted(self._ready))
+
+    def times(self) -> list[StepTimes]:
+        """None: steps are not taken apart by rank, since all of them compute the whole step."""
+        return []
+
+    def close(self) -> None:
+        """See ``Ranks``."""
+        self._closing.set()
+        for link in self._links:
+            link.close()
+        self.housing.close()
+        if self._store is not None:
+            sweep(HOST, self._store.port, self._seat.world_size)
+
+    def _meet(self, slots: int, capacity: int) -> int:
+        """Has all ranks form a group of ``torch.distributed``; returns the port at which they do."""
+        world_size = self._seat.world_size
+        self._store = distributed.TCPStore(HOST, 0, world_size, is_master=True, wait_for_workers=False)
+        port = int(self._store.port)
+        sweep(HOST, port, world_size)  # of a group that was killed while it met here
+        for link in self._links:
+            link.send_bytes(encode_shard(Join(HOST, port, slots, capacity)))
+        meet(self._seat, HOST, port, self._start_timeout_s)
+        return port
+
+    @contextlib.contextmanager
+    def _together(self, moves: Sequence[Move], batch: Batch) -> Iterator[None]:
+        """Tells the followers of a forward; the block computes the leader's share of it."""
+        self._began_s = time.monotonic()
+        try:
+            data = encode_step(moves, batch)
+            for link in self._links:
+                link.send_bytes(data)
+            yield
+        except Exception as error:  # the ranks are not in step any more: none can be used
+            self._lose(f"a forward failed: {one_line(error)}")
+            raise
+        self._began_s = None
+
+    # ---- below: the watcher's thread ------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        ranks = {link.fileno(): rank for rank, link in enumerate(self._links, start=1)}
+        for descriptor in ranks:
+            poller.register(descriptor, select.POLLIN)
+        while not self._closing.is_set():
+            heard = [ranks[descriptor] for descriptor, _ in poller.poll(1e3 * WATCH_S)]
+            began_s, limit_s = self._began_s, self._parallelism.step_timeout_s
+            for rank in heard:
+                reason = self._hear(rank)
+                if reason is not None:
+                    self._lose(f"rank {rank} is gone: {reason}")
+                    return
+            if began_s is not None and time.monotonic() - began_s > limit_s:
+                self._lose(f"a forward has been running for {limit_s:.0f} s: a rank hangs")
+                return
+
+    def _hear(self, rank: int) -> str | None:
+        """Takes a follower's message; returns why that was its last, if it was."""
+        try:
+            message = decode_shard(self._links[rank - 1].take_bytes())
+        except LINK_ERRORS as error:
+            return one_line(error)
+        if not isinstance(message, Ready):
+            return message.reason if isinstance(message, Failed) else f"it sent {type(message).__name__}"
+        self._ready[rank] = message.device
+        if len(self._ready) == len(self._links):
+            self._all_ready.set()
+        return None
+
+    def _lose(self, reason: str) -> None:
+        """Ends the group, and this process with it. While the ranks meet, the leader may say why first."""
+        if self._closing.is_set():
+            return
+        self._fault = self._fault or reason
+        self._lost.set()
+        logger.error("the group ends: %s", self._fault)
+        if not self._all_ready.is_set() and self._closing.wait(RAISE_S):
+            return  # it has
+        self.close()
+        self._end()

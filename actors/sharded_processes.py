@@ -1,0 +1,131 @@
+"""Ranks that hold parts of one model, as processes beside the leader's, without Ray: for tests and measurements."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import torch
+
+from actors.heap import spare_collector
+from actors.link import Address
+from actors.ranks import GroupError
+from actors.seats import Seat, ShardMode
+from actors.sharded_group import ShardedGroup, device_of, whole_model
+from actors.sharded_rank import LoadWhole, ShardServer, load_whole
+from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
+from engine.errors import one_line
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcesses:
+    """``Housing`` of processes, which end with the one that started them."""
+
+    def __init__(
+        self, seats: Sequence[Seat], secret: bytes, load: LoadWhole, threads: int, start_timeout_s: float, step_timeout_s: float
+    ) -> None:
+        """
+        Args:
+            seats: one process each.
+            secret: of the group.
+            load: gives the whole model in a new process: something that can be pickled.
+            threads: of torch, in each.
+            start_timeout_s: see ``ShardServer``.
+            step_timeout_s: likewise.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[tuple[Connection, SpawnProcess]] = []
+        for seat in seats:
+            ours, theirs = context.Pipe()
+            arguments = (theirs, load, seat, secret, threads, start_timeout_s, step_timeout_s)
+            process = context.Process(target=_follow, args=arguments, name=f"{seat.mode}-{seat.rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append((ours, process))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes, by rank from 1 on."""
+        return tuple(process.pid for _, process in self._processes if process.pid is not None)
+
+    def addresses(self, timeout_s: float) -> list[Address]:
+        """See ``Housing``."""
+        deadline = time.monotonic() + timeout_s
+        found = []
+        for rank, (pipe, _) in enumerate(self._processes, start=1):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise GroupError(f"rank {rank} did not load the model within {timeout_s:.0f} s")
+            try:
+                told: Address | str = pipe.recv()
+            except EOFError:
+                raise GroupError(f"rank {rank} ended before it had loaded the model") from None
+            if isinstance(told, str):
+                raise GroupError(f"rank {rank} could not be loaded: {told}")
+            found.append(told)
+        return found
+
+    def close(self) -> None:
+        """See ``Housing``."""
+        for pipe, process in self._processes:
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def _follow(
+    pipe: Connection, load: LoadWhole, seat: Seat, secret: bytes, threads: int, start_timeout_s: float, step_timeout_s: float
+) -> None:
+    """A follower's process. A Ctrl-C is the leader's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    try:
+        server = ShardServer(load(), seat, secret, start_timeout_s, step_timeout_s)
+    except Exception as error:  # whatever keeps a model from loading: the leader's process says it
+        logger.exception("rank %d could not be loaded", seat.rank)
+        pipe.send(one_line(error))
+        return
+    spare_collector()
+    pipe.send(server.address)
+    server.run()
+
+
+def process_group(
+    mode: ShardMode,
+    world_size: int,
+    model: ModelOptions,
+    parallelism: ParallelismOptions | None = None,
+    load: LoadWhole | None = None,
+    start_timeout_s: float = ServerOptions().start_timeout_s,
+) -> ShardedGroup:
+    """A group of this process and new ones. As ``ranks`` of an ``OfflineEngine`` or a ``Replica`` over ``whole_model(model)``.
+
+    Example: ``OfflineEngine(whole_model(model), engine, speculation, process_group("tensor", 2, model))``. Where a rank is lost,
+    this process ends: give it one of its own.
+
+    Args:
+        mode: tensor or pipeline.
+        world_size: ranks, this process among them.
+        model: what all load; its device and threads are those of each rank.
+        parallelism: timeouts.
+        load: gives the whole model in the other processes; ``model``'s when absent.
+        start_timeout_s: until all ranks are ready.
+
+    Raises:
+        GroupError: the processes cannot be started.
+    """
+    options = parallelism or ParallelismOptions()
+    house = functools.partial(
+        RankProcesses,
+        load=load or functools.partial(load_whole, whole_model(model)),
+        threads=model.threads or torch.get_num_threads(),
+        start_timeout_s=start_timeout_s,
+        step_timeout_s=options.step_timeout_s,
+    )
+    return ShardedGroup(Seat(mode, 0, world_size, device_of(model)), house, options, start_timeout_s)

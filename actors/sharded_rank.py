@@ -1,0 +1,159 @@
+"""A rank that holds a part of a model: it computes its share of every forward of its leader's, until the leader goes.
+
+Nothing may be left of a group that has lost a member: who waits for a sum that never comes spins for ever, in code that no
+exception reaches. So a second thread watches the connection, and ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from actors.link import LINK_ERRORS, Address, Link, accepted, readable
+from actors.ranks import GroupError
+from actors.seats import Part, Seat, meet
+from actors.sharded_parts import take_checked
+from actors.sharded_wire import Failed, Join, Ready, Step, decode_shard, encode_shard
+from actors.shared_sums import sweep
+from actors.wire import WireError
+from configs.slices import ModelOptions
+from engine.batch import Batch
+from engine.energy import meter_name
+from engine.errors import one_line
+from engine.loading import load_model
+from engine.runner import ModelRunner
+from engine.sharded import apply_moves, following_runner
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.25  # how often a rank looks at how long a forward has been running
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)  # the first, of Linux, comes with a peer that shut down its side alone
+
+LoadWhole = Callable[[], PreTrainedModel]
+
+
+def load_whole(options: ModelOptions) -> PreTrainedModel:
+    """The model of which a rank keeps its part: a ``LoadWhole`` by ``functools.partial``. Raises ``ModelLoadError``."""
+    return load_model(options).model
+
+
+def end_process() -> NoReturn:
+    """Ends this process, whatever its threads are at."""
+    os._exit(1)
+
+
+class ShardServer:
+    """Listens for the leader and follows it. One leader, once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seat: Seat,
+        secret: bytes,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        end: Callable[[], None] = end_process,
+    ) -> None:
+        """
+        Args:
+            model: whole, on the CPU; this rank keeps a part of it.
+            seat: of this rank.
+            secret: shared with the leader.
+            start_timeout_s: for the leader to come, and for all ranks to meet.
+            step_timeout_s: a forward that takes longer waits for a rank that hangs.
+            end: of this process, when the leader is gone or a forward failed.
+
+        Raises:
+            OSError: no port can be had.
+        """
+        self._model, self._seat, self._secret, self._end = model, seat, secret, end
+        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+        self._began_s: float | None = None  # of the running forward
+        self._met: Join | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(start_timeout_s)
+        self.address: Address = self._listener.getsockname()[:2]
+
+    def start(self) -> None:
+        """Follows in a thread of its own."""
+        threading.Thread(target=self.run, name="shard", daemon=True).start()
+
+    def run(self) -> None:
+        """Follows the leader until it is gone, then ends the process."""
+        link: Link | None = None
+        try:
+            raw, _ = self._listener.accept()
+            link = accepted(raw, self._secret, self._start_timeout_s)
+            threading.Thread(target=self._watch, args=(link,), name="shard-watch", daemon=True).start()
+            self._follow(link)
+        except LINK_ERRORS as error:
+            logger.info("the leader is gone: %s", one_line(error))
+        except Exception as error:  # whatever a model, DeepSpeed or a device raises: the group is of no use without this rank
+            logger.exception("rank %d ends", self._seat.rank)
+            self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
+        self._finish()
+
+    def _follow(self, link: Link) -> None:
+        join = self._take(link)
+        if not isinstance(join, Join):
+            raise WireError(f"a leader begins with where to meet, not with {type(join).__name__}")
+        self._met = join
+        meet(self._seat, join.host, join.port, self._start_timeout_s)
+        part = take_checked(self._model, self._seat)
+        runner = following_runner(self._model, join.slots, join.capacity, part.shape)
+        link.send_bytes(encode_shard(Ready(meter_name(self._model.device))))
+        while True:
+            step = self._take(link)
+            if not isinstance(step, Step):
+                raise WireError(f"a leader sends steps, not {type(step).__name__}")
+            self._began_s = time.monotonic()
+            _compute(runner, part, step)
+            self._began_s = None
+
+    def _take(self, link: Link) -> Join | Ready | Failed | Step:
+        readable([link], None)  # however long the leader has nothing to do
+        return decode_shard(link.take_bytes())
+
+    def _tell(self, link: Link | None, reason: str) -> None:
+        if link is not None:
+            try:
+                link.send_bytes(encode_shard(Failed(reason)))
+            except LINK_ERRORS as error:
+                logger.info("the leader could not be told: %s", one_line(error))
+
+    def _watch(self, link: Link) -> None:
+        """Ends the process once the leader is gone or a forward takes too long."""
+        poller = select.poll()
+        poller.register(link.fileno(), _HANGUP)
+        while not poller.poll(1e3 * WATCH_S):
+            began_s = self._began_s
+            if began_s is not None and time.monotonic() - began_s > self._step_timeout_s:
+                logger.error("a forward has been running for %.0f s: another rank hangs", self._step_timeout_s)
+                break
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends the process. What it shares with a leader that was killed while they met, nobody else would take away."""
+        if self._met is not None:
+            sweep(self._met.host, self._met.port, self._seat.world_size)
+        self._end()
+
+
+def _compute(runner: ModelRunner, part: Part, step: Step) -> None:
+    """A rank's share of a step."""
+    apply_moves(runner.cache, step.moves)
+    batch = step.batch
+    for segment in batch.segments:  # what compiled code would not notice is checked here
+        assert segment.slot < runner.cache.slots and segment.start + segment.rows <= runner.cache.capacity, segment
+    if not part.gives_logits:
+        batch = Batch(batch.token_ids, batch.positions, batch.segments, np.zeros(0, np.int64), ())
+    runner.forward(batch)

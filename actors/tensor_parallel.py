@@ -1,0 +1,147 @@
+"""Tensor parallelism by DeepSpeed, AutoTP: each rank has a slice of every linear layer, and all add up their products twice a
+layer.
+
+What is computed between the sums is the stock model with tree attention over the rank's own heads. Kernels are not injected: they
+know no tree mask. Facts of version 0.19 that are provided for here, beside those of ``actors.shared_sums``:
+
+- a rank that waits for one that has died spins for ever: ``actors.sharded_group`` watches, and ends it;
+- sums of float64 are left out without a word: such models are refused;
+- linear layers in bfloat16 get plain weights: ``pack_parts`` lays them out as ``engine.packed_linear`` does for a whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from actors.ranks import GroupError
+from actors.seats import Part, Seat
+from actors.shared_sums import settle
+from engine.errors import one_line
+from engine.packed_linear import PackedLinear, can_pack, unpack_linears
+from engine.runner import kv_shape
+
+logger = logging.getLogger(__name__)
+
+MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install 'outrider[baselines]'"
+
+
+def take_part(model: PreTrainedModel, seat: Seat) -> Part:
+    """Keeps a rank's slices of a whole model, in place. All ranks call it at the same time, after ``meet``.
+
+    Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
+    MLP, keeps the KV of 2 heads, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed,
+    too.
+
+    Raises:
+        GroupError: DeepSpeed is missing, or cannot split this model.
+    """
+    whole = kv_shape(model)
+    name = type(model).__name__
+    if whole.kv_heads % seat.world_size:
+        heads = f"the {whole.kv_heads} KV heads of {name}"
+        raise GroupError(f"{heads} cannot be dealt to {seat.world_size} ranks evenly: change parallelism.world_size")
+    if model.dtype == torch.float64:
+        raise GroupError("DeepSpeed's sums know no float64: set model.dtype to float32, bfloat16 or float16")
+    packed = unpack_linears(model)
+    deepspeed = _deepspeed(seat.device)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            if seat.device == "cpu":
+                settle(deepspeed, seat.rank, seat.world_size)
+            deepspeed.init_inference(
+                model,
+                tensor_parallel={"tp_size": seat.world_size},
+                dtype=model.dtype,
+                replace_with_kernel_inject=False,
+            )
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise GroupError(
+            f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
+        ) from error
+    logger.debug("DeepSpeed says: %s", printed.getvalue())
+    if packed:
+        pack_parts(model)
+    here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // seat.world_size)
+    return Part(here, gives_logits=True)
+
+
+def _deepspeed(device: str) -> Any:
+    """The module, told what it is to compute on: it would take what it finds first."""
+    os.environ["DS_ACCELERATOR"] = device
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise GroupError(f"{MISSING} ({error})") from error
+    said = logging.getLogger("DeepSpeed")
+    said.setLevel(logging.WARNING)
+    for handler in said.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)  # stdout is a command's own
+    return deepspeed
+
+
+class _PackedSum(torch.nn.Module):
+    """A slice along the input of a linear layer, whose product the ranks add up, with packed weights."""
+
+    def __init__(self, linear: torch.nn.Linear, bias: torch.nn.Parameter | None, group: Any, columns: slice | None) -> None:
+        """
+        Args:
+            linear: of the slice, without a bias.
+            bias: of the whole layer.
+            group: of the ranks.
+            columns: of the input that belong to the slice, where the input is whole.
+        """
+        super().__init__()
+        from deepspeed import comm
+
+        self.linear, self.bias = PackedLinear(linear), bias
+        self._sum, self._group, self._columns = comm.inference_all_reduce, group, columns
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features of the slice, or of the whole layer] to [..., out_features]."""
+        own = input if self._columns is None else input[..., self._columns]
+        output = self.linear(own)
+        self._sum(output, group=self._group)
+        return output if self.bias is None else output + self.bias
+
+
+@torch.inference_mode()
+def pack_parts(model: PreTrainedModel) -> int:
+    """Replaces DeepSpeed's linear layers in place, where ``can_pack``; returns how many. The sums stay DeepSpeed's."""
+    if not can_pack(model):
+        return 0
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce
+
+    kinds = (LinearLayer, LinearAllreduce, LmHeadLinearAllreduce)
+    parts = [(name, module) for name, module in model.named_modules() if type(module) in kinds]
+    for name, module in parts:
+        parent, _, child = name.rpartition(".")
+        packed: torch.nn.Module
+        if type(module) is LinearLayer:
+            packed = PackedLinear(_linear(module.weight, module.bias))
+        else:
+            columns = None
+            if type(module) is LmHeadLinearAllreduce:
+                sizes = module._partition_sizes
+                first = sum(sizes[: module.tp_index])
+                columns = slice(first, first + sizes[module.tp_index])
+            packed = _PackedSum(_linear(module.weight, None), module.bias, module.mp_group, columns)
+        setattr(model.get_submodule(parent), child, packed)
+    return len(parts)
+
+
+def _linear(weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> torch.nn.Linear:
+    """A plain layer over parameters that are there."""
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
+    return linear

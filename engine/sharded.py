@@ -1,0 +1,141 @@
+"""One model of which several ranks compute a part each, in every forward: what the leader's runner tells the others.
+
+All ranks compute the same batches in the same order, each for the heads (tensor parallelism) or the layers (pipeline) whose
+weights it has, and keep the KV of these in slots of their own. Only the leader knows requests: it packs and verifies, and what it
+moves in its slots the others move in theirs before the next forward. So the engine, its drafters and the executor are those of
+one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import StepContext
+from engine.batch import Batch, Segment
+from engine.kv_cache import KVShape, SlotCache
+from engine.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """See ``SlotCache.copy``."""
+
+    source: int
+    target: int
+    length: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """See ``SlotCache.compact``."""
+
+    slot: int
+    start: int
+    rows: tuple[int, ...]
+
+
+Move = Copy | Compaction
+
+_PROBE_ROWS = 8
+Together = Callable[[Sequence[Move], Batch], AbstractContextManager[None]]
+
+
+class RecordedCache(SlotCache):
+    """Slots that remember what was moved in them since they were last asked."""
+
+    def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
+        """See ``SlotCache``."""
+        super().__init__(shape, slots, capacity)
+        self._moves: list[Move] = []
+
+    def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache``."""
+        if rows[-1] != len(rows) - 1:
+            self._moves.append(Compaction(slot, start, tuple(rows)))
+            super().compact(slot, start, rows)
+
+    def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
+        """See ``SlotCache``."""
+        self._moves.append(Copy(source, target, length, start))
+        super().copy(source, target, length, start)
+
+    def take_moves(self) -> list[Move]:
+        """What was moved since the last call, in order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+
+class LeadingRunner(ModelRunner):
+    """The leader's part of the model: tells the other ranks of each forward, then computes its own share of it."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, capacity: int, shape: KVShape, together: Together, ranks: int) -> None:
+        """
+        Args:
+            model: the leader's part. All ranks' runners are made at the same time, since each tries a forward, in which all
+                take part.
+            slots: sequences held at once.
+            capacity: entries of one slot.
+            shape: of the heads and layers that are here.
+            together: tells all other ranks of moves and a batch; the leader's own share is computed inside the block.
+            ranks: of the group.
+
+        Raises:
+            ModelLoadError: see ``ModelRunner``.
+        """
+        super().__init__(model, slots, capacity, shape, RecordedCache)
+        self._together, self.ranks = together, ranks
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelRunner``."""
+        assert isinstance(self.cache, RecordedCache)
+        with self._together(self.cache.take_moves(), batch):
+            return super().forward(batch)
+
+
+@torch.inference_mode()
+def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
+    """What a model says below a few made-up rows, [rows, vocab] float32 on the CPU.
+
+    Args:
+        model: whole, or a part in whose forward the other ranks take part now.
+        shape: of the heads and layers that are here.
+    """
+    rows = np.arange(_PROBE_ROWS)
+    batch = Batch(rows + 1, rows, (Segment(0, 0, 0, _PROBE_ROWS, None),), rows, (0,))
+    positions = torch.from_numpy(rows).to(model.device)
+    cache = SlotCache(dataclasses.replace(shape, device=model.device), 1, _PROBE_ROWS)
+    output = model(
+        input_ids=torch.from_numpy(batch.token_ids)[None].to(model.device),
+        position_ids=positions[None],
+        use_cache=False,
+        tree_step=StepContext(batch, cache, positions, model.dtype, None),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits.float().cpu()
+
+
+def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: KVShape) -> ModelRunner:
+    """Another rank's part, whose slots hold zeros: what the leader has cleared (``engine.latency``), nobody tells the others."""
+    runner = ModelRunner(model, slots, capacity, shape)
+    zeros = torch.zeros(1, dtype=shape.dtype, device=shape.device).expand(shape.kv_heads, capacity, shape.head_dim)
+    for layer in range(shape.first_layer, shape.first_layer + shape.layers):
+        for slot in range(slots):
+            runner.cache.write(layer, slot, 0, zeros, zeros)
+    return runner
+
+
+def apply_moves(cache: SlotCache, moves: Sequence[Move]) -> None:
+    """Does in another rank's slots what was done in the leader's."""
+    for move in moves:
+        if isinstance(move, Copy):
+            cache.copy(move.source, move.target, move.length, move.start)
+        else:
+            cache.compact(move.slot, move.start, move.rows)

@@ -1,0 +1,81 @@
+"""Settings of ranks that hold parts of one model: what is refused, and the file that comes along."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from cluster.generate_settings import read_settings
+from cluster.preflight import (
+    LaunchError,
+    baseline_parallelism,
+    check_parallelism,
+    check_processors,
+    check_reservation,
+    group_size,
+)
+from configs.schema import REPOSITORY, ConfigError, load_config
+
+TENSOR = ["parallelism.mode=tensor", "parallelism.world_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallelism.mode=tensor"], "parallelism.mode is tensor and parallelism.world_size is auto; allowed: 2 to 64"),
+        (["parallelism.mode=pipeline", "parallelism.world_size=1"], "mode is pipeline and parallelism.world_size is 1; allowed"),
+        ([*TENSOR, "parallelism.placement=SPREAD"], "parallelism.placement is SPREAD; allowed: STRICT_PACK"),
+        ([*TENSOR, "parallelism.pin_threads=true"], "parallelism.pin_threads is true"),
+        ([*TENSOR, "speculation.draft_model=demo_draft_model"], "speculation.draft_model is not supported"),
+    ],
+)
+def test_what_parts_cannot_do_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, overrides)
+    assert said in str(raised.value)
+
+
+def test_the_file_that_comes_along_is_of_two_ranks() -> None:
+    file = REPOSITORY / "configs" / "tensor_parallel_deepspeed.yaml"
+    config = load_config(file)
+    assert (config.parallelism.mode, group_size(config.parallelism)) == ("tensor", 2)
+    assert read_settings(file, {}, 1).parallelism == config.parallelism
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "world_size"), [({}, "pipeline", 3), ({"world_size": "2"}, "pipeline", 2), ({"world_size": "1"}, "none", 1)]
+)
+def test_generate_has_the_kind_of_the_file(flags: dict[str, str], mode: str, world_size: int, tmp_path: Path) -> None:
+    file = tmp_path / "parts.yaml"
+    file.write_text("parallelism: {mode: pipeline, world_size: 3}\n")
+    options = read_settings(file, flags, 1).parallelism
+    assert (options.mode, options.world_size) == (mode, world_size)
+    for refused in ({"world_size": "auto"}, {"draft_model": "demo_draft_model"}):
+        with pytest.raises(ValueError, match=r"is not for parallelism\.mode pipeline"):
+            read_settings(file, refused, 1)
+
+
+BASELINE = ["baseline.enabled=true", "baseline.kind=tensor"]
+
+
+@pytest.mark.parametrize(("overrides", "key"), [(TENSOR, "parallelism.mode"), (BASELINE, "baseline.kind")])
+def test_a_missing_deepspeed_is_named_before_anything_starts(overrides: list[str], key: str) -> None:
+    check_parallelism(load_config(None, [override.replace("tensor", "pipeline") for override in overrides]))
+    config = load_config(None, overrides)
+    if importlib.util.find_spec("deepspeed") is None:
+        with pytest.raises(LaunchError, match=rf"{key} is tensor.* pip install 'outrider\[baselines\]'"):
+            check_parallelism(config)
+    else:
+        check_parallelism(config)
+
+
+def test_the_ranks_of_the_baseline_are_reserved() -> None:
+    config = load_config(None, [*BASELINE, "baseline.world_size=3", "baseline.replicas=2", "server.cpus_per_replica=0.5"])
+    assert group_size(baseline_parallelism(config)) == 3
+    check_reservation(config, "CPU", 0.5, 3.5)
+    with pytest.raises(LaunchError, match=r"1 x 1 ranks and 6 of the baseline need 3\.5 CPUs, .* baseline\.world_size"):
+        check_reservation(config, "CPU", 0.5, 3.0)
+    with pytest.raises(LaunchError, match=r"server\.cpus_per_replica must be above 0"):
+        check_processors(load_config(None, [*BASELINE, "server.cpus_per_replica=0"]))
