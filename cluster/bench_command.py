@@ -18,6 +18,7 @@ _BENCHES = {
     "load": "Strategies under load: 1 to 32 clients, Poisson arrivals, a load step, beside transformers' batching",
     "draft-models": "Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper",
     "paper": "The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers",
+    "scaling": "One worker against lookahead, tensor and pipeline parallelism, each plain and with every strategy",
     "report": "Records as one HTML page that needs nothing else: figures, tables, and papers' numbers beside ours",
 }
 

@@ -4,6 +4,7 @@ python -m experiments.bench strategies --prompts FILE.jsonl
 python -m experiments.bench load --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench draft-models --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench paper llma --prompts retrieval=FILE.jsonl cache=FILE.jsonl
+python -m experiments.bench scaling --prompts FILE.jsonl FILE.jsonl
 python -m experiments.bench report --all --out report.html
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 from configs.slices import Dtype, SpeculationOptions
-from experiments import report
+from experiments import report, scaling_options
 from experiments.draft_models_options import DESCRIPTION, add_options, check_options
 from experiments.papers.options import ELSEWHERE, add_parsers, check
 
@@ -78,10 +79,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--batch-sizes", type=batches, default=(), help="requests at once of plain decoding: 1,2,4,...")
     paper = benches.add_parser("paper", description="The tables of a paper beside its own numbers; PAPER --help says more.")
     add_parsers(paper, _run_options)
+    scaling = benches.add_parser("scaling", description=scaling_options.DESCRIPTION, formatter_class=raw)
+    scaling_options.add_options(scaling, _run_options, _numbers)
     page = benches.add_parser("report", description=report.DESCRIPTION, formatter_class=raw)
     report.add_options(page, _RESULTS)
     args = command.parse_args(argv)
-    parsers = {"strategies": strategies, "load": load, "draft-models": drafts, "paper": paper, "report": page}
+    parsers = {"strategies": strategies, "load": load, "draft-models": drafts, "paper": paper, "scaling": scaling, "report": page}
     _check(args, parsers[args.bench])
     return args
 
@@ -155,8 +158,8 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.bench == "paper":
         check(args, parser)
         return
-    if args.bench == "report":
-        report.check_options(args, parser)
+    if args.bench in ("report", "scaling"):
+        (report if args.bench == "report" else scaling_options).check_options(args, parser)
         return
     if args.budget < 0:
         parser.error(f"--budget must not be negative, got {args.budget}")
@@ -195,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from experiments.draft_models import run
     elif args.bench == "paper":
         from experiments.papers.run import run
+    elif args.bench == "scaling":
+        from experiments.scaling import run
     elif args.bench == "report":
         from experiments.report import run
     else:

@@ -19,13 +19,13 @@ WIDTH = 200  # columns of a table that no terminal shows
 
 
 @contextlib.contextmanager
-def metered(device: str) -> Iterator[tuple[EnergyMeter, EnergySpan]]:
-    """The meter of a device, whose idle power is measured first, and the span of the block, told when it has ended.
+def metered(*devices: str) -> Iterator[tuple[EnergyMeter, EnergySpan]]:
+    """The meter of some devices, whose idle power is measured first, and the span of the block, told when it has ended.
 
     Args:
-        device: torch's name of it.
+        devices: torch's names of them.
     """
-    meter = open_meter([device])
+    meter = open_meter(devices)
     measure_idle(meter, IDLE_S)
     with meter.span() as span:
         yield meter, span

@@ -134,7 +134,8 @@ def compete(
                 tally, started = tallies[contestant.name], time.perf_counter()
                 with meter.span() as span:
                     run = contestant.run(group)
-                tally.add(repeat, run, time.perf_counter() - started)
+                waited_s = time.perf_counter() - started
+                tally.add(repeat, run, waited_s if run.wall_s is None else run.wall_s)
                 tally.book(span)
                 for prompt, output in zip(group, run.outputs, strict=True):
                     if output != expected[prompt.id]:

@@ -32,6 +32,7 @@ class Run:
     propose_s: float | None = None  # drafting after the first token; None where it cannot be told apart
     drafted: int | None = None  # as propose_s
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    wall_s: float | None = None  # of all of it, where whoever waited for it would count the way there as well
 
 
 class Contestant(Protocol):
@@ -87,15 +88,24 @@ class EngineContestant:
         return run_requests(self.engine, [make_request(prompt, self._max_tokens, self._guide) for prompt in prompts])
 
 
-def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Runs requests, all at once, to their end on an engine without other work."""
+def run_requests(engine: Engine, requests: Sequence[Request], on_first: Callable[[], None] | None = None) -> Run:
+    """Runs requests, all at once, to their end on an engine without other work.
+
+    Args:
+        engine: of them.
+        requests: new ones.
+        on_first: called when one has its first token.
+    """
     by_id = {request.request_id: request for request in requests}
     for request in requests:
         engine.add(request)
     first_s: dict[str, float] = {}  # seconds in forwards when the first token came
     while engine.has_work:
         for output in engine.step():
-            first_s.setdefault(output.request_id, by_id[output.request_id].stats.forward_s)
+            if output.request_id not in first_s:
+                first_s[output.request_id] = by_id[output.request_id].stats.forward_s
+                if on_first is not None:
+                    on_first()
     stats = [request.stats for request in requests]
     by_source: dict[str, int] = {}
     for entry in stats:

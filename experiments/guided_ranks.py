@@ -22,7 +22,7 @@ from actors.pinning import pin_thread
 from actors.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
 from engine.executor import LocalExecutor
-from engine.loading import load_model
+from engine.loading import LoadedModel, load_model, load_tokenizer
 from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from experiments.guided import SIZES, GuidedExecutor, random_model
@@ -42,6 +42,7 @@ class RankModel:
     draft_rows: int  # entries of a KV slot behind them: of the widest tree
     dtype: str
     seed: int
+    tokenizer: str = ""  # folder, with random weights
 
     def load(self) -> PreTrainedModel:
         """The model in this process; raises ``ModelLoadError`` for a folder that holds none that can be used."""
@@ -49,7 +50,21 @@ class RankModel:
             model = random_model(self.name, self.vocab_size, self.context, getattr(torch, self.dtype), self.seed)
             pack_linears(model)
             return model
-        return load_model(ModelOptions(self.name, dtype=self.dtype, device="cpu")).model  # type: ignore[arg-type]
+        return self.loaded().model
+
+    def loaded(self, device: str = "cpu") -> LoadedModel:
+        """The model as an engine takes it, with its tokenizer.
+
+        Args:
+            device: torch's name of it.
+
+        Raises:
+            ModelLoadError: a folder that holds no model or no tokenizer that can be used.
+        """
+        if self.name not in SIZES:
+            return load_model(ModelOptions(self.name, dtype=self.dtype, device=device))  # type: ignore[arg-type]
+        model = self.load() if device == "cpu" else self.load().to(device)
+        return LoadedModel(model, load_tokenizer(self.tokenizer), f"random-{self.name}", self.context, ())
 
     def runner(self, model: PreTrainedModel) -> ModelRunner:
         """The model and one KV slot."""
@@ -91,12 +106,19 @@ def lead(executor: LookaheadParallelExecutor, links: dict[int, Link], addresses:
 
 
 def _follow(
-    pipe: Connection, model: RankModel, known: Mapping[str, Sequence[int]] | None, secret: bytes, core: int | None
+    pipe: Connection,
+    model: RankModel,
+    known: Mapping[str, Sequence[int]] | None,
+    secret: bytes,
+    core: int | None,
+    threads: int,
+    device: str,
 ) -> None:
-    """Of a rank's process, which computes on one thread: follows leaders until the other end of the pipe is gone."""
-    torch.set_num_threads(1)
+    """Of a rank's process: follows leaders until the other end of the pipe is gone."""
+    torch.set_num_threads(threads)
     prepare = None if core is None else partial(pin_thread, (core,))
-    server = RankServer(executor_over(model.runner(model.load()), known), secret, PATIENT, prepare=prepare)
+    runner = model.runner(model.loaded(device).model if device != "cpu" else model.load())
+    server = RankServer(executor_over(runner, known), secret, PATIENT, prepare=prepare)
     spare_collector()
     pipe.send(server.address)
     with contextlib.suppress(EOFError):
@@ -111,7 +133,13 @@ class FollowerGroup:
     """
 
     def __init__(
-        self, model: RankModel, known: Mapping[str, Sequence[int]] | None, ranks: int, cores: Sequence[int] | None = None
+        self,
+        model: RankModel,
+        known: Mapping[str, Sequence[int]] | None,
+        ranks: int,
+        cores: Sequence[int] | None = None,
+        threads: int = 1,
+        devices: Sequence[str] = ("cpu",),
     ) -> None:
         """
         Args:
@@ -119,6 +147,8 @@ class FollowerGroup:
             known: outputs by request id; None to follow the model.
             ranks: of the group, the leader among them.
             cores: rank i computes on ``cores[i % len(cores)]`` alone; where the system wants when absent.
+            threads: of torch, in each rank.
+            devices: rank i computes on ``devices[i % len(devices)]``.
         """
         self._secret = secrets.token_bytes(32)
         self._links: dict[int, Link] = {}
@@ -128,10 +158,16 @@ class FollowerGroup:
         for rank in range(1, ranks):
             core = None if cores is None else cores[rank % len(cores)]
             pipe, theirs = context.Pipe()
-            process = context.Process(target=_follow, args=(theirs, model, known, self._secret, core), daemon=True)
+            arguments = (theirs, model, known, self._secret, core, threads, devices[rank % len(devices)])
+            process = context.Process(target=_follow, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append((process, pipe))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank from 1 on."""
+        return [process.pid for process, _ in self._processes if process.pid is not None]
 
     def lead(self, executor: LookaheadParallelExecutor, ranks: int) -> None:
         """Lets an executor lead the first ``ranks - 1`` of the others from now on, over new connections.

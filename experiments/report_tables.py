@@ -10,6 +10,7 @@ from typing import Any
 from experiments.report_cells import Cell, figure, median, rounded
 from experiments.report_speeds import Results, draft_models, load, load_workloads, scaling, strategies
 from experiments.report_values import Table, table_of
+from experiments.scaling_tables import forms, memory, speeds, steps
 
 _TRANSPORTS = {
     "tcp": "TCP, as in `actors/link.py`",
@@ -143,6 +144,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "shared-trie": (shared_trie,),
     "cache-figures": (cache_figures,),
     "lookahead-scaling": (scaling,),
+    "bench-scaling": (forms, speeds, steps, memory),
     "exchange": (exchange,),
     "rank-faults": (rank_faults,),
     "trie-ablation": (trie_ablation,),

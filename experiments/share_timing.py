@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from cluster.strategy_option import StrategyChoice, chosen_strategies
-from configs.slices import EngineOptions
+from configs.slices import Dtype, EngineOptions
 from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel
@@ -41,9 +41,10 @@ from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.competition import progress_bar
 from experiments.contestants import Prompt
-from experiments.record import write_record
+from experiments.guided import SIZES
+from experiments.record import RESULTS, write_record
 from experiments.scaling_figures import prediction_lines
-from experiments.scaling_setting import add_options, check_options, load_setting
+from experiments.scaling_setting import read_setting
 from experiments.turns import Prediction, TurnGroup, follow
 
 
@@ -67,16 +68,11 @@ def exchange_line(record: Path) -> Callable[[int], float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the measurement, writes the record and the figure; 2 for a file or a strategy that cannot be used."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--exchange", type=Path, required=True, help="record of experiments.exchange")
-    parser.set_defaults(ranks=[1, 2, 3, 4, 6, 8], records=3, repeats=2, sweep_records=0)
+    _add_options(parser)
     args = parser.parse_args(argv)
-    check_options(parser, args)
-    if args.random_model is None:
-        parser.error("a prediction follows known outputs: give --random-model")
     started = datetime.now(UTC)
     try:
-        results = run(args, chosen_strategies(args.strategy), exchange_line(args.exchange))
+        results = run(args, chosen_strategies(args.strategy or ["auto"]), exchange_line(args.exchange))
     except (ValueError, ModelLoadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -85,6 +81,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(width=None if sys.stdout.isatty() else 160).print(table(results))
     print(f"record: {path.name}, figure: {path.stem}.svg", file=sys.stderr)
     return 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    dtypes = [kind for kind in get_args(Dtype) if kind != "auto"]
+    parser.add_argument("--random-model", choices=tuple(SIZES), required=True, help="a Llama of random weights")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the tokenizer of the known outputs")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt and output")
+    parser.add_argument("--exchange", type=Path, required=True, help="record of experiments.exchange")
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; auto when absent")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="group sizes")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="drafted rows of a rank")
+    parser.add_argument("--records", type=int, default=3, help="of each file")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an output")
+    parser.add_argument("--max-prompt", type=int, help="records with a longer prompt are left out; it is the prefill's time")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the figure")
 
 
 def run(args: argparse.Namespace, choices: Sequence[StrategyChoice], exchange: Callable[[int], float]) -> dict[str, Any]:
@@ -98,9 +112,10 @@ def run(args: argparse.Namespace, choices: Sequence[StrategyChoice], exchange: C
         ValueError, ModelLoadError: a file that cannot be used.
     """
     torch.set_num_threads(1)
-    loaded, texts, model = load_setting(args)
-    prompts = [prompt for workload in texts.measured for prompt in workload.prompts]
-    known = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
+    texts, model = read_setting(args, 0, max(args.ranks) * max(args.budgets))
+    loaded = model.loaded()
+    prompts = texts.prompts()
+    known = texts.known() or {}
     worlds = sorted({1, *args.ranks})
     group = TurnGroup(model, loaded.model, known, max(worlds))
     target = LocalTarget(group.ranks[0].runner, loaded.info("", True), loaded.tokenizer)

@@ -31,7 +31,7 @@ LIBRARIES: dict[str, set[str]] = {
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING
-    | {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml", "opentelemetry"},
+    | {"fastapi", "starlette", "uvicorn", "grpc", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml", "opentelemetry"},
     "experiments": (_SERVING - {"ray"})
     | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"},
 }
