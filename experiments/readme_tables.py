@@ -22,6 +22,7 @@ from typing import Any
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
 from experiments.report_tables import cache_figures, rank_faults, shared_trie, trie_ablation
 from experiments.report_values import Table
+from experiments.scaling_tables import forms
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BEGIN = re.compile(r"<!-- table: (\S+) -->")
@@ -87,6 +88,7 @@ TABLES: dict[str, Source] = {
     "draft-models": Source("2026-11-22-bench-draft-models.json", partial(draft_models, rows=_METHODS)),
     "shared-trie": Source("2026-11-21-shared-trie.json", shared_trie),
     "cache-figures": Source("2026-11-21-cache-figures.json", cache_figures),
+    "forms": Source("2026-11-22-bench-scaling.json", forms),
     "ranks": Source("2026-11-21-lookahead-scaling.json", partial(scaling, rows=_RANKS)),
     "rank-faults": Source("2026-11-21-rank-faults.json", rank_faults),
     "trie-ablation": Source("2026-11-21-trie-ablation.json", partial(trie_ablation, domains=_DOMAINS)),
