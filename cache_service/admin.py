@@ -24,6 +24,7 @@ from decoding.tree import Int32Array
 DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole
 _ENTRIES = 4  # of up to 1 MiB that go in one round trip
 _CHOICES = 1 << 16  # of a request
+_LEAST_TIMEOUT_S = 10.0  # of one operation: an operator rather waits through a pause of Redis than asks again
 
 
 class UnknownTenantError(LookupError):
@@ -67,7 +68,7 @@ class CacheAdmin:
     def __init__(self, options: CacheOptions, url: str, secret: bytes, identity: Identity, tenants: Sequence[str]) -> None:
         """
         Args:
-            options: the slice ``cache`` of the configuration.
+            options: the slice ``cache`` of the configuration. ``timeout_s`` counts where it is longer than ten seconds.
             url: of Redis.
             secret: of the namespaces.
             identity: of the model.
@@ -77,7 +78,7 @@ class CacheAdmin:
             ValueError: the address cannot be, or the secret is empty.
         """
         self._identity = identity
-        self._store = RedisStore(url, options.prefix, options.timeout_s)
+        self._store = RedisStore(url, options.prefix, max(options.timeout_s, _LEAST_TIMEOUT_S))
         self._namespaces = {
             tenant: namespace(secret, tenant, identity.model_revision, identity.tokenizer_revision)
             for tenant in dict.fromkeys((*tenants, PUBLIC))
