@@ -19,7 +19,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.seats import Part, Seat
+from actors.shard import Part, Shard
 from engine.packed_linear import pack_linears, unpack_linears
 from engine.runner import kv_shape
 
@@ -39,30 +39,30 @@ def bounds(layers: int, world_size: int) -> list[range]:
     return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
 
 
-def take_part(model: PreTrainedModel, seat: Seat) -> Part:
+def take_part(model: PreTrainedModel, shard: Shard) -> Part:
     """Keeps a rank's layers of a whole model, in place, and has hidden states come and go. After ``meet``.
 
     Raises:
         GroupError: the model has fewer layers than there are ranks, or keeps them in a way that is not known.
     """
     whole = kv_shape(model)
-    own = bounds(whole.layers, seat.world_size)[seat.rank]
+    own = bounds(whole.layers, shard.world_size)[shard.rank]
     packed = unpack_linears(model)
     layers = _keep_layers(model, own)
     _keep_config(model, own)
-    if seat.rank:
+    if shard.rank:
         model.set_output_embeddings(torch.nn.Identity())  # the leader's alone
-    model.to(seat.device)
+    model.to(shard.device)
     if packed:
         pack_linears(model)
-    ahead, behind = (seat.rank + 1) % seat.world_size, (seat.rank - 1) % seat.world_size
-    if seat.rank == 0:
+    ahead, behind = (shard.rank + 1) % shard.world_size, (shard.rank - 1) % shard.world_size
+    if shard.rank == 0:
         layers[-1].register_forward_hook(_round(ahead, behind))
     else:
         layers[0].register_forward_pre_hook(_arriving(behind))
         layers[-1].register_forward_hook(_leaving(ahead))
     shape = dataclasses.replace(whole, layers=len(own), first_layer=own.start, device=model.device)
-    return Part(shape, gives_logits=seat.rank == 0)
+    return Part(shape, gives_logits=shard.rank == 0)
 
 
 def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.heap import spare_collector
 from actors.link import Address
 from actors.ranks import GroupError
-from actors.seats import Seat, ShardMode
+from actors.shard import Shard, ShardMode
 from actors.sharded_group import ShardedGroup, device_of, whole_model
 from actors.sharded_rank import ShardServer, load_whole
 from configs.slices import ModelOptions, ParallelismOptions
@@ -27,14 +27,14 @@ class ShardActor:
     """A follower as an actor. It ends with its leader, by itself."""
 
     def load(
-        self, model: ModelOptions, seat: Seat, secret: bytes, start_timeout_s: float, step_timeout_s: float
+        self, model: ModelOptions, shard: Shard, secret: bytes, start_timeout_s: float, step_timeout_s: float
     ) -> tuple[Address, int]:
         """Loads the model and listens; returns where, and the process.
 
         Raises:
             ModelLoadError: the model cannot be used.
         """
-        server = ShardServer(load_whole(model), seat, secret, start_timeout_s, step_timeout_s)
+        server = ShardServer(load_whole(model), shard, secret, start_timeout_s, step_timeout_s)
         spare_collector()
         server.start()
         return server.address, os.getpid()
@@ -45,7 +45,7 @@ class RankActors:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        shards: Sequence[Shard],
         secret: bytes,
         bundles: PlacementGroup,
         model: ModelOptions,
@@ -56,15 +56,15 @@ class RankActors:
         self._actors: list[Any] = []
         self._loading: list[ray.ObjectRef[Any]] = []
         self._processes: list[psutil.Process] = []
-        for seat in seats:
-            bundle = bundles.bundle_specs[seat.rank]
-            placed = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=seat.rank)
+        for shard in shards:
+            bundle = bundles.bundle_specs[shard.rank]
+            placed = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=shard.rank)
             actor_class = ray.remote(ShardActor).options(
                 num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
             )
             actor = cast(Any, actor_class.remote())
             self._actors.append(actor)
-            self._loading.append(actor.load.remote(model, seat, secret, start_timeout_s, step_timeout_s))
+            self._loading.append(actor.load.remote(model, shard, secret, start_timeout_s, step_timeout_s))
 
     def addresses(self, timeout_s: float) -> list[Address]:
         """See ``Housing``."""
@@ -108,7 +108,7 @@ def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOp
     if bundles is None or found < world_size:
         raise GroupError(f"{world_size} ranks need a placement group with a bundle for each, but there are {found} bundles")
 
-    def house(seats: Sequence[Seat], secret: bytes) -> RankActors:
-        return RankActors(seats, secret, bundles, whole_model(model), start_timeout_s, parallelism.step_timeout_s)
+    def house(shards: Sequence[Shard], secret: bytes) -> RankActors:
+        return RankActors(shards, secret, bundles, whole_model(model), start_timeout_s, parallelism.step_timeout_s)
 
-    return ShardedGroup(Seat(mode, 0, world_size, device_of(model)), house, parallelism, start_timeout_s)
+    return ShardedGroup(Shard(mode, 0, world_size, device_of(model)), house, parallelism, start_timeout_s)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from actors.link import LINK_ERRORS, Address, Link, connect
 from actors.lookahead_parallel import GroupState, StepTimes
 from actors.ranks import GroupError
-from actors.seats import Seat, meet
+from actors.shard import Shard, meet
 from actors.sharded_parts import take_checked
 from actors.sharded_rank import WATCH_S, end_process
 from actors.sharded_wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
@@ -57,7 +57,7 @@ class Housing(Protocol):
         """Ends the followers, whatever they are at. Harmless when repeated."""
 
 
-MakeHousing = Callable[[Sequence[Seat], bytes], Housing]  # starts followers for seats, with the secret that they share
+MakeHousing = Callable[[Sequence[Shard], bytes], Housing]  # starts followers for shards, with the secret that they share
 
 
 def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
@@ -75,7 +75,7 @@ class ShardedGroup:
 
     def __init__(
         self,
-        seat: Seat,
+        shard: Shard,
         house: MakeHousing,
         parallelism: ParallelismOptions,
         start_timeout_s: float,
@@ -84,7 +84,7 @@ class ShardedGroup:
         """Starts the followers, which load the model while the leader loads its own.
 
         Args:
-            seat: of the leader: rank 0.
+            shard: of the leader: rank 0.
             house: starts the followers.
             parallelism: its timeouts.
             start_timeout_s: until all ranks are ready.
@@ -93,8 +93,8 @@ class ShardedGroup:
         Raises:
             GroupError: the followers cannot be started.
         """
-        assert seat.rank == 0 and seat.world_size > 1, seat
-        self._seat, self._parallelism, self._start_timeout_s, self._end = seat, parallelism, start_timeout_s, end
+        assert shard.rank == 0 and shard.world_size > 1, shard
+        self._shard, self._parallelism, self._start_timeout_s, self._end = shard, parallelism, start_timeout_s, end
         self._secret = secrets.token_bytes(32)
         self._links: list[Link] = []
         self._ready: dict[int, str] = {}  # devices of ranks that are
@@ -103,7 +103,7 @@ class ShardedGroup:
         self._began_s: float | None = None  # of the running forward
         self._store: distributed.TCPStore | None = None
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
-        self.housing = house([dataclasses.replace(seat, rank=rank) for rank in range(1, seat.world_size)], self._secret)
+        self.housing = house([dataclasses.replace(shard, rank=rank) for rank in range(1, shard.world_size)], self._secret)
 
     @property
     def world_size(self) -> int:
@@ -123,12 +123,12 @@ class ShardedGroup:
                 self._links.append(connect(address, self._secret, CONNECT_S))
             self._watcher.start()
             port = self._meet(slots, capacity)
-            part = take_checked(model, self._seat)
-            runner = LeadingRunner(model, slots, capacity, part.shape, self._together, self._seat.world_size)
+            part = take_checked(model, self._shard)
+            runner = LeadingRunner(model, slots, capacity, part.shape, self._together, self._shard.world_size)
             while not self._all_ready.wait(WATCH_S):
                 if self._fault is not None or time.monotonic() > deadline:
                     raise GroupError(self._fault or f"the ranks were not ready within {self._start_timeout_s:.0f} s")
-            sweep(HOST, port, self._seat.world_size)
+            sweep(HOST, port, self._shard.world_size)
         except (ModelLoadError, GroupError):
             raise
         except (RuntimeError, *LINK_ERRORS) as error:
@@ -148,7 +148,7 @@ class ShardedGroup:
 
     def state(self) -> GroupState | None:
         """See ``Ranks``: whole, or gone."""
-        return GroupState(self._seat.world_size, tuple(range(self._seat.world_size)), (), 0, None, 0, 0)
+        return GroupState(self._shard.world_size, tuple(range(self._shard.world_size)), (), 0, None, 0, 0)
 
     def devices(self) -> tuple[str, ...] | None:
         """See ``Ranks``."""
@@ -165,17 +165,17 @@ class ShardedGroup:
             link.close()
         self.housing.close()
         if self._store is not None:
-            sweep(HOST, self._store.port, self._seat.world_size)
+            sweep(HOST, self._store.port, self._shard.world_size)
 
     def _meet(self, slots: int, capacity: int) -> int:
         """Has all ranks form a group of ``torch.distributed``; returns the port at which they do."""
-        world_size = self._seat.world_size
+        world_size = self._shard.world_size
         self._store = distributed.TCPStore(HOST, 0, world_size, is_master=True, wait_for_workers=False)
         port = int(self._store.port)
         sweep(HOST, port, world_size)  # of a group that was killed while it met here
         for link in self._links:
             link.send_bytes(encode_shard(Join(HOST, port, slots, capacity)))
-        meet(self._seat, HOST, port, self._start_timeout_s)
+        meet(self._shard, HOST, port, self._start_timeout_s)
         return port
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from actors.pipeline_parallel import take_part as take_layers
 from actors.ranks import GroupError
-from actors.seats import Part, Seat, ShardMode, TakePart
+from actors.shard import Part, Shard, ShardMode, TakePart
 from actors.tensor_parallel import take_part as take_slices
 from engine.errors import one_line
 from engine.runner import kv_shape
@@ -16,8 +16,8 @@ PARTS: dict[ShardMode, TakePart] = {"tensor": take_slices, "pipeline": take_laye
 MOST_DIFFERENT = 0.1  # of the length of the logits: rounding in half precision makes a hundredth, a wrong split about one
 
 
-def take_checked(model: PreTrainedModel, seat: Seat) -> Part:
-    """Keeps a seat's part of a whole model, in place; all ranks call it at the same time, after ``meet``.
+def take_checked(model: PreTrainedModel, shard: Shard) -> Part:
+    """Keeps a shard's part of a whole model, in place; all ranks call it at the same time, after ``meet``.
 
     The leader computes a few rows with the whole model first, and again with the parts: an architecture whose projections hold
     more than one thing is split at the wrong places by DeepSpeed, without a word.
@@ -25,17 +25,17 @@ def take_checked(model: PreTrainedModel, seat: Seat) -> Part:
     Raises:
         GroupError: the model cannot be split, or says something else when it is.
     """
-    whole = probe_logits(model, kv_shape(model)) if seat.rank == 0 else None
-    part = PARTS[seat.mode](model, seat)
+    whole = probe_logits(model, kv_shape(model)) if shard.rank == 0 else None
+    part = PARTS[shard.mode](model, shard)
     try:
         given = probe_logits(model, part.shape)
     except RuntimeError as error:
-        raise GroupError(f"{type(model).__name__} cannot compute in {seat.world_size} parts: {one_line(error)}") from error
+        raise GroupError(f"{type(model).__name__} cannot compute in {shard.world_size} parts: {one_line(error)}") from error
     if whole is not None:
         difference = float((given - whole).norm() / whole.norm())
         if not difference <= MOST_DIFFERENT:
             raise GroupError(
-                f"{type(model).__name__} in {seat.world_size} parts says something else than in one: its logits are off by "
-                f"{difference:.0%}; parallelism.mode {seat.mode} is not for this architecture, choose another one"
+                f"{type(model).__name__} in {shard.world_size} parts says something else than in one: its logits are off by "
+                f"{difference:.0%}; parallelism.mode {shard.mode} is not for this architecture, choose another one"
             )
     return part

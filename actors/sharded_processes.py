@@ -16,7 +16,7 @@ import torch
 from actors.heap import spare_collector
 from actors.link import Address
 from actors.ranks import GroupError
-from actors.seats import Seat, ShardMode
+from actors.shard import Shard, ShardMode
 from actors.sharded_group import ShardedGroup, device_of, whole_model
 from actors.sharded_rank import LoadWhole, ShardServer, load_whole
 from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
@@ -29,11 +29,11 @@ class RankProcesses:
     """``Housing`` of processes, which end with the one that started them."""
 
     def __init__(
-        self, seats: Sequence[Seat], secret: bytes, load: LoadWhole, threads: int, start_timeout_s: float, step_timeout_s: float
+        self, shards: Sequence[Shard], secret: bytes, load: LoadWhole, threads: int, start_timeout_s: float, step_timeout_s: float
     ) -> None:
         """
         Args:
-            seats: one process each.
+            shards: one process each.
             secret: of the group.
             load: gives the whole model in a new process: something that can be pickled.
             threads: of torch, in each.
@@ -42,10 +42,10 @@ class RankProcesses:
         """
         context = multiprocessing.get_context("spawn")
         self._processes: list[tuple[Connection, SpawnProcess]] = []
-        for seat in seats:
+        for shard in shards:
             ours, theirs = context.Pipe()
-            arguments = (theirs, load, seat, secret, threads, start_timeout_s, step_timeout_s)
-            process = context.Process(target=_follow, args=arguments, name=f"{seat.mode}-{seat.rank}", daemon=True)
+            arguments = (theirs, load, shard, secret, threads, start_timeout_s, step_timeout_s)
+            process = context.Process(target=_follow, args=arguments, name=f"{shard.mode}-{shard.rank}", daemon=True)
             process.start()
             theirs.close()
             self._processes.append((ours, process))
@@ -80,15 +80,15 @@ class RankProcesses:
 
 
 def _follow(
-    pipe: Connection, load: LoadWhole, seat: Seat, secret: bytes, threads: int, start_timeout_s: float, step_timeout_s: float
+    pipe: Connection, load: LoadWhole, shard: Shard, secret: bytes, threads: int, start_timeout_s: float, step_timeout_s: float
 ) -> None:
     """A follower's process. A Ctrl-C is the leader's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
-        server = ShardServer(load(), seat, secret, start_timeout_s, step_timeout_s)
+        server = ShardServer(load(), shard, secret, start_timeout_s, step_timeout_s)
     except Exception as error:  # whatever keeps a model from loading: the leader's process says it
-        logger.exception("rank %d could not be loaded", seat.rank)
+        logger.exception("rank %d could not be loaded", shard.rank)
         pipe.send(one_line(error))
         return
     spare_collector()
@@ -128,4 +128,4 @@ def process_group(
         start_timeout_s=start_timeout_s,
         step_timeout_s=options.step_timeout_s,
     )
-    return ShardedGroup(Seat(mode, 0, world_size, device_of(model)), house, options, start_timeout_s)
+    return ShardedGroup(Shard(mode, 0, world_size, device_of(model)), house, options, start_timeout_s)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from actors.link import LINK_ERRORS, Address, Link, accepted, readable
 from actors.ranks import GroupError
-from actors.seats import Part, Seat, meet
+from actors.shard import Part, Shard, meet
 from actors.sharded_parts import take_checked
 from actors.sharded_wire import Failed, Join, Ready, Step, decode_shard, encode_shard
 from actors.shared_sums import sweep
@@ -57,7 +57,7 @@ class ShardServer:
     def __init__(
         self,
         model: PreTrainedModel,
-        seat: Seat,
+        shard: Shard,
         secret: bytes,
         start_timeout_s: float,
         step_timeout_s: float,
@@ -66,7 +66,7 @@ class ShardServer:
         """
         Args:
             model: whole, on the CPU; this rank keeps a part of it.
-            seat: of this rank.
+            shard: of this rank.
             secret: shared with the leader.
             start_timeout_s: for the leader to come, and for all ranks to meet.
             step_timeout_s: a forward that takes longer waits for a rank that hangs.
@@ -75,7 +75,7 @@ class ShardServer:
         Raises:
             OSError: no port can be had.
         """
-        self._model, self._seat, self._secret, self._end = model, seat, secret, end
+        self._model, self._shard, self._secret, self._end = model, shard, secret, end
         self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
         self._began_s: float | None = None  # of the running forward
         self._met: Join | None = None
@@ -98,7 +98,7 @@ class ShardServer:
         except LINK_ERRORS as error:
             logger.info("the leader is gone: %s", one_line(error))
         except Exception as error:  # whatever a model, DeepSpeed or a device raises: the group is of no use without this rank
-            logger.exception("rank %d ends", self._seat.rank)
+            logger.exception("rank %d ends", self._shard.rank)
             self._tell(link, str(error) if isinstance(error, GroupError) else one_line(error))
         self._finish()
 
@@ -107,8 +107,8 @@ class ShardServer:
         if not isinstance(join, Join):
             raise WireError(f"a leader begins with where to meet, not with {type(join).__name__}")
         self._met = join
-        meet(self._seat, join.host, join.port, self._start_timeout_s)
-        part = take_checked(self._model, self._seat)
+        meet(self._shard, join.host, join.port, self._start_timeout_s)
+        part = take_checked(self._model, self._shard)
         runner = following_runner(self._model, join.slots, join.capacity, part.shape)
         link.send_bytes(encode_shard(Ready(meter_name(self._model.device))))
         while True:
@@ -144,7 +144,7 @@ class ShardServer:
     def _finish(self) -> None:
         """Ends the process. What it shares with a leader that was killed while they met, nobody else would take away."""
         if self._met is not None:
-            sweep(self._met.host, self._met.port, self._seat.world_size)
+            sweep(self._met.host, self._met.port, self._shard.world_size)
         self._end()
 
 

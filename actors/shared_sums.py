@@ -25,6 +25,7 @@ import torch
 from torch import distributed
 
 from decoding.jit import cache_folder
+from engine.environment import environment
 from engine.errors import one_line
 
 logger = logging.getLogger(__name__)
@@ -102,15 +103,8 @@ def _load() -> str | None:
 def alone_in(folder: Path) -> Iterator[None]:
     """The folder of compiled modules, for one process at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = os.environ.get(_FOLDER)
     with (folder / "alone").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / _MODULE / "lock").unlink(missing_ok=True)  # of one that was killed: nobody else is here
-        os.environ[_FOLDER] = str(folder)
-        try:
+        with environment(_FOLDER, str(folder)):
             yield
-        finally:
-            if before is None:
-                del os.environ[_FOLDER]
-            else:
-                os.environ[_FOLDER] = before

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.seats import Part, Seat
+from actors.shard import Part, Shard
 from actors.shared_sums import settle
 from engine.errors import one_line
 from engine.packed_linear import PackedLinear, can_pack, unpack_linears
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install 'outrider[baselines]'"
 
 
-def take_part(model: PreTrainedModel, seat: Seat) -> Part:
+def take_part(model: PreTrainedModel, shard: Shard) -> Part:
     """Keeps a rank's slices of a whole model, in place. All ranks call it at the same time, after ``meet``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
@@ -46,32 +46,32 @@ def take_part(model: PreTrainedModel, seat: Seat) -> Part:
     """
     whole = kv_shape(model)
     name = type(model).__name__
-    if whole.kv_heads % seat.world_size:
+    if whole.kv_heads % shard.world_size:
         heads = f"the {whole.kv_heads} KV heads of {name}"
-        raise GroupError(f"{heads} cannot be dealt to {seat.world_size} ranks evenly: change parallelism.world_size")
+        raise GroupError(f"{heads} cannot be dealt to {shard.world_size} ranks evenly: change parallelism.world_size")
     if model.dtype == torch.float64:
         raise GroupError("DeepSpeed's sums know no float64: set model.dtype to float32, bfloat16 or float16")
     packed = unpack_linears(model)
-    deepspeed = _deepspeed(seat.device)
+    deepspeed = _deepspeed(shard.device)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            if seat.device == "cpu":
-                settle(deepspeed, seat.rank, seat.world_size)
+            if shard.device == "cpu":
+                settle(deepspeed, shard.rank, shard.world_size)
             deepspeed.init_inference(
                 model,
-                tensor_parallel={"tp_size": seat.world_size},
+                tensor_parallel={"tp_size": shard.world_size},
                 dtype=model.dtype,
                 replace_with_kernel_inject=False,
             )
-    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:  # its ways to say no
         raise GroupError(
             f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
         ) from error
     logger.debug("DeepSpeed says: %s", printed.getvalue())
     if packed:
         pack_parts(model)
-    here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // seat.world_size)
+    here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // shard.world_size)
     return Part(here, gives_logits=True)
 
 

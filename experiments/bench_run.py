@@ -56,9 +56,3 @@ def conclude(record: Path, pictures: Sequence[Path], wrong: Sequence[str], fails
     if wrong:
         print(f"not identical to plain decoding: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong and fails else 0
-
-
-def refused(error: Exception) -> int:
-    """Says why a run cannot be made; the exit code."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2

@@ -39,7 +39,7 @@ from experiments.fault_figures import Answer, Pass, compared, halves, ratios
 from experiments.http_faults import Chats, stream_over_http
 from experiments.record import write_record
 from experiments.redis_process import RedisProcess
-from experiments.run_options import parsed, run_parser
+from experiments.run_options import parsed, refused, run_parser
 
 Act = Callable[[RedisProcess], None]
 FAULTS: dict[str, tuple[Act, Act]] = {  # what breaks it, what mends it
@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(model.path)
         workload = fitting(chat_workload(args.prompts, tokenizer, None), args.max_tokens, args.context)
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     if len(workload.prompts) < args.requests:
         print(
             f"error: {args.prompts} has {len(workload.prompts)} prompts that fit, --requests is {args.requests}", file=sys.stderr

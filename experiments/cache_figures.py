@@ -29,6 +29,7 @@ from experiments.cache_lag import measure_lag
 from experiments.cache_sizes import measure_memory, measure_snapshot
 from experiments.record import RESULTS, write_record
 from experiments.replay_replica import Replayed, ReplayReplica, Setting
+from experiments.run_options import refused
 from experiments.trie_texts import corpus_texts
 
 _LAG_RUNS = ((1, 300, 3, 0.02), (8, 300, 3, 0.02), (16, 300, 3, 0.02))  # requests, tokens of each, tokens and seconds of a step
@@ -53,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = corpus_texts(args.corpus, args.tokenizer, args.tokens, args.seed)
         known = read_known_texts(args.workload, TextTokenizer(args.tokenizer), None)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     results: dict[str, Any] = {"corpus": texts.about, "lag": [], "lag_without_wait": []}
     for waits, flush_s in (("lag", CacheOptions().flush_s), ("lag_without_wait", 0.0)):
         for run in _LAG_RUNS:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
 from experiments.bench_models import MAX_TOKENS, calm
-from experiments.bench_run import conclude, metered, refused, show
+from experiments.bench_run import conclude, metered, show
 from experiments.competition import progress_bar
 from experiments.draft_models_agreement import beside_paper, figure
 from experiments.draft_models_batches import BatchRuns, measure_batches
@@ -21,6 +21,7 @@ from experiments.draft_models_options import BEAMS, THRESHOLDS
 from experiments.draft_models_paper import Figure
 from experiments.draft_models_tables import lines, tables
 from experiments.record import NOT_METERED, write_record
+from experiments.run_options import refused
 from experiments.strategies import EXACT_DTYPES
 
 Figures = dict[str, Figure | None]  # by metric

@@ -29,7 +29,7 @@ from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
 from experiments.record import write_record
 from experiments.replica_process import Answered, ReplicaProcess, ReplicaSetting
-from experiments.run_options import parsed, run_parser
+from experiments.run_options import parsed, refused, run_parser
 
 KINDS = ("elastic", "independent")
 _SETTLE_S = 1.0  # before each part: replicas follow others once they have had nothing to do for a moment
@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(find_model(args.model))
         workload = fitting(chat_workload(args.prompts, tokenizer, None), args.max_tokens, args.context)
     except (PromptFileError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     if len(workload.prompts) < args.requests:
         print(f"error: {args.prompts} has {len(workload.prompts)} prompts that fit, {args.requests} are needed", file=sys.stderr)
         return 2

@@ -15,12 +15,13 @@ from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_str
 from decoding.drafters import LOSSLESS
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, calm, load_setting
-from experiments.bench_run import conclude, metered, refused, show
+from experiments.bench_run import conclude, metered, show
 from experiments.competition import progress_bar
 from experiments.load_bench import BASELINE, LoadBench
 from experiments.load_figures import load_figures
 from experiments.load_step import back_after_text
 from experiments.record import write_record
+from experiments.run_options import refused
 from experiments.strategies import EXACT_DTYPES
 
 

@@ -46,6 +46,7 @@ from experiments.contestants import Contestant, Prompt, Run
 from experiments.guided import SIZES, random_model, stock_twin
 from experiments.plots import plain_decoding
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 from experiments.stock_batching import StockBatching
 from experiments.stock_generate import LOOKUP_TOKENS, StockGenerate, StockPromptLookup
 
@@ -252,8 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs, model = cells(args)
     except PromptFileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     results = measure(runs, args.repeats)
     config = vars(args) | {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "num_parameters": model.num_parameters()}
     path = write_record(

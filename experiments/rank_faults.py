@@ -27,7 +27,7 @@ from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.disturbed import SIGNALS, Ask, Run, Trial, ask_all
 from experiments.record import write_record
-from experiments.run_options import parsed, run_parser
+from experiments.run_options import parsed, refused, run_parser
 from experiments.served import served
 from experiments.workloads import fits, prompt_ids
 
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asks = read_asks(model, args)
     except (PromptFileError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     common = [
         f"model.dtype={args.dtype}",
         f"model.max_model_len={args.context}",

@@ -21,6 +21,7 @@ from cluster.replay_command import figures
 from cluster.strategy_option import chosen_strategies
 from decoding.replay import replay_workload
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cutter = TextTokenizer(args.tokenizer)
         texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     results: dict[str, dict[str, object]] = {}
     for choice, ranks in itertools.product(choices, args.world_size):
         label = choice.label if args.world_size == [1] else f"{choice.label}, {ranks} ranks"

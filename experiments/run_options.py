@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,3 +50,9 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **least:
         if lowest < bound:
             parser.error(f"--{name.replace('_', '-')} must be at least {bound:g}, got {lowest}")
     return args
+
+
+def refused(error: Exception) -> int:
+    """Says why a run cannot be made; the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

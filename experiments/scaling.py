@@ -18,9 +18,10 @@ from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_str
 from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Workload, calm
-from experiments.bench_run import conclude, metered, refused, show
+from experiments.bench_run import conclude, metered, show
 from experiments.competition import Tally, compete, progress_bar
 from experiments.record import write_record
+from experiments.run_options import refused
 from experiments.scaling_figures import scaling_bars, step_bars
 from experiments.scaling_options import PLAIN, forms_of
 from experiments.scaling_paper import beside_figures

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
 import random
 import sys
 import time
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from configs.schema import find_model
+from engine.environment import environment
 from experiments.record import write_record
 from experiments.run_options import add_settings, parsed, run_parser
 from experiments.served import sample_sums, served
@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.mode}
     for number in range(args.rounds):
         for mode in args.mode[:: 1 if number % 2 == 0 else -1]:
-            with proxied_by(mode), served(model, [f"model.dtype={args.dtype}", "model.threads=1", *args.set]) as server:
+            with (
+                environment(HAPROXY, MODES[mode]),
+                served(model, [f"model.dtype={args.dtype}", "model.threads=1", *args.set]) as server,
+            ):
                 timed = list(measure(server.url, Path(model).name, args, number))
             runs[mode].append(summary(timed))
             print(f"round {number + 1} of {args.rounds}, {mode}: {runs[mode][-1]}", file=sys.stderr)
@@ -85,20 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(write_record("service-overhead", vars(args), results, args.seed, started, "cpu", args.out).name)
     judged: Any = modes[args.mode[0]]["median"]
     return 0 if judged["added_ttft_ms"]["p50"] <= GOAL_TTFT_MS and judged["rate_p50"] >= GOAL_RATE else 1
-
-
-@contextlib.contextmanager
-def proxied_by(mode: str) -> Iterator[None]:
-    """The environment in which servers that start use one of Serve's proxies."""
-    before = os.environ.get(HAPROXY)
-    os.environ[HAPROXY] = MODES[mode]
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[HAPROXY]
-        else:
-            os.environ[HAPROXY] = before
 
 
 def measure(url: str, model: str, args: argparse.Namespace, number: int) -> Iterator[Timed]:

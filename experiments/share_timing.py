@@ -43,6 +43,7 @@ from experiments.competition import progress_bar
 from experiments.contestants import Prompt
 from experiments.guided import SIZES
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 from experiments.scaling_figures import prediction_lines
 from experiments.scaling_setting import read_setting
 from experiments.turns import Prediction, TurnGroup, follow
@@ -74,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = run(args, chosen_strategies(args.strategy or ["auto"]), exchange_line(args.exchange))
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     path = write_record("share-timing", vars(args), results, args.seed, started, "cpu", args.out)
     prediction_lines(results, path.with_suffix(".svg"))
     Console(width=None if sys.stdout.isatty() else 160).print(table(results))

@@ -33,6 +33,7 @@ from decoding.replay import KnownText
 from experiments.plots import shared_trie_curves
 from experiments.record import RESULTS, write_record
 from experiments.replay_replica import Replayed, ReplayReplica, Setting
+from experiments.run_options import refused
 
 _QUOTA_BYTES = 1 << 30  # nothing has to go
 _SNAPSHOT_WAIT_S = 30.0
@@ -53,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cutter = TextTokenizer(args.tokenizer)
         texts = {path.stem: read_known_texts(path, cutter, None, args.records) for path in args.workloads}
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     results = run(texts, args.strategy, args.budget, cutter.vocab_size)
     record = write_record("shared-trie", vars(args), results, None, started, "cpu", args.out)
     shared_trie_curves(results, record.with_suffix(".svg"))

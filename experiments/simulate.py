@@ -30,6 +30,7 @@ from rich.table import Column, Table
 from cluster.strategy_option import chosen_strategies
 from experiments.competition import progress_bar
 from experiments.record import write_record
+from experiments.run_options import refused
 from experiments.simulation.options import arguments
 from experiments.simulation.search import cheapest, nearest, read_goal
 from experiments.simulation.sweep import Simulation
@@ -118,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = simulate(args)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     if args.json:
         print(json.dumps(results, indent=1))
     else:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 from experiments.simulation.checks import baselines, needed_steps, shared_steps, wide_steps, without_launches
 from experiments.simulation.paper_texts import Texts, code, retrieval
 
@@ -82,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = compare(args)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     Console(width=None if sys.stdout.isatty() else 200).print(*tables(results), sep="\n")
     print(f"{results['agree']} of {results['told']} agree")
     print(write_record("simulate-papers", vars(args), results, None, started, "cpu", args.out).name)

@@ -38,6 +38,7 @@ from experiments.load_measures import measured
 from experiments.load_servers import EngineServer
 from experiments.load_traffic import Arrivals, ClosedLoop, OpenLoop, drive, poisson
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 from experiments.shared_model import SharedModel
 from experiments.simulation.cluster import SimulatedCluster
 from experiments.simulation.replica import SimulatedReplica
@@ -137,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = compare(Validation(load_setting(args), args), chosen_strategies(args.strategy), args)
     except (ValueError, ModelLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     Console(width=None if sys.stdout.isatty() else 160).print(table(results))
     print(write_record("simulate-validation", vars(args), results, args.seed, started, "cpu", args.out).name)
     return 0

@@ -17,7 +17,7 @@ from decoding.drafters import LOSSLESS
 from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, Workload, calm, contestants, load_setting
-from experiments.bench_run import conclude, metered, refused, show
+from experiments.bench_run import conclude, metered, show
 from experiments.competition import (
     Tally,
     compete,
@@ -31,6 +31,7 @@ from experiments.competition import (
 from experiments.contestants import Contestant
 from experiments.plots import strategy_bars
 from experiments.record import write_record
+from experiments.run_options import refused
 from experiments.stock_generate import LOOKUP_TOKENS, StockPromptLookup
 
 EXACT_DTYPES = (torch.float32, torch.float64)

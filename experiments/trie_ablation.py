@@ -40,6 +40,7 @@ from decoding.replay import KnownText, ReplayCounts, replay_workload
 from experiments.explicit_trie import ExplicitTrieDrafter, TrieParts, count_nodes, trie_bytes
 from experiments.plots import trie_capacity
 from experiments.record import RESULTS, write_record
+from experiments.run_options import refused
 from experiments.trie_ablation_tables import FULL, PAPER_CAPACITIES, add_ratios, mean_ratios, published, tables
 from experiments.trie_timing import quiet
 
@@ -216,8 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         workloads = workloads_of(args)
     except PromptFileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
     some = replace(workloads[0], before=workloads[0].texts[:16], texts=workloads[0].texts[:16])
     run_compiled(some, {"capacity": _LEAST_TOKENS})  # compiles insertion, eviction and retrieval
     clock, found = time.perf_counter(), {}

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.seats import ShardMode
+from actors.shard import ShardMode
 from actors.sharded_processes import RankProcesses, process_group
 from configs.slices import ModelOptions
 from decoding.drafters import STRATEGIES, build_drafter, build_drafters

@@ -9,13 +9,14 @@ from datetime import UTC, datetime
 
 from engine.errors import ModelLoadError
 from experiments.bench_models import calm
-from experiments.bench_run import conclude, metered, refused, show
+from experiments.bench_run import conclude, metered, show
 from experiments.papers import jacobi, llma, ngrammys, trie
 from experiments.papers.beside import Found, beside, shown
 from experiments.papers.figures import draw
 from experiments.papers.options import GUIDED, PAPERS
 from experiments.papers.stage import ALL, BEST, Measures, Stage, load_stage, ran
 from experiments.record import write_record
+from experiments.run_options import refused
 from experiments.strategies import EXACT_DTYPES
 
 RUNS: dict[str, Callable[[Stage, argparse.Namespace], Found]] = {

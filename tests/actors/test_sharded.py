@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from actors.pipeline_parallel import bounds
 from actors.ranks import GroupError
-from actors.seats import Seat, ShardMode
+from actors.shard import Shard, ShardMode
 from actors.sharded_wire import Failed, Join, Ready, ShardMessage, Step, decode_shard, encode_shard, encode_step
 from actors.shared_sums import alone_in
 from actors.tensor_parallel import take_part
@@ -132,9 +132,9 @@ def test_layers_are_dealt_evenly() -> None:
 
 def test_what_deepspeed_would_get_wrong_is_refused() -> None:
     with pytest.raises(GroupError, match="2 KV heads of LlamaForCausalLM cannot be dealt to 3 ranks"):
-        take_part(whole("llama"), Seat("tensor", 0, 3, "cpu"))
+        take_part(whole("llama"), Shard("tensor", 0, 3, "cpu"))
     with pytest.raises(GroupError, match="no float64"):
-        take_part(tiny_model("llama", "float64").stock, Seat("tensor", 0, 2, "cpu"))
+        take_part(tiny_model("llama", "float64").stock, Shard("tensor", 0, 2, "cpu"))
 
 
 def test_packed_layers_can_be_plain_again() -> None:

@@ -306,37 +306,42 @@ def test_lines_say_what_drafts_cost_and_which_text_is_likelier() -> None:
 
 
 def test_batches_book_what_a_counter_says(tiny_model: Path, tmp_path: Path) -> None:
-    """A folder like the kernel's, whose counter goes on while the model computes."""
+    """A folder like the kernel's, whose counter goes on by 5 mJ a forward, and all the time before."""
     zone = tmp_path / "intel-rapl:0"
     zone.mkdir()
     (zone / "name").write_text("package-0\n")
     (zone / "max_energy_range_uj").write_text(f"{10**12}\n")
     (zone / "energy_uj").write_text("0\n")
-    over = threading.Event()
 
     def consume() -> None:
-        used = 0
-        while not over.wait(0.001):
-            used += 5_000
-            (zone / "next").write_text(f"{used}\n")
-            (zone / "next").replace(zone / "energy_uj")
+        used = int((zone / "energy_uj").read_text()) + 5_000
+        (zone / "next").write_text(f"{used}\n")
+        (zone / "next").replace(zone / "energy_uj")
 
     meter = open_meter(["cpu"], tmp_path)
-    loaded = load_model(ModelOptions(str(tiny_model), dtype="float64"))
-    device = threading.Thread(target=consume)
+    over = threading.Event()
+
+    def idle() -> None:
+        while not over.wait(0.001):
+            consume()
+
+    device = threading.Thread(target=idle)
     device.start()
     try:
         idle_w = measure_idle(meter, 0.2)
-        told = BatchRuns(loaded, [Prompt("x", [5, 6, 7, 8], []), Prompt("y", [9] * 6, [])], 2, 5).run(2, 7, {}, 0, meter)
     finally:
         over.set()
         device.join()
     assert meter.source == "rapl" and idle_w is not None and idle_w > 0
+    loaded = load_model(ModelOptions(str(tiny_model), dtype="float64"))
+    batches = BatchRuns(loaded, [Prompt("x", [5, 6, 7, 8], []), Prompt("y", [9] * 6, [])], 2, 5)
+    loaded.model.register_forward_hook(lambda *_: consume())
+    told = batches.run(2, 7, {}, 0, meter)
     assert told["runs"] == 8  # of four forwards each, after the first token
-    joules, seconds = told["joules"], told["seconds"]
-    assert joules is not None and seconds is not None and told["net_joules"] is not None and joules > 0
-    assert told["net_joules"] == pytest.approx(joules - idle_w * seconds, abs=0.05 * idle_w)
-    assert told["j_per_run"] == pytest.approx(joules / 8) and told["j_per_input"] == pytest.approx(joules / 16)
+    seconds = told["seconds"]
+    assert seconds is not None and told["joules"] == pytest.approx(8 * 5e-3)
+    assert told["net_joules"] == pytest.approx(8 * 5e-3 - idle_w * seconds, abs=0.05 * idle_w)
+    assert told["j_per_run"] == pytest.approx(5e-3) and told["j_per_input"] == pytest.approx(5e-3 / 2)
     assert told["s_per_input"] == pytest.approx(seconds / 16)
 
 
