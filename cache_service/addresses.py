@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -77,6 +77,20 @@ def connect(url: str, timeout_s: float, block_s: float = 0.0) -> Client:
             f"redis_url ({scheme}://...): cannot be read; check the port, the database number and the arguments after '?', and "
             "percent-encode special characters of the password"
         ) from None
+
+
+def with_password(url: str, password: str) -> str:
+    """An address that names a user, or nobody, and has no password, with this one; another address as it is.
+
+    Example: ``rediss://outrider@redis:6379`` and ``a/b`` are ``rediss://outrider:a%2Fb@redis:6379``.
+    """
+    scheme, separator, rest = url.partition("://")
+    ends = [at for at in map(rest.find, "/?") if at >= 0]
+    end = min(ends, default=len(rest))
+    user, at, hosts = rest[:end].rpartition("@")
+    if not separator or not password or ":" in user:
+        return url
+    return f"{scheme}://{user}:{quote(password, safe='')}@{hosts}{rest[end:]}"
 
 
 class _AddressError(Exception):

@@ -31,13 +31,13 @@ from cluster.door import capacity, door_options
 from cluster.generation import EnginePort, Job
 from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
-from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, baseline_parallelism, group_size
+from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, baseline_parallelism, group_size, redis_address
 from cluster.stream_guard import StreamGuard
 from cluster.tracing import open_tracing
 from configs.keys_file import with_tenants_of_file
-from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, tenant_names
+from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import is_loopback
 from decoding.request import PLAIN, Request, StepOutput
 from engine.energy import open_meter
@@ -47,6 +47,7 @@ from engine.loading import load_tokenizer
 logger = logging.getLogger(__name__)
 
 INGRESS_ONGOING = 100_000  # the ingress holds what engines queue, and answers /health whatever they do
+GRAIN = 0.001  # of a resource
 HEALTH_PERIOD_S = 3.0
 HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three in a row
 
@@ -164,9 +165,11 @@ def build_app(config: Config) -> serve.Application:
         config: all of it; each deployment gets its slices, which are plain data. Without ``redis_url`` replicas share nothing.
 
     Raises:
-        configs.schema.ConfigError: outputs are to be shared, and the environment has no secret to derive names from; or
-            the file of keys cannot be used.
+        configs.schema.ConfigError: a value that is not allowed; outputs are to be shared, and the environment has no secret to
+            derive names from; or the file of keys cannot be used.
     """
+    check_values(config)
+    config = config.model_copy(update={"redis_url": redis_address(config)})
     secret = os.environ.get(SECRET_VARIABLE, "")
     if config.redis_url and config.cache.enabled and not secret:
         raise ConfigError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
@@ -198,12 +201,12 @@ def application(config: Config, secret: bytes) -> serve.Application:
         keeper = serve.deployment(
             name="cache",
             num_replicas=cache.services,
-            ray_actor_options={"num_cpus": 0},
+            ray_actor_options=_without_model(server),
             graceful_shutdown_timeout_s=server.stop_timeout_s,
         )(CacheActor).bind(engine, access, _quotas(config))
     ingress = serve.deployment(
         name="api",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_without_model(server),
         max_ongoing_requests=INGRESS_ONGOING,
         max_surge_percent=100,  # a redeploy stops it when the next one answers: no request finds none
         graceful_shutdown_timeout_s=server.stop_timeout_s,
@@ -220,6 +223,11 @@ def _of_engines(config: Config, gpus: float, ongoing: int) -> dict[str, Any]:
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_timeout_s": config.server.stop_timeout_s,
     }
+
+
+def _without_model(server: ServerOptions) -> dict[str, Any]:
+    """What an actor reserves that computes little: nothing, or a grain of the resource that nodes for such actors offer."""
+    return {"num_cpus": 0, **({} if server.api_resource is None else {"resources": {server.api_resource: GRAIN}})}
 
 
 def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
@@ -263,7 +271,7 @@ def _company(config: Config) -> Company | None:
     options, server = config.parallelism, config.server
     if options.mode != "lookahead" or options.world_size != "auto" or server.replicas == 1:
         return None
-    deployment = serve.deployment(name="lobby", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=0.0)
+    deployment = serve.deployment(name="lobby", ray_actor_options=_without_model(server), graceful_shutdown_timeout_s=0.0)
     return Company(deployment(LobbyActor).bind(), secrets.token_bytes(32), min(server.replicas, MAX_WORLD_SIZE))
 
 

@@ -15,6 +15,7 @@ from cluster.chat_command import chat
 from cluster.doctor import doctor
 from cluster.generate_command import generate
 from cluster.replay_command import replay
+from cluster.serve_config_command import serve_config
 from cluster.simulate_command import simulate
 from cluster.terminal import fail, fail_input
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(serve_config)
 app.command()(generate)
 app.command()(chat)
 app.command()(replay)

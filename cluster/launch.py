@@ -23,10 +23,11 @@ from actors.own_ray import start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
 from cluster.launch_console import Progress, StopRequested, StopSignals
-from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation
+from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation, redis_address
 from configs.schema import Config
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
+from decoding.jit import compiles_first
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -79,10 +80,11 @@ def serve_until_stopped(config: Config) -> None:
 @contextlib.contextmanager
 def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
     """Its address, and the secret that names of tenants in it are derived from."""
-    if config.redis_url is not None:
-        _check_redis(config.redis_url)
+    url = redis_address(config)
+    if url is not None:
+        _check_redis(url)
         say("Redis answers at redis_url")
-        yield config.redis_url, os.environ.get(SECRET_VARIABLE, "").encode()
+        yield url, os.environ.get(SECRET_VARIABLE, "").encode()
         return
     try:
         embedded = EmbeddedRedis.start()
@@ -195,7 +197,8 @@ def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: Stop
     """Returns when the service is healthy; a line each second until then."""
     began = time.monotonic()
     next_line = began + 1.0
-    say(f"loading {config.model.path}")
+    compiles = config.server.ray_address is None and compiles_first()
+    say(f"loading {config.model.path}{'; the first start compiles for a minute, later ones do not' if compiles else ''}")
     with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
         while True:
             signals.check()

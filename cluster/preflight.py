@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+from cache_service.addresses import with_password
 from configs.keys_file import with_keys_file
 from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address
@@ -24,6 +25,8 @@ SECRET_ADVICE = (
     "and names of tenants in a Redis that others use are derived from it: "
     f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same wherever Outrider runs on that Redis, or set cache.enabled=false"
 )
+
+PASSWORD_VARIABLE = "OUTRIDER_REDIS_PASSWORD"  # of a redis_url without one, so that a configuration may be public
 
 
 class LaunchError(RuntimeError):
@@ -43,6 +46,7 @@ def check(config: Config) -> None:
     check_keys(config)
     check_processors(config)
     check_parallelism(config)
+    check_resource(config)
 
 
 def ray_folder() -> Path:
@@ -120,6 +124,21 @@ def check_keys(config: Config) -> None:
         with_keys_file(config.tenancy, key_is_required(config.server.require_key, config.server.host))
     except ConfigError as error:
         raise LaunchError(str(error)) from None
+
+
+def check_resource(config: Config) -> None:
+    """Raises LaunchError when the API is to run where a resource is that the Ray of this process will not have."""
+    if config.server.api_resource is not None and config.server.ray_address is None:
+        raise LaunchError(
+            f"server.api_resource is {config.server.api_resource}, and the Ray that is started here has no such resource: leave it "
+            "out, or join a cluster that has it with server.ray_address"
+        )
+
+
+def redis_address(config: Config) -> str | None:
+    """``redis_url`` with the password of the environment, where it has none of its own."""
+    url = config.redis_url
+    return None if url is None else with_password(url, os.environ.get(PASSWORD_VARIABLE, ""))
 
 
 def group_size(options: ParallelismOptions) -> int:

@@ -140,15 +140,13 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     Raises:
         ConfigError: no such file, not yaml, an unknown key, or a value that is not allowed.
     """
-    data = {} if path is None else _read_yaml(path)
-    for override in overrides:
-        _apply(data, override)
+    data = read_settings(path, overrides)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         # Each type of a union has an error of its own; together they are described once.
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
-    _check_values(config)
+    check_values(config)
     model = dataclasses.replace(config.model, path=find_model(config.model.path))
     speculation = config.speculation
     if speculation.draft_model is not None:
@@ -157,6 +155,18 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
     if tenancy.keys_file is not None:  # actors have other working directories
         tenancy = dataclasses.replace(tenancy, keys_file=str(Path(tenancy.keys_file).expanduser().absolute()))
     return config.model_copy(update={"model": model, "speculation": speculation, "tenancy": tenancy})
+
+
+def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a yaml file and overrides set, by section, as they say it.
+
+    Raises:
+        ConfigError: no such file, not yaml, or an override that cannot be read.
+    """
+    data = {} if path is None else _read_yaml(path)
+    for override in overrides:
+        _apply(data, override)
+    return data
 
 
 def find_model(path: str) -> str:
@@ -184,7 +194,7 @@ def tenant_names(config: Config) -> tuple[str, ...]:
     return tuple(sorted({*config.tenancy.tenants, *([] if anonymous is None else [anonymous])}))
 
 
-def _check_values(config: Config) -> None:
+def check_values(config: Config) -> None:
     """Raises ConfigError for a number out of bounds, numbers that contradict each other, or a prefix Redis keys cannot have."""
     for key, (low, high) in _BOUNDS.items():
         section, name = key.split(".")

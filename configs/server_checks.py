@@ -33,3 +33,6 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
     endpoint = server.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         yield f"server.otlp_endpoint is {endpoint!r}; allowed: the address of an OTLP/HTTP collector, such as http://127.0.0.1:4318"
+    resource = server.api_resource
+    if resource is not None and (not resource.isidentifier() or resource in ("CPU", "GPU", "memory")):
+        yield f"server.api_resource is {resource!r}; allowed: the name of a custom resource of Ray, such as outrider_api"

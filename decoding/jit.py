@@ -80,6 +80,11 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / "outrider"
 
 
+def compiles_first() -> bool:
+    """Whether this version's functions were never compiled for this user: who uses them first then waits, a minute in all."""
+    return NATIVE and not any((cache_folder() / f"native-{_version()}").rglob("*.nbc"))
+
+
 @cache
 def _writable(folder: Path) -> bool:
     """Whether files can be made in a folder, which is made if need be."""

@@ -71,7 +71,9 @@ def test_plain_python_proposes_the_same_trees() -> None:
 
 
 @pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
-def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path) -> None:
+def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.compiles_first()
     blocked = tmp_path / "file"
     blocked.write_text("")
     beside = ROOT / "decoding" / "__pycache__"
@@ -89,6 +91,7 @@ def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path) -> N
     assert python(program, XDG_CACHE_HOME=str(tmp_path)).split() == ["3", "1", "1", "FunctionCache"]
     (folder,) = (tmp_path / "outrider").iterdir()
     assert folder.name == f"native-{jit._version()}" and list(folder.rglob("*.nbi"))
+    assert not jit.compiles_first()
 
 
 def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""``outrider serve-config``: a configuration as Ray Serve's own tools and KubeRay take it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.terminal import fail_input
+
+IMPORT_PATH = "cluster.app:build_app"
+
+
+def serve_config(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the file, such as server.replicas=2.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A yaml file; the defaults when absent.")] = None,
+) -> None:
+    """Print what `serve deploy` and the field serveConfigV2 of a RayService take, for a cluster that runs already."""
+    from configs.schema import ConfigError
+
+    try:
+        text = serve_config_text(config, overrides or ())
+    except ConfigError as error:
+        fail_input(str(error))
+    typer.echo(text, nl=False)
+
+
+def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
+    """The document, with the command that makes it in its first line.
+
+    The arguments are the file's own and the overrides, nothing that was filled in: paths mean what they mean on the cluster's
+    machines.
+
+    Raises:
+        configs.schema.ConfigError: a value that is not allowed, or one that means nothing there.
+    """
+    import yaml
+
+    from configs.schema import ConfigError, load_config, read_settings
+
+    loaded = load_config(config, overrides)
+    if loaded.server.ray_address is not None:
+        raise ConfigError("server.ray_address is for outrider serve: who takes this document has a cluster; leave it out")
+    arguments = read_settings(config, overrides)
+    http = {"host": loaded.server.host, "port": loaded.server.port}
+    # The application goes by them, too: whether keys are required, and where the operator's routes are.
+    arguments["server"] = http | arguments.get("server", {})
+    document: dict[str, Any] = {
+        "proxy_location": "EveryNode",
+        "http_options": http,
+        "applications": [{"name": "outrider", "import_path": IMPORT_PATH, "route_prefix": "/", "args": arguments}],
+    }
+    words = ["outrider", "serve-config", *(["--config", os.fspath(config)] if config else []), *overrides]
+    return f"# {shlex.join(words)}\n{yaml.safe_dump(document, sort_keys=False, width=120)}"
