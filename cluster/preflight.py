@@ -130,8 +130,8 @@ def check_resource(config: Config) -> None:
     """Raises LaunchError when the API is to run where a resource is that the Ray of this process will not have."""
     if config.server.api_resource is not None and config.server.ray_address is None:
         raise LaunchError(
-            f"server.api_resource is {config.server.api_resource}, and the Ray that is started here has no such resource: leave it "
-            "out, or join a cluster that has it with server.ray_address"
+            f"server.api_resource is {config.server.api_resource}, and the Ray that is started here has no such resource: leave "
+            "it out, or join a cluster that has it with server.ray_address"
         )
 
 

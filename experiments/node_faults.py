@@ -1,0 +1,191 @@
+"""The CPU overlay's RayService on machines of their own, of which one after the other is lost, upgraded and given new keys.
+
+python -m experiments.node_faults [--only engine head ...]
+
+Machines are network namespaces (root and iproute2 are needed), see ``experiments.manifest_cluster``. While a fault is there,
+requests of several kinds run; their text, finish reason, tokens and usage have to be those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from configs.schema import find_model
+from experiments.machines import MachinesError
+from experiments.manifest_cluster import ManifestCluster
+from experiments.record import write_record
+from experiments.run_options import parsed, refused, run_parser
+from experiments.service_asks import Ask, Told, make_asks, play
+from experiments.service_trial import spread
+
+OVERLAY = "cpu-demo"
+_KINDS = ("greedy", "sampled", "whole", "json", "penalties")
+_AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
+_PATIENCE_S = 180.0
+_HEALTHY = {"status": "ok", "replicas": 2, "shared_cache": "connected"}
+Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns what is told of it
+
+
+def lose_engine(cluster: ManifestCluster) -> dict[str, Any]:
+    """A machine with an engine is gone, and another one comes."""
+    cluster.machine("engine-0").kill()
+    noticed_s = cluster.until("/health", {"status": "degraded"})
+    time.sleep(_AWAY_S)
+    cluster.start("engine-0")
+    return {"noticed_s": noticed_s, "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def lose_head(cluster: ManifestCluster) -> dict[str, Any]:
+    """The head is gone, and comes back with what Redis knows of the cluster."""
+    cluster.machine("head").kill()
+    time.sleep(_AWAY_S)
+    cluster.start("head")
+    began = time.monotonic()
+    while time.monotonic() - began < _PATIENCE_S:
+        try:
+            if cluster.applications()["outrider"]["status"] == "RUNNING":
+                break
+        except (httpx.HTTPError, KeyError, ValueError):
+            pass
+        time.sleep(0.5)
+    return {"running_after_s": round(time.monotonic() - began, 2), "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
+    """The replicas' memory is gone, and comes back with what it had written."""
+    cluster.lose_redis()
+    time.sleep(_AWAY_S)
+    state = httpx.get(f"{cluster.url}/health", timeout=5).json()["shared_cache"]
+    cluster.restore_redis()
+    return {"meanwhile": state, "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
+    """Another Serve configuration, as ``kubectl apply`` brings it, and back."""
+    (application,) = cluster.serve_config["applications"]
+    found = {}
+    for name, kept in (("upgrade", 32), ("rollback", 64)):
+        application["args"]["audit"] = {"keep": kept}
+        cluster.deploy()
+        time.sleep(1.0)
+        began = time.monotonic()
+        while cluster.applications()["outrider"]["status"] != "RUNNING":
+            time.sleep(0.5)
+        found[f"{name}_s"] = round(time.monotonic() - began + 1.0, 2)
+        cluster.until("/health", _HEALTHY)
+    return found
+
+
+def rotate(cluster: ManifestCluster) -> dict[str, Any]:
+    """The secret with the keys changes."""
+    old, cluster.key = cluster.key, f"{cluster.key}-new"
+    cluster.give_key(cluster.key)
+    began, found = time.monotonic(), {}
+    for name, key, status in (("new_key_works_s", cluster.key, 200), ("old_key_refused_s", old, 401)):
+        while httpx.get(f"{cluster.url}/v1/models", headers=bearer(key), timeout=5).status_code != status:
+            if time.monotonic() - began > _PATIENCE_S:
+                raise MachinesError(f"{name}: not within {_PATIENCE_S:.0f} s")
+            time.sleep(0.1)
+        found[name] = round(time.monotonic() - began, 2)
+    return found
+
+
+def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
+    """The machine with the API is gone, which alone takes requests in; nobody is answered until it is back."""
+    cluster.machine("api-0").kill()
+    began = time.monotonic()
+    cluster.start("api-0")
+    cluster.until("/health", _HEALTHY)
+    return {"nobody_answers_s": round(time.monotonic() - began, 2)}
+
+
+WITH_REQUESTS: dict[str, Fault] = {"engine": lose_engine, "head": lose_head, "redis": lose_redis, "upgrade": upgrade}
+ALONE: dict[str, Fault] = {"keys": rotate, "api": lose_api}
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that says who asks."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def under(
+    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], right: Sequence[Told], concurrency: int
+) -> dict[str, Any]:
+    """A fault while requests run, round after round until it is over.
+
+    Returns:
+        What the fault tells; ``answers``, how many of them ``identical``, ``wrong`` and ``pause_s`` of the streams.
+    """
+    rounds: list[Told] = []
+    wrong = []
+    beside = asyncio.create_task(asyncio.to_thread(fault, cluster))
+    while not beside.done():
+        answers, _ = await ask_all(cluster, asks, concurrency)
+        rounds += answers
+        for asked, told, good in zip(asks, answers, right, strict=True):
+            if found := told.differs(good):
+                wrong.append({"kind": asked.kind, "differs": found, "error": told.error})
+    pauses = [told.pause_s(0.0) for told in rounds if len(told.times) > 2]
+    counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "wrong": wrong, "pause_s": spread(pauses)}
+    return await beside | counts
+
+
+async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Told], float]:
+    """All requests, in the tenant's name, and the seconds they took."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
+        return await play(client, "demo_model", asks, concurrency, lambda text: None)
+
+
+def measure(cluster: ManifestCluster, args: argparse.Namespace, started_s: float) -> dict[str, Any]:
+    """All faults, one after the other, each on a whole cluster."""
+    asks = make_asks(args.requests, args.max_tokens, args.seed, _KINDS)
+    right, seconds = asyncio.run(ask_all(cluster, asks, args.concurrency))
+    failed = [told.error for told in right if told.error]
+    if failed:
+        raise MachinesError(f"the undisturbed run failed: {failed[0]}")
+    found: dict[str, Any] = {"ready_s": round(started_s, 2), "undisturbed_s": round(seconds, 2), "faults": {}}
+    for name in args.only:
+        cluster.until("/health", _HEALTHY)
+        if name in ALONE:
+            told = ALONE[name](cluster)
+        else:
+            told = asyncio.run(under(cluster, WITH_REQUESTS[name], asks, right, args.concurrency))
+        print(f"{name}: { {key: value for key, value in told.items() if key != 'wrong'} }", file=sys.stderr)
+        for entry in told.get("wrong", ()):
+            print(f"  not the undisturbed answer: {entry}", file=sys.stderr)
+        found["faults"][name] = told
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the record; 1 where an answer is another one, 2 where no machines can be made."""
+    parser = run_parser(__doc__, dtype="float32", dtypes=("float32",))
+    names = [*WITH_REQUESTS, *ALONE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="faults; all by default")
+    parser.add_argument("--requests", type=int, default=10, help="of a round; rounds follow each other while a fault lasts")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    args = parsed(parser, argv, requests=1, concurrency=1, max_tokens=1)
+    started, began = datetime.now(UTC), time.monotonic()
+    try:
+        with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}) as cluster:
+            results = measure(cluster, args, time.monotonic() - began)
+    except MachinesError as error:
+        return refused(error)
+    print(write_record("node-faults", vars(args), results, args.seed, started, "cpu", args.out).name)
+    return 1 if any(told.get("wrong") for told in results["faults"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""``outrider serve-config``: what Serve's own tools and KubeRay are given, and what the application makes of it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from cluster.app import build_app
+from cluster.cli import app
+from cluster.preflight import LaunchError, check_resource, redis_address
+from configs.schema import REPOSITORY, Config, ConfigError, load_config
+
+RUN = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+LOCAL = REPOSITORY / "configs" / "local.yaml"
+
+
+def test_the_document_is_a_serve_configuration_with_the_file_s_own_settings() -> None:
+    found = RUN.invoke(app, ["serve-config", "--config", str(LOCAL), "server.replicas=2", "redis_url=redis://there:6379"])
+    assert found.exit_code == 0, found.output
+    first, _, rest = found.stdout.partition("\n")
+    words = shlex.split(first.removeprefix("# outrider "))
+    assert RUN.invoke(app, words).stdout == found.stdout  # its first line is the command that makes it
+    document = yaml.safe_load(rest)
+    deployed = ServeDeploySchema.model_validate(document)
+    assert [each.import_path for each in deployed.applications] == ["cluster.app:build_app"]
+    assert (deployed.http_options.host, deployed.http_options.port) == ("127.0.0.1", 8000)
+    arguments = document["applications"][0]["args"]
+    assert arguments["model"] == yaml.safe_load(LOCAL.read_text())["model"]  # nothing filled in, no path made absolute
+    assert arguments["server"]["replicas"] == 2 and arguments["redis_url"] == "redis://there:6379"
+    Config.model_validate(arguments)
+
+
+def test_host_and_port_are_serve_s_and_the_application_s() -> None:
+    overrides = ["server.host=0.0.0.0", "server.port=9001", "server.require_key=false", "tenancy.anonymous=null"]
+    document = yaml.safe_load(RUN.invoke(app, ["serve-config", *overrides]).stdout)
+    assert document["http_options"] == {"host": "0.0.0.0", "port": 9001}
+    server = document["applications"][0]["args"]["server"]
+    assert (server["host"], server["port"]) == ("0.0.0.0", 9001)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["server.replica=2"], "did you mean server.replicas"),
+        (["server.ray_address=auto"], "server.ray_address is for outrider serve"),
+        (["server.api_resource=CPU"], "the name of a custom resource of Ray"),
+        (["server.api_resource=two words"], "the name of a custom resource of Ray"),
+    ],
+)
+def test_what_cannot_be_is_one_line(overrides: list[str], says: str) -> None:
+    found = RUN.invoke(app, ["serve-config", *overrides])
+    assert found.exit_code == 2
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    found = RUN.invoke(app, ["serve-config", "--config", "nothing.yaml"])
+    assert found.exit_code == 2 and "no config file nothing.yaml" in found.stderr
+
+
+def test_the_application_checks_what_serve_passes_on() -> None:
+    """Serve makes a ``Config`` of the arguments, which knows types and names, but no bounds."""
+    with pytest.raises(ConfigError, match=r"server\.replicas is 0; allowed: 1 to 1024"):
+        build_app(Config.model_validate({"server": {"replicas": 0}}))
+
+
+def test_what_holds_no_model_goes_where_the_resource_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE_SECRET", "s")
+    settings = {"server": {"api_resource": "outrider_api"}, "redis_url": "redis://there:6379", "model": {"device": "cpu"}}
+    found = _resources(build_app(Config.model_validate(settings)))
+    assert found == {"api": {"outrider_api": 0.001}, "cache": {"outrider_api": 0.001}, "engine": {}}
+    del settings["server"]
+    assert _resources(build_app(Config.model_validate(settings))) == {"api": {}, "cache": {}, "engine": {}}
+
+
+def test_a_ray_of_our_own_has_no_such_resource() -> None:
+    with pytest.raises(LaunchError, match=r"server\.api_resource is outrider_api, and the Ray that is started here has no such"):
+        check_resource(load_config(LOCAL, ["server.api_resource=outrider_api"]))
+    check_resource(load_config(LOCAL, ["server.api_resource=outrider_api", "server.ray_address=auto"]))
+    check_resource(load_config(LOCAL))
+
+
+@pytest.mark.parametrize(
+    ("url", "whole"),
+    [
+        ("rediss://outrider@redis:6379?ssl_ca_certs=/a@b", "rediss://outrider:p%40%2F%3A@redis:6379?ssl_ca_certs=/a@b"),
+        ("redis://redis/0", "redis://:p%40%2F%3A@redis/0"),
+        ("redis+sentinel://u@a:1,b:2/name", "redis+sentinel://u:p%40%2F%3A@a:1,b:2/name"),
+        ("redis://u:own@redis:6379", "redis://u:own@redis:6379"),
+        ("redis://:own@redis:6379", "redis://:own@redis:6379"),
+        ("no address", "no address"),
+    ],
+)
+def test_the_password_of_redis_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch, url: str, whole: str) -> None:
+    config = Config.model_validate({"redis_url": url})
+    monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
+    assert redis_address(config) == url
+    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "p@/:")
+    assert redis_address(config) == whole
+
+
+def _resources(application: object) -> dict[str, dict[str, float]]:
+    """By deployment, the custom resources that its actors reserve."""
+    from ray.serve._private.build_app import build_app as built
+
+    made = built(application, name="outrider")
+    return {each.name: (each.ray_actor_options or {}).get("resources") or {} for each in made.deployments}
+
+
+def test_paths_of_a_configuration_are_those_of_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {path: /models/model}\ntenancy: {keys_file: /etc/keys.yaml}\n")
+    arguments = yaml.safe_load(RUN.invoke(app, ["serve-config", "--config", str(file)]).stdout)["applications"][0]["args"]
+    assert arguments["model"] == {"path": "/models/model"} and arguments["tenancy"] == {"keys_file": "/etc/keys.yaml"}
