@@ -87,7 +87,7 @@ def with_password(url: str, password: str) -> str:
     scheme, separator, rest = url.partition("://")
     ends = [at for at in map(rest.find, "/?") if at >= 0]
     end = min(ends, default=len(rest))
-    user, at, hosts = rest[:end].rpartition("@")
+    user, _, hosts = rest[:end].rpartition("@")
     if not separator or not password or ":" in user:
         return url
     return f"{scheme}://{user}:{quote(password, safe='')}@{hosts}{rest[end:]}"
