@@ -11,10 +11,10 @@ NEEDED_MIB := 4096
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint lock clean
+.PHONY: help install serve test test-all validate-k8s lint lock clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 install: $(STAMP) ## the virtual environment .venv with every pinned version; a moment when it is there already
 	@echo "install: $(VENV) holds the versions of constraints.txt"
@@ -49,6 +49,9 @@ test: lint ## lint, then the tests that this machine can run, but for the slow o
 test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+validate-k8s: install ## every check of the Kubernetes manifests, without a cluster
+	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)
 
 lock: ## a fresh resolution of pyproject.toml into constraints.txt
 	@rm -rf .venv-lock

@@ -13,6 +13,7 @@ from experiments.papers.published import Claim, Paper, Value
 
 Rows = Mapping[str, Mapping[str, Value]]  # row -> column -> number
 Sections = dict[str, Rows]  # name of a table or figure of the paper -> what was measured here
+_SAME = "no difference here beyond the spread of the repeats"
 
 
 @dataclass(slots=True)
@@ -42,8 +43,9 @@ def judged(claims: Sequence[Claim], measures: Mapping[str, Mapping[str, Mapping[
             sign = _sign(better, worse, claim)
             row["here"] = [round(better.mean, 4), round(worse.mean, 4)]
             row["agree"] = sign == 0 if claim.equal else sign > 0
-            if not row["agree"] and claim.otherwise:
-                row["why"] = claim.otherwise
+            why = claim.otherwise or (_SAME if sign == 0 else "")
+            if not row["agree"] and why:
+                row["why"] = why
         rows.append(row)
     return rows
 

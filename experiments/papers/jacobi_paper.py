@@ -78,6 +78,8 @@ _TABLES = (
     ),
 )
 _ROWS_COST = "120 rows take time where a device has no arithmetic to spare, as a CPU has none; S is what compares"
+_ROUNDING = "rows that are computed together round in another order, and near-ties part; in float64 none does"
+_COPIES = "the demo model copies from its prompt, where prompt lookup brings ten tokens a step and an n-gram of N = 5 four"
 _WARM = "a reference, too, is looked up by one token here, but the output's own n-grams enter the pool as they come"
 
 
@@ -91,7 +93,8 @@ def _sampling(name: str) -> tuple[Claim, ...]:
         Claim("table 2", name, "tokens_per_step", "temperature 0", "temperature 1", "using sampling gives smaller speed-ups"),
         Claim("table 2", name, "speedup", "temperature 1", "plain", "1.46 to 1.50 times as fast", otherwise=_ROWS_COST),
         Claim(
-            "table 2", name, "differing", "temperature 1", "plain", "the outputs' quality is that of plain decoding", equal=True
+            "table 2", name, "differing", "temperature 1", "plain", "the outputs' quality is that of plain decoding", equal=True,
+            otherwise=_ROUNDING,
         ),
     )
 
@@ -104,9 +107,9 @@ _CLAIMS = (
     _order("(5,15,15)", "(5,1,30) prompt", "a minimal lookahead branch is not as good: 1.96 against 1.59", _WARM),
     _order("(5,30,1)", "(5,1,30)", "1.79 against 1.12"),
     _order("(5,1,30) prompt", "(5,1,30)", "1.59 against 1.12"),
-    _order("(5,1,30) prompt", "prompt lookup", "1.59 against 1.55"),
+    _order("(5,1,30) prompt", "prompt lookup", "1.59 against 1.55", _COPIES),
     _order("prompt lookup", "(5,1,10) prompt", "1.55 against 1.51: it checks several tokens where this checks one", _WARM),
-    _order("(5,15,15)", "prompt lookup", "1.96 against 1.55"),
+    _order("(5,15,15)", "prompt lookup", "1.96 against 1.55", _COPIES),
     Claim("table 3", "mt_bench", "speedup", "(5,15,15)", "plain", "1.78 times as fast", otherwise=_ROWS_COST),
     Claim("figure 4", "mt_bench", "tokens_per_step", "W=15 N=5", "W=1 N=5", "S grows with W = G"),
     Claim("figure 4", "mt_bench", "tokens_per_step", "W=15 N=5", "W=15 N=3", "S grows with N where W is large"),

@@ -1,0 +1,98 @@
+"""Every overlay, rendered, with the monitoring beside it, goes through every check; see ``checks``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.checks import CHECKS
+from tests.k8s.checks_monitoring import query_faults
+from tests.k8s.manifests import K8S, OVERLAYS, SECRETS, kustomize, load_all, monitoring, overlay, quantity
+
+needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="no kustomize on the PATH, nor at KUSTOMIZE")
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_an_overlay_has_no_fault(name: str, check: str) -> None:
+    assert CHECKS[check](overlay(name)) == []
+
+
+def test_every_overlay_is_rendered() -> None:
+    assert sorted(path.name for path in (K8S / "overlays").iterdir()) == OVERLAYS != []
+
+
+@needs_kustomize
+def test_what_is_rendered_is_what_kustomize_makes(tmp_path: Path) -> None:
+    environment = os.environ | {"KUSTOMIZE": str(kustomize())}
+    subprocess.run([K8S / "render.sh", tmp_path], env=environment, check=True, timeout=120)
+    version = subprocess.run([str(kustomize()), "version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in (K8S / "rendered").iterdir())
+    for made in tmp_path.iterdir():
+        kept, advice = K8S / "rendered" / made.name, f"run k8s/render.sh: {made.name} is not what kustomize makes"
+        assert _documents(made.read_text()) == _documents(kept.read_text()), advice
+        if "v4." in version:  # others may order and break lines otherwise
+            assert made.read_text() == kept.read_text(), advice
+
+
+@needs_kustomize
+def test_the_monitoring_is_what_kustomize_makes() -> None:
+    command = [str(kustomize()), "build", K8S / "monitoring"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert _documents(made) == sorted(monitoring(), key=_order)
+
+
+def _documents(text: str) -> list[dict[str, object]]:
+    return sorted(load_all(text), key=_order)
+
+
+def _order(document: dict[str, object]) -> str:
+    return f"{document['kind']} {document['metadata']}"
+
+
+@pytest.mark.skipif(not shutil.which("bash") or not shutil.which("openssl"), reason="no bash, or no openssl")
+def test_the_secrets_that_manifests_may_name_are_those_that_the_script_makes() -> None:
+    made = subprocess.run([K8S / "secrets.sh"], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert {secret["metadata"]["name"]: set(secret["stringData"]) for secret in load_all(made)} == SECRETS
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("250m", 0.25),
+        ("1Gi", 2**30),
+        ("2e3", 2000),
+        ("1E", 1e18),
+        ("0.5", 0.5),
+        (4, 4),
+        ("4GiB", None),
+        ("four", None),
+        (True, None),
+    ],
+)
+def test_quantities(text: object, number: float | None) -> None:
+    assert quantity(text) == number
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("sum(rate(outrider:steps_total[$__rate_interval])", "unclosed left parenthesis"),
+        ("rate(outrider:steps_total)", "expected type matrix"),
+        ("sum by engine (outrider:steps_total)", "invalid promql query"),
+        ("outrider:stepz_total", "no metric outrider:stepz_total"),
+        ('{__name__="outrider:stepz_total"}', "no metric outrider:stepz_total"),
+        ("max_over_time(sum(outrider:replica)[5m:1m])", "no metric outrider:replica"),
+        ("vector(1)", "asks for no metric"),
+    ],
+)
+def test_a_bad_query_is_seen(query: str, fault: str) -> None:
+    assert [found for found in query_faults(query) if fault in found], query_faults(query)
+
+
+def test_a_good_query_has_no_fault() -> None:
+    assert query_faults('sum by (engine) (rate(outrider:steps_total{model_name=~"$model"}[$__rate_interval]))') == []
