@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,12 +39,13 @@ _GCS_PORT, _DASHBOARD_PORT = 6379, 8265
 class ManifestCluster:
     """Head, API and engines of an overlay. ``with`` starts them and ends with all of them gone."""
 
-    def __init__(self, overlay: str, model: Path, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, overlay: str, model: Path, settings: Mapping[str, Mapping[str, Any]], spare: Sequence[str] = ()) -> None:
         """
         Args:
             overlay: of ``k8s/overlays``; one that computes on processors.
             model: folder that stands for the overlay's volume.
             settings: by section, on top of the overlay's.
+            spare: machines that are there and not started, such as ``engine-2``.
 
         Raises:
             MachinesError: see ``Machines``.
@@ -56,6 +57,8 @@ class ManifestCluster:
         self._pods: dict[str, Mapping[str, Any]] = {"head": cluster["headGroupSpec"]}
         for group in cluster["workerGroupSpecs"]:
             self._pods |= {f"{group['groupName']}-{number}": group for number in range(group["replicas"])}
+        self._first = tuple(self._pods)
+        self._pods |= {name: self._pods[f"{name.partition('-')[0]}-0"] for name in spare}
         self._folder = Path(tempfile.mkdtemp(prefix="outr-", dir="/tmp"))  # sockets below it have paths of 107 characters
         self._redis: list[subprocess.Popen[bytes]] = []
         self.key, self.admin_key, self._token = (secrets.token_urlsafe(16) for _ in range(3))
@@ -67,8 +70,7 @@ class ManifestCluster:
         try:
             self._memory, self._state = self._start_redis(), self._start_redis()
             self.serve_config = self._replaced(yaml.safe_load(self._spec["serveConfigV2"]), model)
-            for section, values in settings.items():
-                self.serve_config["applications"][0]["args"].setdefault(section, {}).update(values)
+            self.set(settings)
         except BaseException:
             self.close()
             raise
@@ -93,6 +95,12 @@ class ManifestCluster:
         written = self.keys_file.with_suffix(".new")
         written.write_text(text, encoding="utf-8")
         written.replace(self.keys_file)
+
+    def set(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Changes what the next ``deploy`` brings, by section."""
+        (application,) = self.serve_config["applications"]
+        for section, values in settings.items():
+            application["args"].setdefault(section, {}).update(values)
 
     def start(self, name: str) -> None:
         """Starts Ray on a machine, as KubeRay starts a pod's."""
@@ -173,7 +181,7 @@ class ManifestCluster:
 
     def __enter__(self) -> ManifestCluster:
         try:
-            for name in self._pods:
+            for name in self._first:
                 self.start(name)
             self.deploy()
             self.until("/ready", {"status": "ready"})

@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from experiments.run_options import parsed, refused, run_parser
 from experiments.service_asks import Ask, Told, make_asks, play
 from experiments.service_trial import spread
 
-OVERLAY = "cpu-demo"
+OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
 _AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
 _PATIENCE_S = 180.0
@@ -70,19 +70,32 @@ def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
-    """Another Serve configuration, as ``kubectl apply`` brings it, and back."""
-    (application,) = cluster.serve_config["applications"]
+    """Another Serve configuration, as ``kubectl apply`` brings it, for API and engines, and back."""
     found = {}
-    for name, kept in (("upgrade", 32), ("rollback", 64)):
-        application["args"]["audit"] = {"keep": kept}
-        cluster.deploy()
-        time.sleep(1.0)
-        began = time.monotonic()
-        while cluster.applications()["outrider"]["status"] != "RUNNING":
-            time.sleep(0.5)
-        found[f"{name}_s"] = round(time.monotonic() - began + 1.0, 2)
-        cluster.until("/health", _HEALTHY)
+    for name, waiting in (("upgrade_s", 128), ("rollback_s", 256)):
+        found[name] = changed(cluster, {"engine": {"max_waiting": waiting}, "audit": {"keep": waiting}})
     return found
+
+
+def scale(cluster: ManifestCluster) -> dict[str, Any]:
+    """A third engine on a machine of its own, and back to two."""
+    cluster.start(SPARE)
+    out_s = changed(cluster, {"server": {"replicas": 3}}, 3)
+    in_s = changed(cluster, {"server": {"replicas": 2}})
+    cluster.machine(SPARE).kill()
+    return {"out_s": out_s, "in_s": in_s}
+
+
+def changed(cluster: ManifestCluster, settings: Mapping[str, Mapping[str, Any]], replicas: int = 2) -> float:
+    """Deploys with other settings; the seconds until all runs with them."""
+    began = time.monotonic()
+    cluster.set(settings)
+    cluster.deploy()
+    time.sleep(1.0)  # until the old state is not told any more
+    while cluster.applications()["outrider"]["status"] != "RUNNING":
+        time.sleep(0.5)
+    cluster.until("/health", _HEALTHY | {"replicas": replicas})
+    return round(time.monotonic() - began, 2)
 
 
 def rotate(cluster: ManifestCluster) -> dict[str, Any]:
@@ -108,7 +121,13 @@ def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
     return {"nobody_answers_s": round(time.monotonic() - began, 2)}
 
 
-WITH_REQUESTS: dict[str, Fault] = {"engine": lose_engine, "head": lose_head, "redis": lose_redis, "upgrade": upgrade}
+WITH_REQUESTS: dict[str, Fault] = {
+    "engine": lose_engine,
+    "head": lose_head,
+    "redis": lose_redis,
+    "upgrade": upgrade,
+    "scale": scale,
+}
 ALONE: dict[str, Fault] = {"keys": rotate, "api": lose_api}
 
 
@@ -179,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(parser, argv, requests=1, concurrency=1, max_tokens=1)
     started, began = datetime.now(UTC), time.monotonic()
     try:
-        with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}) as cluster:
+        with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}, (SPARE,)) as cluster:
             results = measure(cluster, args, time.monotonic() - began)
     except MachinesError as error:
         return refused(error)
