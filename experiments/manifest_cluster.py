@@ -122,6 +122,8 @@ class ManifestCluster:
         }  # fmt: skip
         if name == "head":
             environment["RAY_REDIS_ADDRESS"] = self._state
+        else:
+            environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "600"  # as KubeRay, with a state that outlives the head
         machine.start([sys.executable, "-m", "ray.scripts.scripts", "start", *flags], environment, self.log)
 
     def deploy(self) -> None:

@@ -18,7 +18,8 @@ class SimulatedCluster:
     """Replicas behind a router that picks the less loaded of two at random, as Ray Serve's does.
 
     What a replica generates is known to the others ``lag_s`` after the end of its step, and drafted from. A step is computed when
-    it begins, with what has arrived by then; who arrives during it waits for the next one.
+    it begins, with what has arrived by then; who arrives during it waits for the next one, and whose answer ends with a step and
+    who asks again, without a router between, is in the next one.
 
     Example: one replica with steps of 10 ms, and two requests of one token each, at 0 and at 4 ms. The first has its token at 10
     ms; the second waits 6 ms and has its own at 20.
@@ -91,9 +92,10 @@ class SimulatedCluster:
         now = self._env.now
         self.journeys[key] = Journey(key, now, now)
         number = self._pick()
-        self._queued[number] += 1
-        yield self._env.timeout(self._router_s)
-        self._queued[number] -= 1
+        if self._router_s:
+            self._queued[number] += 1
+            yield self._env.timeout(self._router_s)
+            self._queued[number] -= 1
         self._replicas[number].add(key, text, self._env.now)
         if number in self._idle:
             self._idle.pop(number).succeed()
@@ -116,6 +118,7 @@ class SimulatedCluster:
             yield self._env.timeout(step.seconds)
             for piece in step.pieces:
                 self._note(piece, number)
+            yield self._env.timeout(0)  # who asks again at once is in the next step
 
     def _note(self, piece: Piece, number: int) -> None:
         """What a client sees, and what the other replicas will."""
