@@ -19,7 +19,7 @@ class Gpu:
     memory_bytes: float
     bandwidth: float  # bytes a second of its memory
     link: float  # bytes a second and direction to the other GPUs of the machine
-    usd_per_hour: float
+    usd_per_hour: float | None  # None: no price is known
     sources: tuple[str, ...]
 
 
@@ -36,8 +36,8 @@ GPUS: dict[str, Gpu] = {
             ("NVIDIA H100 datasheet, SXM: 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s both ways", _SPHERON),
         ),
         Gpu(
-            "V100-32", 125e12, 32e9, 0.9e12, 150e9, 0.50,
-            ("NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways", "price: a round figure, no source"),
+            "V100-32", 125e12, 32e9, 0.9e12, 150e9, None,
+            ("NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways",),
         ),
     )
 }  # fmt: skip

@@ -66,7 +66,15 @@ class Simulation:
         self._software = Software(args.bandwidth_share, args.flops_share, args.launch_us / 1e6)
         self._host = Host(*(value / 1e3 for value in args.host_ms))
         self._options = EngineOptions(max_running=args.max_running, max_waiting=len(self.texts))
-        self.usd_per_hour: float = args.usd_per_hour or (0.0 if self._gpu is None else self._gpu.usd_per_hour)
+        self.usd_per_hour = self._price(args.usd_per_hour)
+
+    def _price(self, asked: float | None) -> float:
+        """Of a GPU and hour; nothing for processors that nobody gave a price."""
+        if asked is not None or self._gpu is None:
+            return asked or 0.0
+        if self._gpu.usd_per_hour is None:
+            raise ValueError(f"no price of {self._gpu.name} is known: give --usd-per-hour")
+        return self._gpu.usd_per_hour
 
     def deployments(self, choices: Sequence[StrategyChoice]) -> tuple[list[Deployment], list[str]]:
         """All that were asked for, and those that do not fit a GPU's memory by name."""

@@ -132,6 +132,7 @@ def test_what_cannot_be_used_is_one_line(tiny_model: Path, workload: Path, capsy
     assert "--gpu 'A1' is not known" in run(capsys, *common, "--gpu", "A1", code=2).err
     assert "8 records, but 9 requests" in run(capsys, *common, "--gpu", "H100", "--requests", 9, code=2).err
     assert "jacobi cannot be simulated" in run(capsys, *common, "--gpu", "H100", "--strategy", "jacobi", code=2).err
+    assert "no price of V100-32 is known: give --usd-per-hour" in run(capsys, *common, "--gpu", "V100-32", code=2).err
     large = (workload, "--tokenizer", tiny_model, "--model", "llama-2-70b", "--rate", 1, "--gpu", "H100")
     assert "GPUs with more memory" in run(capsys, *large, code=2).err
 
