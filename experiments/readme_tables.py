@@ -1,9 +1,9 @@
-"""The README's tables of measurements, made from the records that they are of.
+"""The tables of measurements in the README and in docs/, made from the records that they are of.
 
 python -m experiments.readme_tables            writes them anew, each between its markers
 python -m experiments.readme_tables --check    exit code 1 where one is not what its record says
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` says which record it is made from, and how.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``DOCUMENTS`` says which record it is made from, and how.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from experiments.report_paper import directions, statements
+from experiments.report_simulation import deployments, published, validation
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
 from experiments.report_tables import cache_figures, rank_faults, shared_trie, trie_ablation
 from experiments.report_values import Table
@@ -33,8 +34,8 @@ _END = "<!-- end -->"
 class Source:
     """Where a table comes from."""
 
-    record: str  # name of the file
-    build: Callable[[Mapping[str, Any]], Table]
+    records: tuple[str, ...]  # names of the files
+    build: Callable[..., Table]  # of the results of each
 
 
 _GUIDED = {
@@ -71,28 +72,45 @@ _RANKS = {
     "trie, 2 x 1, 4": "`trie`, two ranks, 1 thread each",
 }
 _DOMAINS = {"rag": "retrieval", "code": "code", "math": "mathematics"}
-TABLES: dict[str, Source] = {
+README: dict[str, Source] = {
     "guided": Source(
-        "2026-11-21-bench-strategies-3.json",
+        ("2026-11-21-bench-strategies-3.json",),
         partial(strategies, rows=_GUIDED, columns=("speed", "decode", "tokens per step", "ms a forward")),
     ),
     "strategies": Source(
-        "2026-11-21-bench-strategies.json",
+        ("2026-11-21-bench-strategies.json",),
         partial(
             strategies,
             rows={name: contestant(name) for name in _ALL},
             columns=("speed", "decode", "tokens per step", "identical"),
         ),
     ),
-    "load": Source("2026-11-22-bench-load.json", load),
-    "draft-models": Source("2026-11-22-bench-draft-models.json", partial(draft_models, rows=_METHODS)),
-    "shared-trie": Source("2026-11-21-shared-trie.json", shared_trie),
-    "cache-figures": Source("2026-11-21-cache-figures.json", cache_figures),
-    "forms": Source("2026-11-22-bench-scaling.json", forms),
-    "ranks": Source("2026-11-21-lookahead-scaling.json", partial(scaling, rows=_RANKS)),
-    "rank-faults": Source("2026-11-21-rank-faults.json", rank_faults),
-    "trie-ablation": Source("2026-11-21-trie-ablation.json", partial(trie_ablation, domains=_DOMAINS)),
+    "load": Source(("2026-11-22-bench-load.json",), load),
+    "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
+    "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
+    "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
+    "forms": Source(("2026-11-22-bench-scaling.json",), forms),
+    "ranks": Source(("2026-11-21-lookahead-scaling.json",), partial(scaling, rows=_RANKS)),
+    "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
+    "trie-ablation": Source(("2026-11-21-trie-ablation.json",), partial(trie_ablation, domains=_DOMAINS)),
 }
+_PAPERS = {
+    "llma": "2026-11-22-bench-paper-llma.json",
+    "trie": "2026-11-22-bench-paper-trie.json",
+    "ngrammys": "2026-11-22-bench-paper-ngrammys.json",
+    "jacobi": "2026-11-22-bench-paper-jacobi.json",
+    "mjsd": "2026-11-22-bench-draft-models.json",
+}
+PAPERS: dict[str, Source] = {
+    "papers": Source(tuple(_PAPERS.values()), directions),
+    **{name: Source((record,), statements) for name, record in _PAPERS.items()},
+}
+SIMULATION: dict[str, Source] = {
+    "validation": Source(("2026-11-22-simulate-validation.json",), validation),
+    "published": Source(("2026-11-22-simulate-papers.json",), published),
+    "deployments": Source(("2026-11-22-simulate.json",), deployments),
+}
+DOCUMENTS = {"README.md": README, "docs/papers.md": PAPERS, "docs/simulation.md": SIMULATION}
 
 
 def markdown(table: Table) -> str:
@@ -104,16 +122,16 @@ def markdown(table: Table) -> str:
     |---|---|
     | `auto` | 2.02 |
     """
-    rows = [[title for _, title in table.header], *([cell.text for cell in row] for row in table.rows)]
+    rows = [[title for _, title in table.header], *([cell.text.replace("|", r"\|") for cell in row] for row in table.rows)]
     lines = ["|" + "".join(f" {text} |" if text else " |" for text in row) for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(table.header), *lines[1:]])
 
 
-def filled(text: str, results: Path, tables: Mapping[str, Source] = TABLES) -> str:
+def filled(text: str, results: Path, tables: Mapping[str, Source]) -> str:
     """A text with every table between markers made anew.
 
     Args:
-        text: of the README.
+        text: of a document.
         results: the folder of the records.
         tables: what the names stand for.
 
@@ -138,8 +156,8 @@ def filled(text: str, results: Path, tables: Mapping[str, Source] = TABLES) -> s
         else:
             raise ValueError(f"table {name!r} has no {_END} behind it")
         seen.append(name)
-        record = json.loads((results / tables[name].record).read_text(encoding="utf-8"))
-        made += [markdown(tables[name].build(record["results"])), _END]
+        records = [json.loads((results / file).read_text(encoding="utf-8")) for file in tables[name].records]
+        made += [markdown(tables[name].build(*(record["results"] for record in records))), _END]
     if sorted(seen) != sorted(tables):
         wrong = [name for name in tables if seen.count(name) != 1]
         raise ValueError(f"{', '.join(wrong)}: markers must stand in the text once, `<!-- table: NAME -->` and `{_END}`")
@@ -150,21 +168,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """See the module; the exit code, 2 for markers or records that are not as they should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, show what differs")
-    parser.add_argument("--readme", type=Path, default=_ROOT / "README.md")
+    parser.add_argument("--root", type=Path, default=_ROOT, help="folder of the documents")
     args = parser.parse_args(argv)
-    text = args.readme.read_text(encoding="utf-8")
-    try:
-        made = filled(text, _ROOT / "experiments" / "results")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if not args.check:
-        args.readme.write_text(made, encoding="utf-8")
-        return 0
-    lines = difflib.unified_diff(text.splitlines(), made.splitlines(), str(args.readme), "from the records", lineterm="")
-    for line in lines:
-        print(line)
-    return 0 if made == text else 1
+    differ = False
+    for name, tables in DOCUMENTS.items():
+        path: Path = args.root / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            made = filled(text, _ROOT / "experiments" / "results", tables)
+        except (OSError, ValueError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            return 2
+        if not args.check:
+            path.write_text(made, encoding="utf-8")
+            continue
+        differ |= made != text
+        for line in difflib.unified_diff(text.splitlines(), made.splitlines(), name, "from the records", lineterm=""):
+            print(line)
+    return int(differ)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,26 @@ def _of_tables(paper: Mapping[str, Any], results: Mapping[str, Any]) -> BesidePa
     )
 
 
+def directions(*records: Mapping[str, Any]) -> Table:
+    """How many statements of each paper hold, of the results of a record each."""
+    rows = []
+    for results in records:
+        found = beside_paper("", results)
+        assert found is not None
+        title = f" {found.title}" if found.title else ""
+        rows.append((Cell(f"{found.source}{title}"), Cell(f"{found.agree} of {found.told}")))
+    return Table("", (("", "paper"), ("", "statements that hold here")), tuple(rows))
+
+
+def statements(results: Mapping[str, Any]) -> Table:
+    """What a paper says, and whether it holds in the results of a record: its statements, or who was better of each two."""
+    if "claims" in results:
+        return _statements(results["claims"])
+    parts = [_compared(part, rows) for part, rows in results["paper"]["comparisons"].items()]
+    rows = tuple((Cell(part.title), *row) for part in parts for row in part.rows)
+    return Table("", (("", "where"), *parts[0].header), rows)
+
+
 def _mjsd(results: Mapping[str, Any]) -> list[Block]:
     """The tables that ``bench draft-models`` prints with the paper's numbers in them."""
     from experiments.draft_models_tables import (

@@ -93,7 +93,13 @@ def _sampling(name: str) -> tuple[Claim, ...]:
         Claim("table 2", name, "tokens_per_step", "temperature 0", "temperature 1", "using sampling gives smaller speed-ups"),
         Claim("table 2", name, "speedup", "temperature 1", "plain", "1.46 to 1.50 times as fast", otherwise=_ROWS_COST),
         Claim(
-            "table 2", name, "differing", "temperature 1", "plain", "the outputs' quality is that of plain decoding", equal=True,
+            "table 2",
+            name,
+            "differing",
+            "temperature 1",
+            "plain",
+            "the outputs' quality is that of plain decoding",
+            equal=True,
             otherwise=_ROUNDING,
         ),
     )

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from experiments.readme_tables import TABLES, filled, main, markdown
+from experiments.readme_tables import DOCUMENTS, README, filled, main, markdown
 from experiments.report_cells import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 
-def test_the_readme_says_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documents_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--check"])
     assert code == 0, capsys.readouterr().out  # python -m experiments.readme_tables writes it anew
 
 
 def test_a_figure_that_was_changed_is_found_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in DOCUMENTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     readme = tmp_path / "README.md"
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    right = markdown(TABLES["rank-faults"].build(_results("rank-faults"))).splitlines()[2]
+    text = readme.read_text(encoding="utf-8")
+    right = markdown(README["rank-faults"].build(_results("rank-faults"))).splitlines()[2]
     wrong = right.replace("| 16 |", "| 61 |")
     assert wrong != right
     readme.write_text(text.replace(right, wrong), encoding="utf-8")
-    assert main(["--check", "--readme", str(readme)]) == 1
+    assert main(["--check", "--root", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert f"-{wrong}" in shown and f"+{right}" in shown
-    assert main(["--readme", str(readme)]) == 0
+    assert main(["--root", str(tmp_path)]) == 0
     assert readme.read_text(encoding="utf-8") == text
 
 
@@ -44,14 +48,14 @@ def test_a_figure_that_was_changed_is_found_and_mended(tmp_path: Path, capsys: p
 )
 def test_markers_that_are_wrong_are_named(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        filled(text, RESULTS, {"load": TABLES["load"]})
+        filled(text, RESULTS, {"load": README["load"]})
 
 
 def test_what_stands_around_a_table_stays() -> None:
     text = "before\n\n<!-- table: rank-faults -->\nold\n<!-- end -->\n\nafter\n"
-    made = filled(text, RESULTS, {"rank-faults": TABLES["rank-faults"]})
+    made = filled(text, RESULTS, {"rank-faults": README["rank-faults"]})
     assert made.startswith("before\n\n<!-- table: rank-faults -->\n| | runs |") and made.endswith("|\n<!-- end -->\n\nafter\n")
-    assert filled(made, RESULTS, {"rank-faults": TABLES["rank-faults"]}) == made
+    assert filled(made, RESULTS, {"rank-faults": README["rank-faults"]}) == made
 
 
 @pytest.mark.parametrize(
@@ -64,5 +68,5 @@ def test_halves_are_rounded_away_from_zero(value: float, digits: int, text: str)
 def _results(name: str) -> dict[str, object]:
     from experiments.report import read_record
 
-    results: dict[str, object] = read_record(RESULTS / TABLES[name].record)["results"]
+    results: dict[str, object] = read_record(RESULTS / README[name].records[0])["results"]
     return results
