@@ -89,7 +89,7 @@ README: dict[str, Source] = {
     "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
     "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
-    "forms": Source(("2026-11-22-bench-scaling.json",), forms),
+    "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
     "ranks": Source(("2026-11-21-lookahead-scaling.json",), partial(scaling, rows=_RANKS)),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
     "trie-ablation": Source(("2026-11-21-trie-ablation.json",), partial(trie_ablation, domains=_DOMAINS)),
