@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
 from experiments.report_simulation import deployments, published, validation
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
@@ -110,7 +111,13 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
-DOCUMENTS = {"README.md": README, "docs/papers.md": PAPERS, "docs/simulation.md": SIMULATION}
+OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults.json",), node_faults)}
+DOCUMENTS = {
+    "README.md": README,
+    "docs/papers.md": PAPERS,
+    "docs/simulation.md": SIMULATION,
+    "docs/operations.md": OPERATIONS,
+}
 
 
 def markdown(table: Table) -> str:
