@@ -233,8 +233,14 @@ def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     with output.open("wb") as out, (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(
-            command, stdout=out, stderr=errors, start_new_session=True, cwd=REPOSITORY, env=ENVIRONMENT
-        )  # as a terminal would start it
+            command,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            cwd=REPOSITORY,
+            env=ENVIRONMENT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # as a terminal would start it, also where the tests themselves run in the background
     try:
         eventually(lambda: process.poll() is not None or b"output_token_ids" in output.read_bytes(), 120)
         assert process.poll() is None, (tmp_path / "errors").read_text()
