@@ -48,7 +48,7 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
     [open(name + ".txt", "w").write("\n".join(lines)) for name, lines in lists.items()]'
 
 FROM environment AS cpu-environment
-# An index with CPU builds; the default one has torch for CUDA, ten times the size.
+# An index with CPU builds; the default one has torch for CUDA, with gigabytes of its libraries.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --index-url "$TORCH_INDEX_URL" -c constraints.txt torch \

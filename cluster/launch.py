@@ -198,7 +198,7 @@ def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: Stop
     began = time.monotonic()
     next_line = began + 1.0
     compiles = config.server.ray_address is None and compiles_first()
-    say(f"loading {config.model.path}{'; the first start compiles for a minute, later ones do not' if compiles else ''}")
+    say(f"loading {config.model.path}{'; a first start compiles, which later ones need not' if compiles else ''}")
     with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
         while True:
             signals.check()

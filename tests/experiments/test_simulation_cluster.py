@@ -48,6 +48,15 @@ def test_who_comes_during_a_step_waits_for_its_end() -> None:
     assert found["requests"] == found["output_tokens"] == 2 and found["busy"] == 1.0
 
 
+def test_who_asks_again_at_once_is_in_the_next_step() -> None:
+    """As the loop that drives a real engine: it adds what is due between two steps."""
+    simulated = cluster(1)
+    simulated.closed_loop([("long", text(0, 4)), ("short", text(1, 1)), ("again", text(2, 1))], clients=2)
+    again = simulated.journeys["again"]
+    assert (again.arrival_s, again.first_s) == pytest.approx((0.010, 0.020))
+    assert simulated.journeys["long"].last_s == pytest.approx(0.040)
+
+
 def test_requests_share_steps_and_the_router_takes_its_time() -> None:
     simulated = cluster(1, router_s=0.005)
     simulated.open_loop(texts(3, 4), (0.0, 0.0, 0.0))
