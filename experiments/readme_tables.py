@@ -111,7 +111,7 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
-OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults.json",), node_faults)}
+OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults)}
 DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,
