@@ -20,6 +20,7 @@ from actors.ranks import GroupError
 from configs.slices import ParallelismOptions
 from engine.executor import Executor, LocalExecutor
 from engine.runner import ModelRunner
+from engine.runners import make_runner
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,9 @@ class Elastic:
         assert self._server is not None
         return self._server.address
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
         """See ``Ranks``: each rank has the whole model."""
-        return ModelRunner(model, slots, capacity)
+        return make_runner(model, slots, capacity, strict)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""

@@ -27,6 +27,7 @@ from actors.ranks import GroupError
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from engine.executor import Executor, LocalExecutor
 from engine.runner import ModelRunner
+from engine.runners import make_runner
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +107,9 @@ class Group:
         """Ranks of the group, the leader among them."""
         return self._world_size
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
         """See ``Ranks``: each rank has the whole model."""
-        return ModelRunner(model, slots, capacity)
+        return make_runner(model, slots, capacity, strict)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""

@@ -22,8 +22,8 @@ class Ranks(Protocol):
     def world_size(self) -> int:
         """The most ranks to which a step's trees may be dealt: trees are as many times as large."""
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
-        """The engine's own runner, of the whole model or a part; see ``ModelRunner``. Called once, before ``executor``.
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
+        """The engine's own runner, of the whole model or a part; see ``engine.runners``. Called once, before ``executor``.
 
         Raises:
             GroupError: the model cannot be shared with the ranks, or these cannot be had.

@@ -110,13 +110,15 @@ class ShardedGroup:
         """See ``Ranks``: all ranks compute the same trees."""
         return 1
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
         """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
 
         Raises:
-            GroupError: the ranks cannot be had, or the model cannot be dealt to them.
+            GroupError: the ranks cannot be had, the model cannot be dealt to them, or the engine is to be strict.
             ModelLoadError: see ``ModelRunner``.
         """
+        if strict:
+            raise GroupError("engine.exact=strict is for whole models: set engine.exact=rounding with parts of one")
         deadline = time.monotonic() + self._start_timeout_s
         try:
             for address in self.housing.addresses(self._start_timeout_s):

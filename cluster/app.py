@@ -3,6 +3,7 @@
 # No postponed annotations here: Serve reads the one of build_app to check the arguments in a configuration file.
 
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
@@ -232,14 +233,16 @@ def _without_model(server: ServerOptions) -> dict[str, Any]:
 
 def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
     """The deployment that answers are compared with: the engine without drafts and memory, and with ranks of its own kind."""
-    server, parallelism = config.server, baseline_parallelism(config)
+    server, parallelism, engine = config.server, baseline_parallelism(config), config.engine
+    if parallelism.mode != "none":  # parts of a model are not strict
+        engine = dataclasses.replace(engine, exact="rounding")
     return serve.deployment(
         name="baseline",
         num_replicas=config.baseline.replicas,
         **_of_engines(config, gpus, ongoing),
         **_placement(parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
-        config.model, config.engine, SpeculationOptions(PLAIN, max_draft_tokens=0), parallelism, None,
+        config.model, engine, SpeculationOptions(PLAIN, max_draft_tokens=0), parallelism, None,
         server.start_timeout_s, None, _has_devices_alone(config, gpus),
     )  # fmt: skip
 

@@ -243,6 +243,8 @@ def _check_parts(config: Config) -> None:
         raise ConfigError(f"{where} and parallelism.pin_threads is true, which is for mode lookahead; leave it out")
     if config.speculation.draft_model is not None:
         raise ConfigError(f"{where}, where speculation.draft_model is not supported; leave one of them out")
+    if config.engine.exact == "strict":
+        raise ConfigError(f"{where}, where engine.exact=strict is not supported; set engine.exact=rounding, or another mode")
 
 
 def _check_bounds(key: str, value: float | None, low: float, high: float) -> None:

@@ -9,18 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from transformers import AttentionInterface
 
+from engine.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
 from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.kv_cache import SlotCache
-from engine.row_attention import MOST_ROWS, RowAttention, RowStep
+from engine.row_attention import RowAttention, RowStep
 
 TREE_ATTENTION = "outrider_tree"
 # Arguments by which a model asks for attention that this function does not compute: sinks, learned biases, chosen keys.
 _UNSUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
+
+
+class Attending(Protocol):
+    """A running step as its layers see it."""
+
+    windows: dict[int, int | None]  # of the layers that called, by index
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Stores the new keys and values of a layer and attends to what each row sees.
+
+        Args:
+            layer: its index.
+            query: [1, heads, rows, head_dim].
+            key: [1, kv_heads, rows, head_dim].
+            value: as key.
+            scaling: of the scores; 1 / sqrt(head_dim) when None.
+            window: a row sees only keys less than this many positions before it.
+            softcap: bound of the scores.
+
+        Returns:
+            [1, rows, heads, head_dim].
+        """
+        ...
 
 
 class StepContext:
@@ -44,6 +78,7 @@ class StepContext:
         self.rows = len(batch.token_ids)
         self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
+        self.by_torch = False  # whether torch's kernels computed any segment of any layer
 
     def split(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[RowStep | None, Sequence[Segment]]:
         """Those of the segments that compiled code computes in a layer with such inputs, and the others."""
@@ -52,13 +87,39 @@ class StepContext:
             return None, self.segments
         group = query.shape[1] // key.shape[1]
         if self._split is None or self._split[0] != group:
-            few = [segment for segment in self.segments if segment.rows * group <= MOST_ROWS]
-            others = [segment for segment in self.segments if segment.rows * group > MOST_ROWS]
+            few = [segment for segment in self.segments if segment.rows * group <= compiled.most_rows]
+            others = [segment for segment in self.segments if segment.rows * group > compiled.most_rows]
             self._split = group, RowStep(compiled, few, self.positions) if few else None, others
         return self._split[1:]
 
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See ``Attending``."""
+        self.windows[layer] = window
+        few, others = self.split(query, key, value) if softcap is None else (None, self.segments)
+        attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+        output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+        if query.shape[2] > self.rows:
+            output[:, self.rows :] = 0
+        if few is not None:
+            few.attend(layer, query, key, value, output, scaling, window)
+        self.by_torch |= bool(others)
+        for segment in others:
+            rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
+            keys, values = self.cache.write(layer, segment.slot, at, key[0, :, rows], value[0, :, rows])
+            output[:, rows] = attend(self, segment, query[:, :, rows], keys[None], values[None], scaling, window)
+        return output
+
     def mask(self, segment: Segment, window: int | None, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
-        """Additive mask [repeats * rows, start + rows] of a segment; None where a row sees everything or plain causality holds.
+        """Additive mask [repeats * rows, end] of a segment; None where a row sees everything or plain causality holds.
 
         Args:
             segment: of the batch.
@@ -66,7 +127,7 @@ class StepContext:
             repeats: how often the mask stands below itself.
             explicit: plain causality of several rows is a mask as well.
         """
-        if window is not None and segment.start + segment.rows <= window:
+        if window is not None and segment.end <= window:
             window = None
         key = (segment.offset, window, repeats, explicit)
         if key not in self._masks:
@@ -82,14 +143,14 @@ class StepContext:
         if segment.mask is None and window is None and (rows == 1 or (start == 0 and not explicit)):
             return None
         device = self.positions.device
-        visible = torch.ones(rows, start + rows, dtype=torch.bool, device=device)
+        visible = torch.ones(rows, segment.end, dtype=torch.bool, device=device)
         if segment.mask is None:
             visible[:, start:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
         else:
             visible[:, start:] = torch.from_numpy(segment.mask).to(device)
         if window is not None:
             own = self.positions[segment.offset : segment.offset + rows]
-            keys = torch.cat([torch.arange(start, device=device), own])
+            keys = torch.cat([torch.arange(start, device=device), torch.tensor(segment.before, device=device).long(), own])
             visible &= own[:, None] - keys[None, :] < window
         return torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
 
@@ -103,7 +164,7 @@ def tree_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    tree_step: StepContext | None = None,
+    tree_step: Attending | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer.
@@ -134,20 +195,7 @@ def tree_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    tree_step.windows[layer] = sliding_window
-    few, others = tree_step.split(query, key, value) if softcap is None else (None, tree_step.segments)
-    attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
-    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-    if query.shape[2] > tree_step.rows:
-        output[:, tree_step.rows :] = 0
-    if few is not None:
-        few.attend(layer, query, key, value, output, scaling, sliding_window)
-    for segment in others:
-        rows = slice(segment.offset, segment.offset + segment.rows)
-        keys, values = tree_step.cache.write(layer, segment.slot, segment.start, key[0, :, rows], value[0, :, rows])
-        output[:, rows] = attend(tree_step, segment, query[:, :, rows], keys[None], values[None], scaling, sliding_window)
-    return output, None
+    return tree_step.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
 
 
 def _attend(
@@ -163,10 +211,17 @@ def _attend(
 
     With grouped-query attention, the heads that share keys become further rows of one head, so that the keys are read once;
     torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
-    blocks.
+    blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see ``engine.attention_parts``.
     """
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
+    if segment.start > 0 and (window is None or segment.end <= window) and fits(query, keys):
+        if segment.mask is None and rows > 1:
+            return attend_causal(query, keys, values, scaling).transpose(1, 2)
+        if rows <= MOST_BLOCK_ROWS:
+            own = step.mask(segment, None)
+            own = None if own is None else own[:, segment.start :]
+            return attend_parts(query, keys, values, segment.start, own, scaling).transpose(1, 2)
     mask = step.mask(segment, window)
     causal = mask is None and rows > 1
     if group == 1 or causal:

@@ -96,7 +96,13 @@ class Segment:
     start: int  # KV entries that all rows see
     offset: int  # first row in the batch
     rows: int
-    mask: BoolArray | None  # [rows, rows] which new rows see each other; None where each sees all before it
+    mask: BoolArray | None  # [rows, before + rows] which rows behind ``start`` each sees; None where each sees all before it
+    before: tuple[int, ...] = ()  # positions of rows of the tree that an earlier forward computed
+
+    @property
+    def end(self) -> int:
+        """Entries of the slot behind which nothing is seen or stored."""
+        return self.start + len(self.before) + self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
@@ -30,11 +30,10 @@ from engine.metrics import EngineMetrics, MetricsCounts
 from engine.outputs import Outputs
 from engine.planner import StepPlanner
 from engine.runner import ModelRunner
+from engine.runners import RunnerMaker, make_runner
 from engine.scheduler import Scheduler
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
-
-RunnerMaker = Callable[[PreTrainedModel, int, int], ModelRunner]  # of a model, slots and their capacity; see ``ModelRunner``
 
 
 def load_runner(
@@ -54,11 +53,11 @@ def runner_over(
     options: EngineOptions,
     speculation: SpeculationOptions,
     world_size: int,
-    make: RunnerMaker = ModelRunner,
+    make: RunnerMaker = make_runner,
 ) -> ModelRunner:
     """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given."""
     capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
-    runner = make(loaded.model, options.max_running, capacity)
+    runner = make(loaded.model, options.max_running, capacity, options.exact == "strict")
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.grammars.prepare()
     return runner
@@ -121,7 +120,7 @@ class Engine:
         speculation: SpeculationOptions,
         world_size: int = 1,
         executor: Callable[[ModelRunner], Executor] = LocalExecutor,
-        make: RunnerMaker = ModelRunner,
+        make: RunnerMaker = make_runner,
     ) -> Engine:
         """An engine with its model in this process.
 

@@ -102,6 +102,8 @@ class Verifier:
         """
         request, tree, params = work.request, work.tree, work.request.params
         assert tree is not None
+        if work.rule is not None or not params.greedy or params.alters_logits or params.logprobs is not None:
+            logits = logits.cpu()  # of a GPU, at once: what follows looks at row after row
         if work.rule is not None:
             acceptance = self._by_rule(work.rule, work, tree, logits)
         elif params.greedy and not params.alters_logits and len(greedy) == 1:

@@ -68,6 +68,10 @@ class SlotCache:
         slot_values[:, start:end] = values
         return slot_keys[:, :end], slot_values[:, :end]
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, [slots, kv_heads, capacity, head_dim] each."""
+        return self._keys[layer - self._first], self._values[layer - self._first]
+
     def addresses(self, layer: int) -> tuple[int, int]:
         """Of a layer's keys and values, [slots, kv_heads, capacity, head_dim] each, without gaps."""
         behind = (layer - self._first) * self._keys.stride(0) * self._keys.element_size()
@@ -80,7 +84,7 @@ class SlotCache:
         """
         if rows[-1] == len(rows) - 1:
             return
-        source = torch.tensor([start + row for row in rows], device=self._keys.device)
+        source = torch.tensor([start + row for row in rows]).to(self._keys.device, non_blocking=True)
         for entries in (self._keys[:, slot], self._values[:, slot]):
             entries[:, :, start : start + len(rows)] = entries.index_select(2, source)
 

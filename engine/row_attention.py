@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from decoding.jit import NATIVE
@@ -24,15 +26,19 @@ _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds,
 class RowAttention:
     """Compiled attention over the slots of one model."""
 
-    def __init__(self, cache: SlotCache, kernel: Callable[[int], None], address: int) -> None:
+    def __init__(self, cache: SlotCache, kernel: Callable[[int], None], address: int, most_rows: float) -> None:
         """See ``over``."""
-        self.cache, self.kernel, self.address = cache, kernel, address
+        self.cache, self.kernel, self.address, self.most_rows = cache, kernel, address, most_rows
 
     @staticmethod
-    def over(cache: SlotCache) -> RowAttention | None:
+    def over(cache: SlotCache, most_rows: int | None = MOST_ROWS) -> RowAttention | None:
         """For the slots of a model on a CPU, in bfloat16 or float32, with heads of whole vectors; None for others.
 
         The first time on a machine it compiles, which takes some seconds.
+
+        Args:
+            cache: the slots.
+            most_rows: of one KV head that are computed here, heads that share it counted each; None: any number.
         """
         shape = cache.shape
         if not NATIVE or shape.device.type != "cpu" or shape.dtype not in _DTYPES:
@@ -43,7 +49,8 @@ class RowAttention:
         if shape.head_dim % WIDTH:
             return None
         address: int = entry_point(_DTYPES[shape.dtype]).address
-        return RowAttention(cache, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address)
+        kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        return RowAttention(cache, kernel, address, math.inf if most_rows is None else most_rows)
 
     def fits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether a layer's inputs are of the type and the shape of the slots."""
@@ -66,20 +73,28 @@ class RowStep:
         from engine.native.few_rows import Layer, Rows
 
         self._attention = attention
-        self._kept = positions, [segment.mask for segment in segments]  # their addresses are used
+        self._kept: list[object] = [positions, *segments]  # whose addresses are used
         self._rows = (Rows * len(segments))()
         slots, capacity = attention.cache.slots, attention.cache.capacity
         for entry, segment in zip(self._rows, segments, strict=True):
-            mask = segment.mask  # what compiled code would not notice is checked here
-            assert 0 <= segment.slot < slots and 0 < segment.rows <= capacity - segment.start, segment
-            assert mask is None or (mask.shape == (segment.rows,) * 2 and mask.flags.c_contiguous and mask.itemsize == 1), mask
+            mask, before = segment.mask, len(segment.before)  # what compiled code would not notice is checked here
+            assert 0 <= segment.slot < slots and 0 < segment.rows <= capacity - segment.start - before, segment
+            seen = segment.rows, before + segment.rows
+            assert mask is None or (mask.shape == seen and mask.flags.c_contiguous and mask.itemsize == 1), mask
+            assert mask is not None or not before, segment
             entry.slot, entry.start, entry.offset, entry.rows = segment.slot, segment.start, segment.offset, segment.rows
-            entry.mask = 0 if mask is None else mask.ctypes.data
+            entry.mask, entry.before = 0 if mask is None else mask.ctypes.data, before
+            entry.positions = positions.data_ptr() + segment.offset * 8
+            if before:
+                own = positions[segment.offset : segment.offset + segment.rows]
+                all_positions = np.concatenate((np.array(segment.before, np.int64), own.numpy()))
+                self._kept.append(all_positions)
+                entry.positions = all_positions.ctypes.data
         shape = attention.cache.shape
         self._layer: Layer = Layer(capacity=capacity, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-        self._layer.positions, self._layer.requests = positions.data_ptr(), ctypes.addressof(self._rows)
+        self._layer.requests = ctypes.addressof(self._rows)
         self._layer.num_requests = len(segments)
-        self._pairs = sum(segment.rows * (segment.start + segment.rows) for segment in segments)
+        self._pairs = sum(segment.rows * segment.end for segment in segments)
 
     def attend(
         self,

@@ -14,6 +14,7 @@ from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
 from engine.packed_linear import PackedLinear, padded_rows
 from engine.row_attention import RowAttention
+from engine.row_cut import cut
 from engine.thin_modules import thin_modules
 
 
@@ -42,6 +43,7 @@ class ModelRunner:
         capacity: int,
         shape: KVShape | None = None,
         cache: type[SlotCache] = SlotCache,
+        fixed_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -51,9 +53,12 @@ class ModelRunner:
             capacity: entries of one slot: longest sequence and draft rows.
             shape: of the heads and layers that are here; of the whole model when absent.
             cache: what keeps the KV.
+            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.strict``. When
+                absent, forwards have as many rows as there are.
 
         Raises:
-            ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
+            ModelLoadError: the KV slots do not fit, the model's layers do not use the attention function, or ``fixed_rows`` is
+                asked for where numbers would depend on it that rows are computed together.
         """
         self.model = model
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
@@ -68,15 +73,17 @@ class ModelRunner:
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
         thin_modules(model)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
-        self._compiled = RowAttention.over(self.cache)
+        self._compiled = RowAttention.over(self.cache) if fixed_rows is None else RowAttention.over(self.cache, None)
         self._pads = any(isinstance(module, PackedLinear) for module in model.modules())
+        self.fixed_rows = fixed_rows
         self._probe(shape)
 
     def _probe(self, shape: KVShape) -> None:
         """Runs one row, so that a model that cannot be served fails at start and not in a request."""
         zero = np.zeros(1, np.int64)
-        context = self._context(Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,)))
+        batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
         try:
+            context = self._context(batch)
             self._forward(context, zero, zero)
         except (RuntimeError, TypeError) as error:
             if isinstance(error, ModelLoadError):
@@ -92,30 +99,69 @@ class ModelRunner:
         silent = [layer for layer, kind in pairs if kind == "sliding_attention" and context.windows[layer] is None]
         if silent:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
+        if self.fixed_rows is not None and not self._attends_in_order(context):
+            raise ModelLoadError(
+                f"engine.exact=strict is not for {name} here: it needs attention in the order of the text, which there is on a "
+                "GPU with Triton, and on a CPU with numba, in bfloat16 and float32, for heads of whole vectors and scores "
+                "without a bound"
+            )
+
+    def _attends_in_order(self, context: StepContext) -> bool:
+        """Whether what a row sees is added up in the order of the text, after a forward in a context."""
+        return not context.by_torch
 
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)
         return StepContext(batch, self.cache, positions, self._dtype, self._compiled)
 
     def _padded(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows] with zeros behind them, where the model computes only some numbers of rows."""
-        missing = padded_rows(len(values)) - len(values) if self._pads else 0
+        """[rows] with zeros behind them, where the model computes only some numbers of rows, or one."""
+        missing = 0
+        if self.fixed_rows is not None:
+            missing = self.fixed_rows - len(values)
+        elif self._pads:
+            missing = padded_rows(len(values)) - len(values)
         return np.concatenate((values, np.zeros(missing, np.int64))) if missing else values
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab]."""
+        if self.fixed_rows is None or len(batch.token_ids) <= self.fixed_rows:
+            return self._compute(batch)
+        logits = None
+        for part, places in cut(batch, self.fixed_rows):
+            computed = self._compute(part)
+            if logits is None:
+                logits = computed.new_empty(len(batch.logit_rows), computed.shape[1])
+            logits[torch.from_numpy(places).to(logits.device)] = computed
+        assert logits is not None, batch
+        return logits
+
+    def _compute(self, batch: Batch) -> torch.Tensor:
+        """As ``forward``, in one."""
         return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
 
     @torch.inference_mode()
     def _forward(self, context: StepContext, token_ids: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        device = self._device
+        device, keep = self._device, logit_rows
+        if self.fixed_rows is None:
+            keep = self._padded(logit_rows)
+        elif len(logit_rows):
+            keep = np.arange(self.fixed_rows)
         output = self.model(
             input_ids=torch.from_numpy(self._padded(token_ids))[None].to(device),
             position_ids=context.positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(self._padded(logit_rows)).to(device),
+            logits_to_keep=torch.from_numpy(keep).to(device),
             tree_step=context,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits[: len(logit_rows)]
+        return logits[: len(logit_rows)] if self.fixed_rows is None else wanted_rows(logits, logit_rows)
+
+
+def wanted_rows(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """[m, vocab]: some rows of [n, vocab] logits, in place where they lie side by side."""
+    if not len(rows) or (np.diff(rows) == 1).all():
+        first = int(rows[0]) if len(rows) else 0
+        return logits[first : first + len(rows)]
+    return logits[torch.from_numpy(rows).to(logits.device)]

@@ -107,7 +107,7 @@ class _Sharded(Place):
         try:
             loaded = model.loaded()
             info = loaded.info("", True)  # of the whole model, before parts of it go
-            runner = self._group.runner(loaded.model, 1, model.context + model.draft_rows)
+            runner = self._group.runner(loaded.model, 1, model.context + model.draft_rows, False)
             local = executor_over(runner, known)
         except BaseException:
             self._group.close()

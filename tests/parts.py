@@ -92,7 +92,7 @@ def main(mode: ShardMode, family: str) -> None:
     torch.set_num_threads(1)
     group = process_group(mode, 2, ModelOptions(threads=1, device="cpu"), load=functools.partial(whole, family))
     try:
-        runner = group.runner(whole(family), SLOTS, CONTEXT + MAX_DRAFT)
+        runner = group.runner(whole(family), SLOTS, CONTEXT + MAX_DRAFT, False)
     except GroupError:
         group.close()
         raise

@@ -2,8 +2,11 @@
 
 torch's kernels are made for many rows. A decoding step has one row for each request, or a tree of some tens, before hundreds of
 keys: the work is to read keys and values once, and a call for each request costs more than that. Here a work item is one KV head
-of one request. Threads take items in turn; an item stores the new keys and values and attends to them and to those before. A
-row's result depends on what it sees alone, not on the other rows or requests of the step.
+of one request. Threads take items in turn; an item stores the new keys and values and attends to them and to those before.
+
+A row's result depends on what it sees alone, to the last bit: not on the other rows or requests of the step, nor on where in the
+slot its ancestors lie. Values are added up in the order of the text, and what is hidden adds zeros; the weights are added up as
+whole numbers, whose sum has no order.
 """
 
 from __future__ import annotations
@@ -41,17 +44,20 @@ from engine.native.lanes import (
 BLOCK = 16  # rows that go through the keys together
 _FLOAT = np.float32(0)  # names the type
 _HIDDEN = np.float32(-3e38)
+_PARTS = np.float32(2.0**40)  # that a weight of one is cut into
 
 
 class Rows(ctypes.Structure):
-    """The rows of one request. They see its first ``start`` entries and, of each other, what ``mask`` says."""
+    """The rows of one request. They see its first ``start`` entries and, of those behind them, what ``mask`` says."""
 
     _fields_ = (
         ("slot", ctypes.c_int64),
         ("start", ctypes.c_int64),
         ("offset", ctypes.c_int64),  # first row in the batch
         ("rows", ctypes.c_int64),
-        ("mask", ctypes.c_int64),  # address of [rows, rows] bytes; 0 for plain causality
+        ("before", ctypes.c_int64),  # entries between ``start`` and those of the rows: rows of earlier forwards
+        ("mask", ctypes.c_int64),  # address of [rows, before + rows] bytes; 0 for plain causality, with nothing before
+        ("positions", ctypes.c_int64),  # address of [before + rows] int64
     )
 
 
@@ -76,7 +82,6 @@ class Layer(ctypes.Structure):
         ("group", ctypes.c_int64),  # heads that share a KV head
         ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("window", ctypes.c_int64),  # 0 without one
-        ("positions", ctypes.c_int64),  # of the batch's rows, int64
         ("requests", ctypes.c_int64),  # address of ``Rows``
         ("num_requests", ctypes.c_int64),
         ("taken", ctypes.c_int64),  # work items that threads have taken: 0 at the start
@@ -167,7 +172,7 @@ def _mix(weights: int, values: int, stride: int, count: int, size: int, mixed: i
 @compiled
 def _hide(scores: Any, row: int, low: int, rows: Any, layer: Any) -> None:
     """Hides from one row the scores of the keys that it must not see; those before ``low`` are not there."""
-    start, count = rows.start, rows.rows
+    start, count = rows.start, rows.before + rows.rows
     first = row + 1  # causality: the rows behind it
     if rows.mask:
         mask, own, hidden = rows.mask + row * count, scores.ctypes.data + (start - low) * 4, splat(_HIDDEN)
@@ -178,26 +183,31 @@ def _hide(scores: Any, row: int, low: int, rows: Any, layer: Any) -> None:
         if rows.mask == 0 or byte_at(rows.mask + row * count + other) == 0:
             scores[start + other - low] = _HIDDEN
     if layer.window:
-        position = int_at(layer.positions + (rows.offset + row) * 8)
+        position = int_at(rows.positions + (rows.before + row) * 8)
         for key in range(low, min(start, position - layer.window + 1)):
             scores[key - low] = _HIDDEN
         for other in range(count):
-            if position - int_at(layer.positions + (rows.offset + other) * 8) >= layer.window:
+            if position - int_at(rows.positions + other * 8) >= layer.window:
                 scores[start + other - low] = _HIDDEN
 
 
 @compiled
-def _weigh(scores: int, count: int) -> np.float32:
-    """Makes scores weights, not yet divided by their sum, and returns one over the sum. ``count`` is a multiple of ``WIDTH``."""
+def _weigh(row: Any) -> np.float32:
+    """Makes scores weights, not yet divided by their sum, and returns one over the sum. They are a multiple of ``WIDTH``.
+
+    The weights are at most 1, and one of them is: they are cut to multiples of 2 ** -40 and added up as whole numbers.
+    """
+    scores = row.ctypes.data
     top = load(scores, _FLOAT)
-    for first in range(WIDTH, count, WIDTH):
+    for first in range(WIDTH, len(row), WIDTH):
         top = maximum(top, load(scores + first * 4, _FLOAT))
-    down, sums = splat(-largest(top)), splat(_FLOAT)
-    for first in range(0, count, WIDTH):
-        weights = exponential(add(load(scores + first * 4, _FLOAT), down))
-        sums = add(sums, weights)
-        store(scores + first * 4, weights, _FLOAT)
-    return np.float32(1) / total(sums)
+    down = splat(-largest(top))
+    for first in range(0, len(row), WIDTH):
+        store(scores + first * 4, exponential(add(load(scores + first * 4, _FLOAT), down)), _FLOAT)
+    parts = np.int64(0)
+    for key in range(len(row)):
+        parts += np.int64(row[key] * _PARTS)
+    return np.float32(np.float64(_PARTS) / parts)
 
 
 @compiled
@@ -206,8 +216,8 @@ def _lowest(rows: Any, layer: Any) -> int:
     if not layer.window:
         return 0
     low = rows.start
-    for row in range(rows.rows):
-        low = min(low, int_at(layer.positions + (rows.offset + row) * 8) - layer.window + 1)
+    for row in range(rows.before, rows.before + rows.rows):
+        low = min(low, int_at(rows.positions + row * 8) - layer.window + 1)
     return max(low, 0) // WIDTH * WIDTH
 
 
@@ -281,7 +291,7 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, like: Any)
     """
     size, low = layer.head_dim, _lowest(rows, layer)
     entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + low) * size * bytes_of(like)
-    num_keys = rows.start + rows.rows - low
+    num_keys = rows.start + rows.before + rows.rows - low
     padded = (num_keys + WIDTH - 1) // WIDTH * WIDTH
     queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
     scores, shares = np.empty((count, padded), np.float32), np.empty(count, np.float32)
@@ -289,9 +299,9 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, like: Any)
     _read(queries, layer, rows, head, first, like)
     _score_all(queries, layer.keys + entry, num_keys, scores, block, like)
     for place in range(count):
-        if rows.rows > 1 or layer.window:
+        if rows.before + rows.rows > 1 or layer.window:
             _hide(scores[place], (first + place) % rows.rows, low, rows, layer)
-        shares[place] = _weigh(scores.ctypes.data + place * padded * 4, padded)
+        shares[place] = _weigh(scores[place])
     _mix_all(scores, layer.values + entry, num_keys, mixed, block, like)
     _write(mixed, shares, layer, rows, head, first, like)
 
@@ -306,7 +316,7 @@ def _work(layer: Any, taken: int, requests: Any, like: Any) -> None:
             return
         rows, head = requests[item // layer.kv_heads], item % layer.kv_heads
         stride = size * bytes_of(like)
-        entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start) * stride
+        entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start + rows.before) * stride
         source = layer.key + head * layer.key_head + rows.offset * layer.key_row
         _copy(source, layer.key_row, layer.keys + entry, stride, rows.rows, size, like, like)
         source = layer.value + head * layer.value_head + rows.offset * layer.value_row

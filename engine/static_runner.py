@@ -1,0 +1,208 @@
+"""Forwards of a few fixed numbers of rows, captured as CUDA graphs: one launch computes a step of the stock model.
+
+A decoding step of a GPU is over in the time that Python takes to launch its thousand kernels one by one. A graph launches them at
+once, but for shapes and addresses that do not change: rows are filled up to the next of ``ROWS``, and what differs from step to
+step, where each row lies and what it sees, is read from tensors (``engine.step_rows``). Steps with more rows, prefills, run as in
+``ModelRunner``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import StepContext
+from engine.batch import Batch
+from engine.kv_cache import KVShape, SlotCache
+from engine.runner import ModelRunner, kv_shape, wanted_rows
+from engine.slot_attention import SlotAttention, available, rows_per_tile
+from engine.step_buffers import StepBuffers, longest_path
+from engine.step_rows import StepRows
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+_WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries take their workspaces
+
+
+class Attention(Protocol):
+    """``SlotAttention``, or what a test puts in its place."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: StepRows,
+        output: torch.Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """See ``SlotAttention.attend``."""
+        ...
+
+
+MakeAttention = Callable[[KVShape, int, int, int], Attention]  # of a shape, heads, rows and the capacity of a slot
+
+
+def has_graphs(model: PreTrainedModel) -> bool:
+    """Whether steps of a model can be captured: on a GPU, where Triton is installed."""
+    return model.device.type == "cuda" and available(model.device)
+
+
+class StaticStep:
+    """The forward of one number of rows: as ``engine.attention.Attending`` what its layers see of the step, and its graph."""
+
+    def __init__(
+        self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: Attention, logits: bool
+    ) -> None:
+        """
+        Args:
+            model: see ``ModelRunner``.
+            cache: where keys and values are kept.
+            buffers: of the rows.
+            attention: of so many rows.
+            logits: whether those of all rows are computed, or none.
+        """
+        self.buffers, self.windows = buffers, dict[int, int | None]()
+        self._model, self._cache, self._attention = model, cache, attention
+        device = model.device
+        # Of all rows, also of those behind a batch's: what is not computed cannot be skipped in a graph.
+        self._kept = torch.arange(buffers.rows if logits else 0, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.empty(0)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See ``engine.attention.Attending``."""
+        self.windows[layer] = window
+        output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+        keys, values = self._cache.layer(layer)
+        self._attention.attend(query, key, value, keys, values, self.buffers.step_rows, output, scaling, window, softcap)
+        return output
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """[len(batch.logit_rows), vocab], which the next call overwrites."""
+        self.buffers.fill(batch)
+        if self._graph is None:
+            self._logits = self._forward()
+        else:
+            self._graph.replay()
+        return wanted_rows(self._logits, batch.logit_rows)
+
+    def capture(self, pool: tuple[int, int]) -> None:
+        """Captures the forward as a graph.
+
+        Args:
+            pool: of memory that graphs share, which are never replayed at once.
+
+        Raises:
+            RuntimeError: the model does what a graph cannot hold, such as waiting for the device.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._forward()
+        self._graph, self._logits = graph, logits
+
+    def _forward(self) -> torch.Tensor:
+        ids, position = self.buffers.ids, self.buffers.step_rows.position
+        output = self._model(
+            input_ids=ids.long()[None],
+            position_ids=position.clamp(min=0).long()[None],
+            use_cache=False,
+            logits_to_keep=self._kept,
+            tree_step=self,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class StaticRunner(ModelRunner):
+    """A runner whose small steps are graphs. The logits of a forward are there until the next one."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        capacity: int,
+        fixed_rows: int | None = None,
+        sizes: Sequence[int] = ROWS,
+        attention: MakeAttention = SlotAttention,
+    ) -> None:
+        """
+        Args:
+            model: see ``ModelRunner``; where it is on a GPU, its forwards are captured.
+            slots: sequences held at once.
+            capacity: entries of one slot.
+            fixed_rows: see ``ModelRunner``.
+            sizes: numbers of rows that steps are filled up to, increasing; with ``fixed_rows``, that is the only one.
+            attention: makes the attention of one of them.
+
+        Raises:
+            ModelLoadError: see ``ModelRunner``.
+        """
+        self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
+        self._attention = attention
+        self._steps: dict[tuple[int, bool], StaticStep] = {}
+        self._attentions: dict[int, Attention] = {}
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        super().__init__(model, slots, capacity, fixed_rows=fixed_rows)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures the steps of all sizes now, so that no request waits for it."""
+        for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
+            self._step(size, True, size)
+        logger.info("steps of %s rows are ready", ", ".join(map(str, self.sizes)))
+
+    def _attends_in_order(self, context: StepContext) -> bool:
+        """See ``ModelRunner``: with ``fixed_rows`` all forwards go through ``SlotAttention``."""
+        return True
+
+    def _compute(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelRunner``."""
+        size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)
+        if size is None:
+            return super()._compute(batch)
+        return self._step(size, len(batch.logit_rows) > 0, longest_path(batch)).run(batch)
+
+    def _step(self, size: int, logits: bool, path: int) -> StaticStep:
+        step = self._steps.get((size, logits))
+        if step is None or step.buffers.path < path:
+            step = self._steps[size, logits] = self._made(size, logits, max(size, 1 << (path - 1).bit_length()))
+        return step
+
+    def _made(self, size: int, logits: bool, path: int) -> StaticStep:
+        shape, device = kv_shape(self.model), self.model.device
+        heads = self.model.config.get_text_config().num_attention_heads
+        if size not in self._attentions:
+            self._attentions[size] = self._attention(shape, heads, size, self.cache.capacity)
+        buffers = StepBuffers(size, rows_per_tile(heads, shape.kv_heads), self.cache.slots, path, device)
+        step = StaticStep(self.model, self.cache, buffers, self._attentions[size], logits)
+        if self._pool is not None:
+            try:
+                step.capture(self._pool)
+            except RuntimeError as error:  # it goes on kernel by kernel
+                logger.warning("a step of %d rows of %s could not be captured: %s", size, type(self.model).__name__, error)
+        return step

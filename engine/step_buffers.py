@@ -1,0 +1,107 @@
+"""The inputs of a forward of a fixed shape: filled on the host, copied to the device at once, read there at fixed addresses."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from decoding.jit import compiled
+from decoding.tree import BoolArray, Int32Array
+from engine.batch import Batch, Segment
+from engine.step_rows import StepRows
+
+_TURNS = 4  # copies that may be on their way while the next is filled
+
+
+@compiled
+def fill_paths(mask: BoolArray, start: int, path: Int32Array) -> None:
+    """Fills the first places of [rows, P] ``path`` with the entries that each row sees behind ``start``, in their order.
+
+    Args:
+        mask: [rows, n] what is seen, an ancestor before what is below it.
+        start: entry of the first column.
+        path: filled as far as a row sees something.
+    """
+    for row in range(len(mask)):
+        count = 0
+        for column in range(mask.shape[1]):
+            if mask[row, column]:
+                path[row, count] = start + column
+                count += 1
+
+
+def longest_path(batch: Batch) -> int:
+    """The most entries behind its ``start`` that a row of a batch sees, its own included."""
+    return max(
+        int(batch.positions[one.offset : one.offset + one.rows].max()) - one.start + 1 for one in batch.segments
+    )  # fmt: skip
+
+
+class StepBuffers:
+    """Token ids, positions and ``StepRows`` of R rows."""
+
+    def __init__(self, rows: int, rows_per_tile: int, segments: int, path: int, device: torch.device) -> None:
+        """
+        Args:
+            rows: R.
+            rows_per_tile: the most of a tile.
+            segments: the most of a batch.
+            path: P, the most entries of a path.
+            device: of the tensors.
+        """
+        self.rows, self.path = rows, path
+        self._per_tile, self._tiles = rows_per_tile, rows // rows_per_tile + min(segments, rows)
+        sizes = (rows, rows, rows, rows, rows, 2 * self._tiles, rows * path)
+        self._cuts = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(_TURNS if pinned else 1)]
+        self._copied: list[torch.cuda.Event | None] = [None] * len(self._hosts)
+        self._turn = 0
+        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        ids, position, slot, start, entry, tiles, paths = (self._device[first:last] for first, last in self._cuts)
+        self.ids = ids  # [R] int32
+        self.step_rows = StepRows(slot, start, position, entry, paths.view(rows, path), tiles.view(-1, 2))
+
+    def fill(self, batch: Batch) -> None:
+        """Copies a batch to the device, in the current stream; rows behind those of the batch compute nothing.
+
+        Args:
+            batch: of at most R rows, with no path longer than P.
+        """
+        count = len(batch.token_ids)
+        assert count <= self.rows and longest_path(batch) <= self.path, (count, self.rows, longest_path(batch), self.path)
+        self._turn = (self._turn + 1) % len(self._hosts)
+        host, copied = self._hosts[self._turn], self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        ids, position, slot, start, entry, tiles, paths = (host[first:last].numpy() for first, last in self._cuts)
+        ids[:count], position[:count] = batch.token_ids, batch.positions
+        ids[count:], position[count:] = 0, -1
+        paths = paths.reshape(self.rows, self.path)
+        laid = 0
+        for segment in batch.segments:
+            rows = slice(segment.offset, segment.offset + segment.rows)
+            slot[rows], start[rows] = segment.slot, segment.start
+            entry[rows] = np.arange(segment.end - segment.rows, segment.end)
+            _lay_path(segment, paths[rows])
+            laid = self._lay_tiles(segment, tiles.reshape(-1, 2), laid)
+        tiles[2 * laid :] = 0
+        self._device.copy_(host, non_blocking=True)
+        if self._device.is_cuda:
+            self._copied[self._turn] = torch.cuda.current_stream(self._device.device).record_event()
+
+    def _lay_tiles(self, segment: Segment, tiles: Int32Array, laid: int) -> int:
+        for first in range(segment.offset, segment.offset + segment.rows, self._per_tile):
+            tiles[laid] = first, min(self._per_tile, segment.offset + segment.rows - first)
+            laid += 1
+        return laid
+
+
+def _lay_path(segment: Segment, paths: npt.NDArray[np.int32]) -> None:
+    if segment.mask is None:
+        paths[:] = segment.start + np.arange(paths.shape[1])  # each sees all before it; what lies behind it is not read
+    else:
+        fill_paths(segment.mask, segment.start, paths)
