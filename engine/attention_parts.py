@@ -1,0 +1,189 @@
+"""Attention of the rows of one request in parts: its context by a library's flash kernel, its own block by plain mathematics.
+
+All rows see all of the context, so that part needs no mask, which the fast kernels do not take, and the query heads that share
+keys can be further rows of one head: the keys are read once. Only among themselves do the rows of a tree see some and not others,
+and that block is as small as the tree.
+
+The parts are merged by their log-sum-exps, as in FlashDecoding: a part counts as one more key, whose score is the log-sum-exp of
+its scores and whose value is what the part gave. Example: a context with scores log 1 and log 2 and the values 3 and 6 gives 5,
+with log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 the weights are 3/4 and 1/4, and the result is 4:
+(1 * 3 + 2 * 6 + 1 * 1) / 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+Library = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # output, log-sum-exps, what dropout left
+
+MOST_BLOCK_ROWS = 256  # of a tree; the scores of its block are in memory at once, which for larger ones is no small matter
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of the flash kernels
+_LEAST_CAPABILITY = (8, 0)
+
+
+def fits(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether a flash kernel of a GPU takes such inputs.
+
+    Args:
+        query: [1, heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim].
+    """
+    if not (query.is_cuda and query.dtype == keys.dtype and query.dtype in _HALF):
+        return False
+    size = query.shape[3]
+    return size % _HEAD_DIM_STEP == 0 and size <= _MOST_HEAD_DIM and keys.shape[3] == size and _has_flash(query.device)
+
+
+def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
+    """Rows at the end of a text, each of which sees all entries up to its own: a chunk of a prefill, without a mask in memory.
+
+    Args:
+        query: [1, heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` are those of the rows themselves.
+        values: as keys.
+        scaling: of the scores; 1 / sqrt(head_dim) when None.
+
+    Returns:
+        [1, heads, rows, head_dim].
+    """
+    bias = causal_lower_right(query.shape[2], keys.shape[2])
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=bias, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+    )
+
+
+def attend_parts(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    splits: int = 1,
+) -> torch.Tensor:
+    """Rows behind a context that all of them see.
+
+    A single row without a mask has no block: it sees all entries, its own as well, as one part.
+
+    Args:
+        query: [1, heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` are those of the rows themselves.
+        values: as keys.
+        start: entries of the context, at least 1.
+        mask: [rows, entries - start], which is added to the scores: 0 where a row sees an entry behind the context, else minus
+            infinity; each row sees one at least. None for plain causality of ``start + rows`` entries.
+        scaling: of the scores; 1 / sqrt(head_dim) when None.
+        splits: equal parts that the context is computed in, by one call; what they leave over goes to the block. Flash kernels of
+            GPUs split long contexts themselves where there are few heads and rows, and round less often, so that 1 is best there.
+
+    Returns:
+        [1, heads, rows, head_dim].
+    """
+    _, heads, rows, size = query.shape
+    kv_heads, entries = keys.shape[1:3]
+    assert start > 0 and splits > 0, (start, splits)
+    seen = (rows, rows) if mask is None else mask.shape
+    assert seen == (rows, entries - start), (seen, rows, entries, start)
+    scale = size**-0.5 if scaling is None else scaling
+    folded = query.reshape(1, kv_heads, -1, size)  # [1, kv_heads, group * rows, head_dim]
+    shared = entries if rows == 1 and mask is None else start
+    splits = min(splits, shared)
+    covered = shared - shared % splits
+    outputs, sums = _attend_context(folded, keys[:, :, :covered], values[:, :, :covered], scale, splits)
+    if splits > 1 or covered < entries:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        scores = torch.matmul(folded[0].to(exact), keys[0, :, covered:].to(exact).transpose(1, 2))
+        bias = _block_bias(mask, rows, shared - covered, scores)
+        scores = torch.add(bias, scores.unflatten(1, (heads // kv_heads, rows)), alpha=scale).flatten(1, 2)
+        outputs = _merge(scores, values[0, :, covered:].to(exact), outputs, sums)
+    return outputs.reshape(1, heads, rows, size).to(query.dtype)
+
+
+def _block_bias(mask: torch.Tensor | None, rows: int, rest: int, like: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores of a block [rows, columns]: the mask, behind a rest of the context that all rows see.
+
+    Args:
+        mask: of ``attend_parts``.
+        rows: that see.
+        rest: entries of the context in the block.
+        like: the scores, [..., columns].
+    """
+    if mask is None:
+        return like.new_full((rows, like.shape[-1]), float("-inf")).triu_(1 + rest)
+    return torch.nn.functional.pad(mask, (rest, 0)) if rest else mask
+
+
+def _merge(scores: torch.Tensor, values: torch.Tensor, outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """What some keys and some parts give together.
+
+    Args:
+        scores: [kv_heads, rows, columns] of the keys, in the type to compute in.
+        values: [kv_heads, columns, head_dim] of the keys, in the same type.
+        outputs: [parts, kv_heads, rows, head_dim].
+        sums: [parts, kv_heads, rows], the log-sum-exps of the parts.
+
+    Returns:
+        [kv_heads, rows, head_dim].
+    """
+    columns = scores.shape[2]
+    weights = torch.softmax(torch.cat([scores, sums.movedim(0, 2).to(scores.dtype)], 2), 2)
+    merged = torch.matmul(weights[..., :columns], values)
+    for part, output in enumerate(outputs):
+        merged = torch.addcmul(merged, weights[..., columns + part, None], output)
+    return merged
+
+
+def _attend_context(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [splits, kv_heads, rows, head_dim] and log-sum-exps [splits, kv_heads, rows] of rows that see all keys of a part.
+
+    Args:
+        query: [1, kv_heads, rows, head_dim].
+        keys: [1, kv_heads, entries, head_dim]; the entries are a multiple of ``splits``.
+        values: as keys.
+        scale: of the scores.
+        splits: parts of the entries, which are the batch of one call.
+    """
+    if splits > 1:
+        keys, values = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
+        query = query.expand(splits, -1, -1, -1)
+    if not query.is_cuda:
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+        return on_cpu[0], on_cpu[1]
+    library = _library()
+    if library is not None:
+        return _by_library(library, query, keys, values, scale)
+    output, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=scale)
+    return output, sums
+
+
+def _by_library(
+    library: Library, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As torch's own, by flash-attn, which has rows before heads, in all but the log-sum-exps."""
+    by_row = [part.transpose(1, 2) for part in (query, keys, values)]
+    output, sums, _ = library(*by_row, softmax_scale=scale, return_attn_probs=True)
+    return output.transpose(1, 2), sums
+
+
+@cache
+def _library() -> Library | None:
+    """The function of the flash-attn library; None where it is not installed, or not for this torch."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+    function: Library = flash_attn_func
+    return function
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch has its flash kernels, and the GPU can run them."""
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY

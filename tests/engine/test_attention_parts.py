@@ -1,0 +1,210 @@
+"""Attention in parts against plain mathematics in float64, and a model that attends in parts against itself."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import engine.attention
+from decoding.tree import DraftTree
+from engine import attention_parts
+from engine.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
+from engine.batch import Line, LineWork, pack
+from tests.models import VOCAB, tiny_model
+
+KV_HEADS, HEAD_DIM = 2, 32
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+CASES = [
+    *(("cpu", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)),
+    *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)),
+]
+
+
+def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+    """Row by row and head by head, with only the keys that the row sees, in float64."""
+    group = query.shape[1] // keys.shape[1]
+    query, keys, values = (part[0].double().cpu() for part in (query, keys, values))
+    output = torch.empty_like(query)
+    for head in range(query.shape[0]):
+        for row in range(query.shape[1]):
+            seen = visible[row].nonzero()[:, 0]
+            scores = keys[head // group, seen] @ query[head, row] * scale
+            weights = (scores - scores.max()).exp()
+            output[head, row] = (weights / weights.sum()) @ values[head // group, seen]
+    return output[None]
+
+
+def tensors(rng: np.random.Generator, group: int, rows: int, entries: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Query, keys and values, the latter as views of longer slots, whose other entries are no numbers."""
+    query = torch.from_numpy(2 * rng.standard_normal((1, rows, KV_HEADS * group, HEAD_DIM))).transpose(1, 2)
+    slots = torch.full((2, 1, KV_HEADS, entries + 9, HEAD_DIM), torch.nan)
+    slots[:, :, :, :entries] = torch.from_numpy(rng.standard_normal((2, 1, KV_HEADS, entries, HEAD_DIM)))
+    query, slots = query.to(device, dtype), slots.to(device, dtype)
+    return [query, slots[0, :, :, :entries], slots[1, :, :, :entries]]
+
+
+def tree_mask(rng: np.random.Generator, rows: int, before: int = 0) -> torch.Tensor:
+    """[rows, before + rows] bool: a random tree, of which an earlier forward computed the first rows."""
+    seen = torch.zeros(before + rows, before + rows, dtype=torch.bool)
+    for row in range(before + rows):
+        if row:
+            seen[row] = seen[int(rng.integers(0, row))]
+        seen[row, row] = True
+    return seen[before:]
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")).to(device)
+
+
+def check(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert output.dtype == dtype and output.shape == expected.shape
+    assert (output.double().cpu() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("start", [1, 63, 64, 500])
+def test_trees_equal_plain_mathematics(device: str, dtype: torch.dtype, group: int, splits: int, start: int) -> None:
+    rng = np.random.default_rng([start, splits, group])
+    for rows, before, scaling in ((2, 0, None), (17, 0, 0.3), (40, 5, None), (1, 3, None)):
+        query, keys, values = tensors(rng, group, rows, start + before + rows, dtype, device)
+        seen = tree_mask(rng, rows, before)
+        output = attend_parts(query, keys, values, start, additive(seen, dtype, device), scaling, splits)
+        visible = torch.cat([torch.ones(rows, start, dtype=torch.bool), seen], 1)
+        check(output, reference(query, keys, values, visible, scaling or HEAD_DIM**-0.5), dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), CASES)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("start", [1, 63, 64, 500])
+def test_chains_and_single_rows_equal_plain_mathematics(
+    device: str, dtype: torch.dtype, group: int, splits: int, start: int
+) -> None:
+    rng = np.random.default_rng([start, splits, group])
+    for rows, scaling in ((1, None), (1, 0.3), (2, None), (33, 0.3)):
+        query, keys, values = tensors(rng, group, rows, start + rows, dtype, device)
+        visible = torch.ones(rows, start + rows, dtype=torch.bool).tril(start)
+        expected = reference(query, keys, values, visible, scaling or HEAD_DIM**-0.5)
+        check(attend_parts(query, keys, values, start, None, scaling, splits), expected, dtype)
+        check(attend_causal(query, keys, values, scaling), expected, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_scores_that_overflow_a_sum_of_exponentials_are_merged(device: str) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    query, keys, values = tensors(np.random.default_rng(1), 2, 4, 24, dtype, device)
+    keys[:, :, 7] *= 200  # a score of some thousands: the context decides all
+    visible = torch.ones(4, 24, dtype=torch.bool).tril(20)
+    check(attend_parts(query, keys, values, 20, splits=3), reference(query, keys, values, visible, HEAD_DIM**-0.5), dtype)
+
+
+def test_a_context_that_is_left_out_is_noticed() -> None:
+    query, keys, values = tensors(np.random.default_rng(2), 2, 4, 24, torch.float32, "cpu")
+    visible = torch.ones(4, 24, dtype=torch.bool).tril(20)
+    visible[:, 19] = False
+    with pytest.raises(AssertionError):
+        check(attend_parts(query, keys, values, 20), reference(query, keys, values, visible, HEAD_DIM**-0.5), torch.float32)
+
+
+def test_refuses_entries_that_are_not_those_of_the_rows() -> None:
+    query, keys, values = tensors(np.random.default_rng(3), 1, 4, 24, torch.float32, "cpu")
+    with pytest.raises(AssertionError):
+        attend_parts(query, keys, values, 19)
+    with pytest.raises(AssertionError):
+        attend_parts(query, keys, values, 0)
+
+
+def test_nothing_fits_on_a_processor() -> None:
+    for dtype in TOLERANCE:
+        query, keys, _ = tensors(np.random.default_rng(4), 1, 1, 2, dtype, "cpu")
+        assert not fits(query, keys)
+
+
+@pytest.mark.gpu
+def test_what_fits_on_a_gpu() -> None:
+    for dtype in TOLERANCE:
+        query, keys, _ = tensors(np.random.default_rng(4), 1, 1, 2, dtype, "cuda")
+        half = dtype in (torch.bfloat16, torch.float16)
+        assert fits(query, keys) == (half and torch.cuda.get_device_capability() >= (8, 0))
+        assert not fits(query[..., :12], keys[..., :12])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a prefill, trees and single rows. Mistral's window of 12 bites behind the first chunk, and masks remain."""
+    model = tiny_model(family, "float64")
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, VOCAB, 41).astype(np.int32)
+    tree = DraftTree(
+        rng.integers(0, VOCAB, 9).astype(np.int32), np.array([-1, 0, 0, 1, 1, 2, 3, 0, 7], np.int32), np.zeros(9, np.int8), 9
+    )
+    root, line = DraftTree.chain(0, ()), Line(1, tokens)
+    works = [LineWork(line, 0, 5, None), LineWork(line, 5, 11, tree), LineWork(line, 5, 30, root), LineWork(line, 30, 31, root)]
+    works += [LineWork(line, 31, 40, None), LineWork(line, 40, 41, tree)]
+    taken: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        function = getattr(engine.attention, name)
+
+        def count(*args: object) -> torch.Tensor:
+            taken[name] = taken.get(name, 0) + 1
+            result: torch.Tensor = function(*args)
+            return result
+
+        monkeypatch.setattr(engine.attention, name, count)
+
+    def logits() -> list[torch.Tensor]:
+        return [model.runner.forward(pack([work])) for work in works]
+
+    expected = logits()
+    counted("attend_parts")
+    counted("attend_causal")
+    monkeypatch.setattr(engine.attention, "fits", lambda query, keys: True)
+    for ours, plain in zip(logits(), expected, strict=True):
+        assert torch.allclose(ours, plain, atol=1e-10, rtol=0)
+    layers = model.runner.model.config.num_hidden_layers
+    assert taken == ({} if family == "mistral" else {"attend_parts": 3 * layers, "attend_causal": 2 * layers})
+
+
+def test_large_trees_keep_the_masked_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.attention, "fits", lambda query, keys: True)
+    monkeypatch.setattr(engine.attention, "attend_parts", lambda *args: pytest.fail("a block of too many rows"))
+    monkeypatch.setattr(engine.attention, "MOST_BLOCK_ROWS", 8)
+    assert MOST_BLOCK_ROWS > 64
+    tokens = np.arange(5, dtype=np.int32)
+    tree = DraftTree(np.arange(9, dtype=np.int32), np.array([-1, *[0] * 8], np.int32), np.zeros(9, np.int8), 9)
+    tiny_model("llama", "float64").runner.forward(pack([LineWork(Line(0, tokens), 4, 5, tree)]))
+
+
+def test_flash_attn_is_taken_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And called as version 2.8 wants it, with rows before heads; the kernel itself is this stand-in."""
+
+    def flash_attn_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, *, return_attn_probs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
+        assert return_attn_probs and softmax_scale is not None and not causal and not dropout_p
+        scores = torch.einsum("brhd,bkhd->bhrk", q, k) * softmax_scale
+        return torch.einsum("bhrk,bkhd->brhd", scores.softmax(3), v), scores.logsumexp(3), None
+
+    attention_parts._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import raises ImportError, as where it is for another torch
+    assert attention_parts._library() is None
+    attention_parts._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
+    library = attention_parts._library()
+    attention_parts._library.cache_clear()
+    assert library is not None
+    query, keys, values = tensors(np.random.default_rng(6), 1, 5, 24, torch.float64, "cpu")
+    ours = attention_parts._by_library(library, query, keys, values, 0.3)
+    torchs = attention_parts._attend_context(query, keys, values, 0.3, 1)
+    for one, other in zip(ours, torchs, strict=True):
+        assert torch.allclose(one, other, atol=1e-12, rtol=0)
