@@ -17,7 +17,7 @@ from actors.peer import Member, Peer
 from actors.pinning import allowed_cores, own_cores, pin_thread
 from actors.rank import RankServer
 from actors.ranks import GroupError
-from configs.slices import ParallelismOptions
+from configs.slices import EngineOptions, ParallelismOptions
 from engine.executor import Executor, LocalExecutor
 from engine.runner import ModelRunner
 from engine.runners import make_runner
@@ -82,9 +82,9 @@ class Elastic:
         assert self._server is not None
         return self._server.address
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """See ``Ranks``: each rank has the whole model."""
-        return make_runner(model, slots, capacity, strict)
+        return make_runner(model, capacity, options)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""

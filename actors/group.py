@@ -107,9 +107,9 @@ class Group:
         """Ranks of the group, the leader among them."""
         return self._world_size
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """See ``Ranks``: each rank has the whole model."""
-        return make_runner(model, slots, capacity, strict)
+        return make_runner(model, capacity, options)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""

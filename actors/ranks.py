@@ -7,6 +7,7 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from actors.lookahead_parallel import GroupState
+from configs.slices import EngineOptions
 from engine.executor import Executor
 from engine.runner import ModelRunner
 
@@ -22,7 +23,7 @@ class Ranks(Protocol):
     def world_size(self) -> int:
         """The most ranks to which a step's trees may be dealt: trees are as many times as large."""
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """The engine's own runner, of the whole model or a part; see ``engine.runners``. Called once, before ``executor``.
 
         Raises:

@@ -29,7 +29,7 @@ from actors.sharded_parts import take_checked
 from actors.sharded_rank import WATCH_S, end_process
 from actors.sharded_wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
 from actors.shared_sums import sweep
-from configs.slices import ModelOptions, ParallelismOptions
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
 from engine.batch import Batch
 from engine.errors import ModelLoadError, one_line
 from engine.executor import Executor, LocalExecutor
@@ -110,23 +110,23 @@ class ShardedGroup:
         """See ``Ranks``: all ranks compute the same trees."""
         return 1
 
-    def runner(self, model: PreTrainedModel, slots: int, capacity: int, strict: bool) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
 
         Raises:
-            GroupError: the ranks cannot be had, the model cannot be dealt to them, or the engine is to be strict.
+            GroupError: the ranks cannot be had, the model cannot be dealt to them, or an option is for whole models.
             ModelLoadError: see ``ModelRunner``.
         """
-        if strict:
-            raise GroupError("engine.exact=strict is for whole models: set engine.exact=rounding with parts of one")
+        if options.exact == "strict" or options.compile:
+            raise GroupError("engine.exact=strict and engine.compile=true are for whole models, not for parts of one")
         deadline = time.monotonic() + self._start_timeout_s
         try:
             for address in self.housing.addresses(self._start_timeout_s):
                 self._links.append(connect(address, self._secret, CONNECT_S))
             self._watcher.start()
-            port = self._meet(slots, capacity)
+            port = self._meet(options.max_running, capacity)
             part = take_checked(model, self._shard)
-            runner = LeadingRunner(model, slots, capacity, part.shape, self._together, self._shard.world_size)
+            runner = LeadingRunner(model, options.max_running, capacity, part.shape, self._together, self._shard.world_size)
             while not self._all_ready.wait(WATCH_S):
                 if self._fault is not None or time.monotonic() > deadline:
                     raise GroupError(self._fault or f"the ranks were not ready within {self._start_timeout_s:.0f} s")

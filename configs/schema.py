@@ -245,6 +245,8 @@ def _check_parts(config: Config) -> None:
         raise ConfigError(f"{where}, where speculation.draft_model is not supported; leave one of them out")
     if config.engine.exact == "strict":
         raise ConfigError(f"{where}, where engine.exact=strict is not supported; set engine.exact=rounding, or another mode")
+    if config.engine.compile:
+        raise ConfigError(f"{where}, where engine.compile=true is not supported; leave it out, or set another mode")
 
 
 def _check_bounds(key: str, value: float | None, low: float, high: float) -> None:

@@ -57,7 +57,7 @@ def runner_over(
 ) -> ModelRunner:
     """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given."""
     capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
-    runner = make(loaded.model, options.max_running, capacity, options.exact == "strict")
+    runner = make(loaded.model, capacity, options)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.grammars.prepare()
     return runner

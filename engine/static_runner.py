@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -105,11 +105,11 @@ class StaticStep:
             self._graph.replay()
         return wanted_rows(self._logits, batch.logit_rows)
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Captures the forward as a graph.
 
         Args:
-            pool: of memory that graphs share, which are never replayed at once.
+            pool: torch's handle of memory that graphs share, which are never replayed at once.
 
         Raises:
             RuntimeError: the model does what a graph cannot hold, such as waiting for the device.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.pinning import pin_thread
 from actors.sharded_processes import RankProcesses, process_group
-from configs.slices import ModelOptions
+from configs.slices import EngineOptions, ModelOptions
 from decoding.latency import LatencyCurve
 from engine.executor import Executor, LocalExecutor
 from engine.loading import LoadedModel, ModelInfo
@@ -107,7 +107,7 @@ class _Sharded(Place):
         try:
             loaded = model.loaded()
             info = loaded.info("", True)  # of the whole model, before parts of it go
-            runner = self._group.runner(loaded.model, 1, model.context + model.draft_rows, False)
+            runner = self._group.runner(loaded.model, model.context + model.draft_rows, EngineOptions(max_running=1))
             local = executor_over(runner, known)
         except BaseException:
             self._group.close()

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.ranks import GroupError
 from actors.shard import ShardMode
 from actors.sharded_processes import RankProcesses, process_group
-from configs.slices import ModelOptions
+from configs.slices import EngineOptions, ModelOptions
 from decoding.drafters import STRATEGIES, build_drafter, build_drafters
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.attention import TREE_ATTENTION
@@ -92,7 +92,7 @@ def main(mode: ShardMode, family: str) -> None:
     torch.set_num_threads(1)
     group = process_group(mode, 2, ModelOptions(threads=1, device="cpu"), load=functools.partial(whole, family))
     try:
-        runner = group.runner(whole(family), SLOTS, CONTEXT + MAX_DRAFT, False)
+        runner = group.runner(whole(family), CONTEXT + MAX_DRAFT, EngineOptions(max_running=SLOTS))
     except GroupError:
         group.close()
         raise

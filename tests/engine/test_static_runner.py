@@ -9,11 +9,14 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
+from engine.attention import TREE_ATTENTION, tree_attention
 from engine.batch import Work, pack
+from engine.compiled_layers import compile_layers
 from engine.row_cut import cut
 from engine.runner import ModelRunner
 from engine.static_runner import StaticRunner
@@ -167,3 +170,22 @@ def test_graphs_compute_what_the_model_does(dtype: torch.dtype) -> None:
             # As near to the right numbers as the usual forward is, which rounds as often.
             bound = 4 * (usual.forward(batch).float() - right).abs().max() + 1e-4
             assert (given - right).abs().max() <= bound if len(right) else given.shape == right.shape
+
+
+def test_compiled_layers_compute_the_same() -> None:
+    usual = tiny_model("llama", "float64").runner
+    model = deepcopy(usual.model)
+    assert compile_layers(model, "aot_eager") == model.config.num_hidden_layers
+    try:
+        static = StaticRunner(model, SLOTS, CAPACITY, None, SIZES, ReferenceAttention)
+        for step in works(np.random.default_rng(3)):
+            batch = pack(step)
+            assert torch.allclose(static.forward(batch), usual.forward(batch), atol=1e-9, rtol=0)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        request = works(np.random.default_rng(5))[0][0].request
+        for rows in (5, 6, 7):  # nothing is compiled anew
+            static.forward(pack([Work(request, 0, rows, None, frozenset())]))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    finally:
+        AttentionInterface.register(TREE_ATTENTION, tree_attention)
+        torch.compiler.reset()

@@ -1,0 +1,34 @@
+"""torch.compile of a model's layers: norms, rotations and products by element become few kernels instead of many.
+
+The layers of a model have the same code, so one of them is compiled and all of them use it; the attention stays as it is. In a
+CUDA graph what is left of a small operation is the time in which the GPU starts it, and a Llama layer has some thirty.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.attention import TREE_ATTENTION, tree_attention
+from engine.errors import ModelLoadError
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
+    """Has the layers compiled when they are first called, for any number of rows; returns how many there are.
+
+    Args:
+        model: see ``ModelRunner``.
+        backend: torch's name of it.
+
+    Raises:
+        ModelLoadError: it has no list of layers.
+    """
+    wanted = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == wanted]
+    if not lists:
+        raise ModelLoadError(f"engine.compile=true is not for {type(model).__name__}: its layers were not found. Leave it out")
+    # What a layer hands its attention is read by that alone: nothing is compiled anew for the number of a layer.
+    AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
+    for layer in lists[0]:
+        layer.compile(dynamic=True, backend=backend)
+    return wanted
