@@ -4,7 +4,7 @@ python -m experiments.exact_outputs --workloads DIR --records 2 --dtypes bfloat1
 
 Each record of each workload is asked greedily and with a draw. Every answer is given alone, one request at a time, and once more
 in a crowd, several at a time in steps of few rows, so that a row's company, its place and the cuts of its prompt all change. All
-are compared with plain decoding alone in the same setting of ``engine.exact``. Requests that are alone go to the engines in turns,
+are compared with plain decoding alone in the same setting. Requests that are alone go to the engines in turns,
 and the cost of strict is the ratio of the seconds that plain decoding takes for a request, with its spread over the requests.
 """
 
