@@ -138,18 +138,23 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
 
 
 @_kernel
-def _merge(states, number, used, begin, end, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The output of the query heads ``number`` from the states of their splits ``begin .. end - 1``, of which one has keys."""
-    split = tl.arange(0, triton.next_power_of_2(SPLITS))
-    tops = states + (number[:, None] * SPLITS + split[None, :]).to(tl.int64) * (D + 4) + D
-    stored = used[:, None] & ((split >= begin) & (split < end))[None, :]
-    above = tl.max(tl.load(tops, mask=stored, other=float("-inf")), 1)
-    above = tl.where(used, above, 0.0)
-    mass, acc = tl.zeros_like(above), tl.zeros([number.shape[0], BLOCK_D], tl.float32)
-    for split in tl.range(begin, end, loop_unroll_factor=4):  # loads of four splits under way at once
-        split_top, split_mass, split_acc = _load_state(states, number * SPLITS + split, used, D, BLOCK_D)
-        share = tl.exp2(split_top - above)
-        mass, acc = mass + split_mass * share, acc + split_acc * share[:, None]
+def _merge(states, number, used, begin, end, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """The output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``, of which one has
+    keys. As many splits as registers hold are loaded at once; which are summed together depends on nothing else."""
+    AT_ONCE: tl.constexpr = 64 // BLOCK_G
+    dim, every = tl.arange(0, BLOCK_D), tl.arange(0, triton.next_power_of_2(SPLITS))
+    tops = states + (number[:, None] * SPLITS + every[None, :]).to(tl.int64) * (D + 4) + D
+    top = tl.load(tops, mask=used[:, None] & ((every >= begin) & (every < end))[None, :], other=float("-inf"))
+    above = tl.where(used, tl.max(top, 1), 0.0)
+    mass, acc = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for first in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        stored = used[:, None] & ((split >= begin) & (split < end))[None, :]
+        at = states + (number[:, None] * SPLITS + split[None, :]).to(tl.int64) * (D + 4)
+        accs = tl.load(at[:, :, None] + dim[None, None, :], mask=stored[:, :, None] & (dim < D)[None, None, :], other=0.0)
+        share = tl.exp2(tl.load(at + D, mask=stored, other=float("-inf")) - above[:, None])
+        mass += tl.sum(tl.load(at + D + 1, mask=stored, other=0.0) * share, 1)
+        acc += tl.sum(accs * share[:, :, None], 1)
     return acc / tl.where(used, mass, 1.0)[:, None]
 
 
@@ -197,7 +202,8 @@ def _path(
 ):  # fmt: skip
     """Kernel 2, a program per row and KV head: goes on from kernel 1's states along the row's path, and writes its output."""
     row, kv_head, kv_heads, dim = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK_D)
-    of_group = tl.arange(0, triton.next_power_of_2(GROUP))
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    of_group = tl.arange(0, BLOCK_G)
     number = (row * kv_heads + kv_head) * GROUP + of_group  # of the row and head
     written = (of_group < GROUP)[:, None] & (dim[None, :] < D)
     output += number[:, None] * D + dim[None, :]
@@ -225,7 +231,7 @@ def _path(
         top, mass = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     tl.debug_barrier()  # other threads read what these wrote
-    merged = _merge(states, number, of_group < GROUP, lowest // SPLIT, position // SPLIT + 1, SPLITS, D, BLOCK_D)
+    merged = _merge(states, number, of_group < GROUP, lowest // SPLIT, position // SPLIT + 1, SPLITS, D, BLOCK_D, BLOCK_G)
     tl.store(output, merged.to(output.dtype.element_ty), written)
 
 

@@ -288,7 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = measure(runner, texts, args.rows, args.seed, lambda done: print(f"{done}/{len(texts)} texts", file=sys.stderr))
     print_table(results)
     device = str(loaded.model.device)
-    path = write_record("near-ties", vars(args), {**results, "record_ids": ids}, args.seed, started, device, args.out)
+    results |= {"dtype": args.dtype, "record_ids": ids}
+    path = write_record("near-ties", vars(args), results, args.seed, started, device, args.out)
     print(f"record: {path.name}")
     return 0
 
