@@ -1,4 +1,4 @@
-"""The tables of ``experiments.near_ties`` and ``experiments.exact_outputs``: where rounding decides, and where nothing is left to it."""
+"""The tables of ``experiments.near_ties`` and ``experiments.exact_outputs``: where rounding decides, and where it cannot."""
 
 from __future__ import annotations
 
@@ -25,14 +25,8 @@ def near_ties(*records: Mapping[str, Any]) -> Table:
                     Cell(str(case["left"])),
                 ]
             )
-    titles = (
-        "type",
-        "rows of a tree",
-        "a logit moves by: p99 / max",
-        "other tokens",
-        "a guard computes again",
-        "other tokens then",
-    )
+    moves, again = "a logit moves by: p99 / max", "a guard computes again"
+    titles = ("type", "rows of a tree", moves, "other tokens", again, "other tokens then")
     return table_of("", titles, rows)
 
 
@@ -50,7 +44,5 @@ def exact_outputs(results: Mapping[str, Any]) -> Table:
                 f"{row[key]} of {row['outputs']}" for row in (usual, strict) for key in ("identical_alone", "identical_crowd")
             ]
             rows.append([Cell(dtype), Cell(f"`{usual['strategy']}`"), *map(Cell, cells), Cell(times)])
-    titles = (
-        "type", "strategy", "rounding, alone", "rounding, in a crowd", "strict, alone", "strict, in a crowd", "time of strict over rounding",
-    )  # fmt: skip
-    return table_of("", titles, rows)
+    settings_of = (f"{exact}, {company}" for exact in ("rounding", "strict") for company in ("alone", "in a crowd"))
+    return table_of("", ("type", "strategy", *settings_of, "time of strict over rounding"), rows)
