@@ -13,6 +13,7 @@ that takes a request over, compiles the same one.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import threading
@@ -21,12 +22,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
-from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from decoding.tree import BoolArray, Int32Array
 from engine.errors import RequestError
+
+INSTALLED = importlib.util.find_spec("llguidance") is not None  # engines are measured on machines that have not
+if INSTALLED:
+    from llguidance import LLMatcher, LLTokenizer, grammar_from
+    from llguidance.hf import from_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +242,8 @@ class Grammars:
             return MatcherGrammar(matcher.deep_copy(), self._vocabulary, self._vocab_size, self._end_tokens)
 
     def _read_vocabulary(self) -> LLTokenizer:
+        if not INSTALLED:
+            raise RequestError(FIELD, "structured output needs llguidance, which is not installed: pip install llguidance")
         size = max(self._vocab_size, len(self._tokenizer))
         try:
             return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._end_tokens)

@@ -43,7 +43,7 @@ _SLOT = 0
 
 def _compute(runner: ModelRunner, tokens: Int32Array, start: int, tree: DraftTree | None = None) -> torch.Tensor:
     """One forward of the tokens behind ``start``; with a tree below the last of them the logits [rows, vocab] of its rows."""
-    return runner.forward(pack([LineWork(Line(_SLOT, tokens), start, len(tokens), tree)]))
+    return runner.forward(pack([LineWork(Line(_SLOT, tokens), start, len(tokens), tree)])).clone()  # the next may overwrite it
 
 
 def _prefill(runner: ModelRunner, tokens: Int32Array) -> None:

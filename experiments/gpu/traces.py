@@ -1,0 +1,108 @@
+"""Engines that follow known outputs on a device: every row is computed, the known token is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from configs.slices import EngineOptions, SpeculationOptions
+from decoding.drafters import LOSSLESS, Drafter, build_drafter
+from decoding.drafters.base import TargetRows
+from decoding.tree import Int32Array
+from engine.batch import Work
+from engine.engine import Engine
+from engine.executor import LocalExecutor, Outcome, Verifier
+from engine.loading import LoadedModel
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.target import LocalTarget
+from experiments.contestants import EngineContestant
+from experiments.guided import GuidedExecutor
+
+PLAIN = "autoregressive"
+STRATEGIES = (PLAIN, "llma", "trie", "auto")
+_CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
+
+
+class QuickVerifier(Verifier):
+    """As ``experiments.guided.GuidedVerifier``, with one call to the device a step, and none where no drafter ranks tokens.
+
+    Following an output must not cost what decoding does not: a step of a real model has none of this.
+    """
+
+    def __init__(self, known: dict[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._known = known
+        self.ranked = False  # whether the drafter asks for what the target ranked in this step
+
+    @torch.inference_mode()
+    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
+        """See ``Verifier``."""
+        assert work.tree is not None
+        greedy, rows, tokens = greedy.copy(), [], []
+        reached = [0]
+        for token in self._known[work.request.request_id][work.request.num_output :]:
+            greedy[reached] = token
+            rows += reached
+            tokens += [token] * len(reached)
+            reached = work.tree.children(reached, token)
+            if not reached:
+                break
+        if self.ranked:
+            at = torch.tensor([rows, tokens]).to(logits.device)
+            logits[at[0], at[1]] = _CERTAIN
+        outcome = super().verify(work, logits, greedy)
+        target = TargetRows(greedy, logits if self.ranked else None)
+        return Outcome(outcome.tree, outcome.acceptance, target, outcome.logprobs)
+
+
+class TraceExecutor(GuidedExecutor):
+    """A guided executor with the quick verifier."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self._quick = QuickVerifier(self.known)
+        self._verifier = self._quick
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        """See ``Executor``."""
+        self._quick.ranked = top_k > 0
+        return super().execute(works, top_k)
+
+
+class Engines:
+    """Makes engines over one runner, which runs one of them at a time."""
+
+    def __init__(self, loaded: LoadedModel, runner: ModelRunner, folder: Path, guided: bool = True) -> None:
+        """
+        Args:
+            loaded: the model.
+            runner: of it, with one slot.
+            folder: where the latency curve is kept: one that is new in this run.
+            guided: whether known outputs are followed; else the model says what it says.
+        """
+        self.loaded, self.runner = loaded, runner
+        self.executor = TraceExecutor(runner) if guided else LocalExecutor(runner)
+        self._info = loaded.info(PLAIN, True)
+        self.target = LocalTarget(runner, self._info, None, folder)
+
+    def drafter(self, strategy: str) -> Drafter:
+        """A new one, prepared."""
+        drafter = build_drafter(strategy, {})
+        drafter.prepare(self.target)
+        return drafter
+
+    def engine(self, strategy: str, drafter: Drafter | None = None) -> Engine:
+        """A new engine, with a new drafter where none is given."""
+        drafter = self.drafter(strategy) if drafter is None else drafter
+        options = EngineOptions(max_running=1, prefix_caching=False)
+        scheduler = Scheduler(options, SpeculationOptions().max_draft_tokens)
+        info = self.loaded.info(strategy, strategy in LOSSLESS)
+        return Engine(self.executor, drafter, scheduler, info)
+
+    def contestant(self, strategy: str, max_tokens: int) -> EngineContestant:
+        """Such an engine as it runs prompts."""
+        guide = self.executor if isinstance(self.executor, TraceExecutor) else None
+        return EngineContestant(lambda: self.engine(strategy), max_tokens, guide)
