@@ -19,7 +19,7 @@ from engine.attention import StepContext
 from engine.batch import Batch
 from engine.kv_cache import KVShape, SlotCache
 from engine.runner import ModelRunner, kv_shape, wanted_rows
-from engine.slot_attention import SlotAttention, available, rows_per_tile
+from engine.slot_attention import SlotAttention, available, best_block_rows
 from engine.step_buffers import StepBuffers, longest_path
 from engine.step_rows import StepRows
 
@@ -31,6 +31,8 @@ _WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries t
 
 class Attention(Protocol):
     """``SlotAttention``, or what a test puts in its place."""
+
+    rows_of_tile: int
 
     def attend(
         self,
@@ -53,8 +55,15 @@ MakeAttention = Callable[[KVShape, int, int, int], Attention]  # of a shape, hea
 
 
 def has_graphs(model: PreTrainedModel) -> bool:
-    """Whether steps of a model can be captured: on a GPU, where Triton is installed."""
-    return model.device.type == "cuda" and available(model.device)
+    """Whether steps of a model can be captured: on a GPU with Triton, no wider than float32, few query heads to a KV head."""
+    shape = kv_shape(model)
+    group = model.config.get_text_config().num_attention_heads // shape.kv_heads
+    return model.device.type == "cuda" and available(shape) and group <= best_block_rows(shape)
+
+
+def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:
+    """``SlotAttention`` in blocks for the device."""
+    return SlotAttention(shape, heads, rows, capacity, best_block_rows(shape))
 
 
 class StaticStep:
@@ -148,7 +157,7 @@ class StaticRunner(ModelRunner):
         capacity: int,
         fixed_rows: int | None = None,
         sizes: Sequence[int] = ROWS,
-        attention: MakeAttention = SlotAttention,
+        attention: MakeAttention = slot_attention,
     ) -> None:
         """
         Args:
@@ -198,8 +207,9 @@ class StaticRunner(ModelRunner):
         heads = self.model.config.get_text_config().num_attention_heads
         if size not in self._attentions:
             self._attentions[size] = self._attention(shape, heads, size, self.cache.capacity)
-        buffers = StepBuffers(size, rows_per_tile(heads, shape.kv_heads), self.cache.slots, path, device)
-        step = StaticStep(self.model, self.cache, buffers, self._attentions[size], logits)
+        attention = self._attentions[size]
+        buffers = StepBuffers(size, attention.rows_of_tile, self.cache.slots, path, device)
+        step = StaticStep(self.model, self.cache, buffers, attention, logits)
         if self._pool is not None:
             try:
                 step.capture(self._pool)

@@ -23,7 +23,8 @@ Parts, in the order in which they run, and the time that each is given. Those wi
 
 Models have the shape that --sizes names and random weights; kinds of runner are graphs (captured CUDA graphs), strict (rows whose
 bits do not depend on their company), eager and, if asked for, compiled (graphs of layers that torch.compile made). Figures are
-medians of rounds, with the least and the largest; ratios are formed round by round, or record by record, of cases that took turns.
+medians of rounds, with the least and the largest; ratios are formed round by round, or record by record, of cases that took
+turns.
 
 Every part runs in a worker process: one that fails, crashes or hangs is named as such, in the table and in the record, and the
 others run. What fits no more into --budget-s is skipped and named. The record is written anew after every part, so that a kill

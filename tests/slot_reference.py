@@ -13,6 +13,7 @@ class ReferenceAttention:
 
     def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int) -> None:
         self.group, self.rows, self.capacity = heads // shape.kv_heads, rows, capacity
+        self.rows_of_tile = 3
 
     def attend(
         self,
