@@ -43,6 +43,7 @@ from engine.target import LocalTarget
 from experiments.guided import SIZES, random_model
 from experiments.record import ROOT, write_record
 from experiments.run_options import parsed, run_parser
+from experiments.waiting_forward import WaitingForward
 
 PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)  # of requests that are not greedy; max_tokens is set for each
@@ -126,13 +127,17 @@ class Bench:
 
     def requests(self, batch: int, params: SamplingParams) -> Iterator[list[Request]]:
         """Batches of requests without end, each with prompts from other places of the text."""
-        places = range(max(1, len(self.tokens) - self.context))
         for turn in itertools.count():
+            ids = [f"{turn * batch + one}" for one in range(batch)]
+            starts = [self.place(number) for number in ids]
             yield [
-                Request(f"{turn}-{one}", self.tokens[start : start + self.context], params, tenant="local")
-                for one in range(batch)
-                for start in (places[(turn * batch + one) * 997 % len(places)],)
+                Request(number, self.tokens[start : start + self.context], params, tenant="local")
+                for number, start in zip(ids, starts, strict=True)
             ]
+
+    def place(self, number: str) -> int:
+        """Where in the text the prompt of a request begins, by its id."""
+        return int(number) * 997 % max(1, len(self.tokens) - self.context)
 
     def profile(self, strategy: str, batch: int, sampled: bool, args: argparse.Namespace) -> dict[str, Any]:
         """Median milliseconds of each phase, and their share of the step, with a fresh drafter."""
@@ -143,6 +148,10 @@ class Bench:
         info = loaded.info(strategy, strategy in LOSSLESS)
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
         engine = Engine(executor, drafter, scheduler, info, loaded.tokenizer)
+        if args.waiting_ms is not None:
+            rows = EngineOptions().max_step_tokens + batch * args.budget
+            waiting = WaitingForward(self.tokens, loaded.vocab_size, rows, args.waiting_ms / 1e3)
+            setattr(runner, "forward", waiting)  # noqa: B010 - mypy: a method
         clock = PhaseClock(engine, executor, drafter, scheduler, time.thread_time if args.cpu_time else time.perf_counter)
         shape = SAMPLED if sampled else SamplingParams()
         params = SamplingParams(self.max_tokens, shape.temperature, top_p=shape.top_p, seed=shape.seed, ignore_eos=True)
@@ -150,6 +159,8 @@ class Bench:
         for requests in self.requests(batch, params):
             for request in requests:
                 engine.add(request)
+            if args.waiting_ms is not None:
+                waiting.live = [(request, self.place(request.request_id)) for request in requests]
             while engine.counts().running + engine.counts().waiting == batch and len(found) < args.steps:
                 if (seconds := clock.step(batch)) is not None:
                     found.append(seconds)
@@ -264,6 +275,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cpu-time",
         action="store_true",
         help="processor time of the engine's thread instead of time: on a busy machine, with one thread",
+    )
+    parser.add_argument(
+        "--waiting-ms", type=float, help="the forward waits so long and computes nothing, as the host does beside a GPU"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--device", default="cpu")
