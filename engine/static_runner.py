@@ -183,6 +183,8 @@ class StaticRunner(ModelRunner):
         """Captures the steps of all sizes now, so that no request waits for it."""
         for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
             self._step(size, True, size)
+            if self.fixed_rows is not None:  # pieces of prompts come in such steps, too
+                self._step(size, False, size)
         logger.info("steps of %s rows are ready", ", ".join(map(str, self.sizes)))
 
     def _attends_in_order(self, context: StepContext) -> bool:

@@ -61,7 +61,14 @@ class WholeList(torch.nn.ModuleList):
 
 @torch.inference_mode()
 def thin_modules(model: PreTrainedModel) -> int:
-    """Replaces RMS norms, on a CPU, and the list of layers of a model in place; returns how many modules."""
+    """Replaces RMS norms, on a CPU, and the list of layers of a model in place; returns how many modules.
+
+    Some models look in every forward whether to warn of padding, which there is none of, and on a GPU wait for the answer: they
+    no longer do.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _unwarned
     replaced: dict[str, torch.nn.Module] = {}
     layers = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
@@ -75,6 +82,10 @@ def thin_modules(model: PreTrainedModel) -> int:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     return len(replaced)
+
+
+def _unwarned(*_: object) -> None:
+    pass
 
 
 def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:

@@ -68,15 +68,15 @@ class FaultyExecutor(LocalExecutor):
         return super().execute(works, top_k)
 
 
-def twin(family: str, dtype: str, slots: int = SLOTS, capacity: int = CAPACITY) -> ModelRunner:
+def twin(family: str, dtype: str, slots: int = SLOTS, capacity: int = CAPACITY, fixed_rows: int | None = None) -> ModelRunner:
     """A tiny model once more, with the same weights and KV slots of its own."""
-    return ModelRunner(deepcopy(tiny_model(family, dtype).runner.model), slots, capacity)
+    return ModelRunner(deepcopy(tiny_model(family, dtype).runner.model), slots, capacity, fixed_rows=fixed_rows)
 
 
 @cache
-def _runner(family: str, dtype: str, rank: int) -> ModelRunner:
+def rank_runner(family: str, dtype: str, rank: int, fixed_rows: int | None = None) -> ModelRunner:
     """Of a rank of this process; groups use it one after another."""
-    return twin(family, dtype)
+    return twin(family, dtype, fixed_rows=fixed_rows)
 
 
 class BranchingDrafter(Drafter):
@@ -194,6 +194,7 @@ class TinyGroup:
         batch: int = SLOTS,
         step_tokens: int = 256,
         strategy: str = "test",
+        fixed_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -205,11 +206,12 @@ class TinyGroup:
             batch: requests in one step.
             step_tokens: rows of one rank's forward.
             strategy: the name to show.
+            fixed_rows: of the runners of ranks in threads.
         """
-        self._family, self._dtype, self._options = family, dtype, options
+        self._family, self._dtype, self._options, self._fixed_rows = family, dtype, options, fixed_rows
         self._ranks = {0}  # that were ever there
         self._servers: dict[int, RankServer] = {}
-        runner = _runner(family, dtype, 0)
+        runner = rank_runner(family, dtype, 0, fixed_rows)
         self.executor = LookaheadParallelExecutor(LocalExecutor(runner), options, step_tokens)
         self.engine = engine_over(runner, drafter, batch, step_tokens, strategy, self.executor)
         for rank in range(1, world):
@@ -219,7 +221,7 @@ class TinyGroup:
         """A new rank: a process, or a thread of this one."""
         self._ranks.add(rank)
         if follower is None:
-            executor = LocalExecutor(_runner(self._family, self._dtype, rank))
+            executor = LocalExecutor(rank_runner(self._family, self._dtype, rank, self._fixed_rows))
             server = self._servers[rank] = RankServer(executor, SECRET, self._options)
             address = server.address
         else:

@@ -17,9 +17,10 @@ from decoding.tree import DraftTree
 from engine.attention import TREE_ATTENTION, tree_attention
 from engine.batch import Work, pack
 from engine.compiled_layers import compile_layers
+from engine.kv_cache import SlotCache
 from engine.row_cut import cut
-from engine.runner import ModelRunner
-from engine.static_runner import StaticRunner
+from engine.runner import ModelRunner, kv_shape
+from engine.static_runner import StaticRunner, StaticStep
 from engine.step_buffers import StepBuffers, longest_path
 from tests.models import CONTEXT, FAMILIES, MAX_DRAFT, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 from tests.slot_reference import ReferenceAttention
@@ -189,3 +190,26 @@ def test_compiled_layers_compute_the_same() -> None:
     finally:
         AttentionInterface.register(TREE_ATTENTION, tree_attention)
         torch.compiler.reset()
+
+
+class NoAttention:
+    """Computes nothing."""
+
+    rows_of_tile = 4
+
+    def attend(self, *args: object, **kwargs: object) -> None:
+        """See ``SlotAttention``."""
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_nothing_in_a_forward_waits_for_the_device(family: str) -> None:
+    """Tensors without numbers raise where anything asks for one; a capture would raise there, too."""
+    model = deepcopy(tiny_model(family, "float64").runner.model).to("meta")
+    cache = SlotCache(kv_shape(model), SLOTS, CAPACITY)
+    step = StaticStep(model, cache, StepBuffers(8, 4, SLOTS, 8, torch.device("meta")), NoAttention(), True)
+    with torch.inference_mode():
+        if family != "mixtral":
+            assert step._forward().shape == (8, VOCAB)
+            return
+        with pytest.raises(NotImplementedError, match="nonzero"):  # in float64: who goes to which expert
+            step._forward()
