@@ -93,6 +93,7 @@ def examine() -> list[Finding]:
         lambda: _package("ray"),
         _redis,
         _flash_attention,
+        lambda: _triton(bool(gpus)),
         lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
         lambda: _deepspeed(bool(gpus)),
         lambda: _package("accelerate", BASELINES, needed=False),
@@ -176,6 +177,13 @@ def _flash_attention() -> Finding:
     if importlib.util.find_spec("flash_attn") is not None:
         return Finding("flash-attn", "ok", _version("flash-attn") or "installed")
     return Finding("flash-attn", "optional", "not installed", "pip install --no-build-isolation flash-attn")
+
+
+def _triton(has_gpu: bool) -> Finding:
+    version = _version("triton")
+    if version is not None or not has_gpu:
+        return Finding("triton", "ok", version or "not needed without a GPU")
+    return Finding("triton", "optional", "not installed", "pip install triton (without it steps are no CUDA graphs)")
 
 
 def _deepspeed(has_gpu: bool) -> Finding:
