@@ -135,6 +135,7 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
         "threads": min(torch.get_num_threads(), cores) if device.type == "cpu" else None,
         "ranks": runner.ranks,
         "part": [runner.cache.shape.layers, runner.cache.shape.kv_heads],  # of the model that is here: ranks may have the rest
+        "forwards": runner.form(),
         "packed_weights": any(isinstance(module, PackedLinear) for module in runner.model.modules()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

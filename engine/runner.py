@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -109,6 +111,11 @@ class ModelRunner:
     def _attends_in_order(self, context: StepContext) -> bool:
         """Whether what a row sees is added up in the order of the text, after a forward in a context."""
         return not context.by_torch
+
+    def form(self) -> dict[str, Any]:
+        """How forwards are computed, where that changes what they take: as JSON values."""
+        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
+        return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled}
 
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)

@@ -187,6 +187,10 @@ class StaticRunner(ModelRunner):
                 self._step(size, False, size)
         logger.info("steps of %s rows are ready", ", ".join(map(str, self.sizes)))
 
+    def form(self) -> dict[str, Any]:
+        """See ``ModelRunner``."""
+        return super().form() | {"graphs": list(self.sizes)}
+
     def _attends_in_order(self, context: StepContext) -> bool:
         """See ``ModelRunner``: with ``fixed_rows`` all forwards go through ``SlotAttention``."""
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from engine.calibration import Calibration, CalibrationFile
 from engine.loading import ModelInfo
 from engine.runner import ModelRunner
+from engine.static_runner import StaticRunner
 from tests.models import CONTEXT, VOCAB, tiny_model
+from tests.slot_reference import ReferenceAttention
 
 INFO = ModelInfo("m", CONTEXT, VOCAB, "float32", "cpu", 1, (0,), "auto", True, "0123456789abcdef0123", "none")
 
@@ -106,6 +109,21 @@ def test_more_slots_than_were_measured(kept: CalibrationFile, runner: ModelRunne
     assert json.loads(kept.path.read_text())["covers"][0] == 8
     kept.curve()  # fewer slots than were measured
     assert measures(kept) == 1
+
+
+def test_forwards_of_another_form_have_another_file(tmp_path: Path) -> None:
+    usual = tiny_model("qwen3", "float32").runner
+    slots, capacity = usual.cache.slots, usual.cache.capacity
+    runners = [
+        usual,
+        ModelRunner(deepcopy(usual.model), slots, capacity, fixed_rows=16),
+        StaticRunner(deepcopy(usual.model), slots, capacity, attention=ReferenceAttention),
+        StaticRunner(deepcopy(usual.model), slots, capacity, 8, attention=ReferenceAttention),
+        ModelRunner(deepcopy(usual.model), slots, capacity),
+    ]
+    for layer in runners[-1].model.model.layers:
+        layer.compile(backend="eager")
+    assert len({CalibrationFile(tmp_path, runner, INFO).path for runner in runners}) == len(runners)
 
 
 def test_another_model_dtype_or_number_of_threads_has_another_file(runner: ModelRunner, tmp_path: Path) -> None:
