@@ -265,6 +265,22 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
     assert report.lines[0]["verdict"] == "MISSED"
 
 
+def test_tests_for_a_gpu_can_be_collected_on_a_bare_machine(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(GUARD)
+    settings = {"PYTHONPATH": str(tmp_path), "ABSENT": f"{ABSENT},hypothesis", "BROKEN": "none"}
+    files = tests.marked_files()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for name in (
+        "engine/test_slot_attention",
+        "engine/test_static_runner",
+        "engine/test_attention_parts",
+        "lossless/test_strict",
+    ):
+        assert f"tests/{name}.py" in files and f"tests/{name}.py::" in ran.stdout
+
+
 def test_the_record_is_one_file_that_is_replaced_whole(tmp_path: Path) -> None:
     record = RunningRecord({}, 0, datetime.now(UTC), "cpu", tmp_path, {"python": "3"})
     for number in range(3):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from decoding.drafters import STRATEGIES, build_drafter
+from decoding.jit import NATIVE
 from decoding.request import FinishReason, Request, SamplingParams, TokenLogprob
 from tests.hostile import HostileDrafter
 from tests.models import CONTEXT, VOCAB, engine_over, prepared, tiny_model
@@ -294,6 +295,21 @@ def test_ranks_agree_in_half_precision(strategy: str) -> None:
         same = sum(output == other for output, other in zip(outputs, plain()[0], strict=True))
         assert same >= len(outputs) // 4  # of float32's
         assert ranks.state.ready == (0, 1, 2) and ranks.state.losses == ranks.state.disagreements == 0
+
+
+@pytest.mark.skipif(not NATIVE, reason="numba is not installed")
+@pytest.mark.parametrize("strategy", ["auto", "jacobi"])
+def test_strict_ranks_give_every_bit_of_plain_decoding(strategy: str) -> None:
+    """In half precision, where all forwards of all ranks have one shape: outputs, and log-probabilities to the last digit."""
+    found = []
+    for world, drafter in ((1, "autoregressive"), (3, strategy)):
+        ready, options = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16")), replace(PATIENT, check_steps=1)
+        with TinyGroup("qwen3", ready, world, dtype="bfloat16", options=options, strategy=drafter, fixed_rows=16) as ranks:
+            wanted = requests([output for outputs, _ in found for output in outputs])
+            found.append(ranks.answers(wanted))
+            assert ranks.state.losses == ranks.state.disagreements == ranks.state.divergences == 0
+            assert world == 1 or any(len(step.rank_s) == world for step in ranks.times)
+    assert found[0] == found[1]
 
 
 def test_parts_take_turns_in_being_right() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL, build_drafter
+from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.jit import NATIVE
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
@@ -20,8 +19,7 @@ from engine.engine import Engine, load_runner
 from engine.errors import ModelLoadError
 from engine.runner import ModelRunner
 from engine.strict import check_strict
-from tests.models import FAMILIES, VOCAB, llama_config, prepared, save_model, tiny_model
-from tests.ranks import PATIENT, TinyGroup
+from tests.models import FAMILIES, VOCAB, llama_config, save_model
 
 MAX_TOKENS = 32
 # What a request may ask for, and how requests meet: a row's company, place and cuts all change.
@@ -91,25 +89,6 @@ def test_logits_have_the_same_bits_in_every_company(tmp_path: Path, family: str,
         _, runner = load_runner(model, EngineOptions(max_running=2, exact="strict"), SpeculationOptions(max_draft_tokens=40), 1)
         assert runner.fixed_rows is not None
         check_strict(runner)  # loading did it, too; here it may be seen to
-
-
-@pytest.mark.skipif(not NATIVE, reason="numba is not installed")
-@pytest.mark.parametrize("strategy", ["auto", "jacobi"])
-def test_ranks_that_share_steps_give_every_bit_of_plain_decoding(strategy: str) -> None:
-    pairs = [(prompt, sampling | {"logprobs": 3}) for prompt in PROMPTS for sampling in SAMPLINGS]
-
-    def requests() -> list[Request]:
-        return [Request(str(at), p, SamplingParams(max_tokens=24, **s), tenant="a") for at, (p, s) in enumerate(pairs)]  # type: ignore[arg-type]
-
-    found = []
-    for world, drafter in ((1, "autoregressive"), (3, strategy)):
-        prepared_drafter = prepared(build_drafter(drafter, {}), tiny_model("qwen3", "bfloat16"))
-        options = replace(PATIENT, check_steps=1)
-        with TinyGroup("qwen3", prepared_drafter, world, dtype="bfloat16", options=options, fixed_rows=16) as ranks:
-            found.append(ranks.answers(requests()))  # outputs, and log-probabilities to the last digit
-            assert ranks.state.losses == ranks.state.disagreements == ranks.state.divergences == 0
-            assert world == 1 or any(len(step.rank_s) == world for step in ranks.times)
-    assert found[0] == found[1]
 
 
 class Sloppy(ModelRunner):
