@@ -29,6 +29,8 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
         raise ModelLoadError(f"engine.compile=true is not for {type(model).__name__}: its layers were not found. Leave it out")
     # What a layer hands its attention is read by that alone: nothing is compiled anew for the number of a layer.
     AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
+    # Between two operations that become one, half precision rounds as the model's own code does.
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
     for layer in lists[0]:
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=True, backend=backend, options=options)
     return wanted
