@@ -56,7 +56,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # The default index's torch is built for CUDA 13: nodes need an NVIDIA driver of 580 or newer.
 FROM environment AS cuda-environment
-# The address of a wheel of flash-attn for this Python, torch and CUDA: there is no compiler here to make one.
+# The address of a wheel of flash-attn for this Python, torch and CUDA: there is no nvcc here to make one.
 ARG FLASH_ATTN=
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c constraints.txt -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
@@ -82,6 +82,11 @@ USER 1000:1000
 FROM runtime AS cuda
 # The driver's libraries and nvidia-smi. Which devices are seen is not said here: a pod without GPUs would see all of its node.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# With gcc Triton makes the little programs that launch its kernels.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-environment /opt/outrider /opt/outrider
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-deps --no-index --no-cache-dir /wheels/*.whl \

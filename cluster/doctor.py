@@ -181,9 +181,14 @@ def _flash_attention() -> Finding:
 
 def _triton(has_gpu: bool) -> Finding:
     version = _version("triton")
-    if version is not None or not has_gpu:
+    if not has_gpu:
         return Finding("triton", "ok", version or "not needed without a GPU")
-    return Finding("triton", "optional", "not installed", "pip install triton (without it steps are no CUDA graphs)")
+    if version is None:
+        return Finding("triton", "optional", "not installed", "pip install triton (without it steps are no CUDA graphs)")
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    if not any(shutil.which(name) for name in compilers if name):
+        return Finding("triton", "missing", f"{version}, without a C compiler", "apt-get install gcc libc6-dev")
+    return Finding("triton", "ok", version)
 
 
 def _deepspeed(has_gpu: bool) -> Finding:

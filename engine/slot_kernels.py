@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from typing import Any
 
 TRITON = importlib.util.find_spec("triton") is not None  # without it this module can be imported, and nothing in it be used
 if TRITON:
     import triton
     import triton.language as tl
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """What a launch may raise where the kernels cannot be compiled or do not fit the device."""
+    from triton.errors import TritonError
+
+    return RuntimeError, OSError, subprocess.SubprocessError, TritonError
 
 
 def _kernel(function: Any) -> Any:

@@ -17,14 +17,17 @@ from transformers import PreTrainedModel
 
 from engine.attention import StepContext
 from engine.batch import Batch
+from engine.errors import ModelLoadError, one_line
 from engine.kv_cache import KVShape, SlotCache
 from engine.runner import ModelRunner, kv_shape, wanted_rows
 from engine.slot_attention import SlotAttention, available, best_block_rows
+from engine.slot_kernels import kernel_errors
 from engine.step_buffers import StepBuffers, longest_path
 from engine.step_rows import StepRows
 
 logger = logging.getLogger(__name__)
 
+_MEND = "Triton needs a C compiler and Python's headers (apt-get install gcc libc6-dev); without triton steps run without graphs"
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries take their workspaces
 
@@ -114,6 +117,15 @@ class StaticStep:
             self._graph.replay()
         return wanted_rows(self._logits, batch.logit_rows)
 
+    def warm_up(self) -> None:
+        """Forwards beside the current stream, as torch wants them before a capture; no row of them stores anything."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(stream)
+
     def capture(self, pool: Any) -> None:
         """Captures the forward as a graph.
 
@@ -123,12 +135,6 @@ class StaticStep:
         Raises:
             RuntimeError: the model does what a graph cannot hold, such as waiting for the device.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._forward()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             logits = self._forward()
@@ -169,7 +175,7 @@ class StaticRunner(ModelRunner):
             attention: makes the attention of one of them.
 
         Raises:
-            ModelLoadError: see ``ModelRunner``.
+            ModelLoadError: see ``ModelRunner``; here and wherever a step is made, the kernels do not run.
         """
         self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
         self._attention = attention
@@ -217,6 +223,13 @@ class StaticRunner(ModelRunner):
         buffers = StepBuffers(size, attention.rows_of_tile, self.cache.slots, path, device)
         step = StaticStep(self.model, self.cache, buffers, attention, logits)
         if self._pool is not None:
+            try:
+                step.warm_up()
+            except torch.OutOfMemoryError as error:
+                need = f"a step of {size} rows does not fit on {device}"
+                raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+            except kernel_errors() as error:
+                raise ModelLoadError(f"tree attention's kernels do not run on {device}: {one_line(error)}. {_MEND}") from error
             try:
                 step.capture(self._pool)
             except RuntimeError as error:  # it goes on kernel by kernel

@@ -74,11 +74,14 @@ def test_hadolint_would_say_something(tmp_path: Path) -> None:
     assert told.returncode == 1 and "DL3003" in told.stdout
 
 
-def test_both_targets_are_there_and_differ_in_torch_and_the_driver_only(found: dict[str, Stage]) -> None:
+def test_both_targets_are_there_and_differ_in_torch_the_driver_and_a_compiler_only(found: dict[str, Stage]) -> None:
     assert list(found)[-2:] == list(TARGETS)
     cpu, cuda = (line_of(found, target) for target in TARGETS)
     assert cpu[:-1] == cuda[:-1]
-    assert cpu[-1].of("RUN", "USER") == cuda[-1].of("RUN", "USER")
+    compiler, *same = cuda[-1].of("RUN", "USER")
+    assert cpu[-1].of("RUN", "USER") == same
+    (installed,) = (words for words in commands(compiler.text) if words[:2] == ["apt-get", "install"])
+    assert {"gcc", "libc6-dev"} == {word for word in installed[2:] if not word.startswith("-")}  # Triton's
     for target in TARGETS:
         (copied,) = found[target].of("COPY")
         assert copied.flags == {"from": [f"{target}-environment"]} and copied.words == [ENVIRONMENT, ENVIRONMENT]
