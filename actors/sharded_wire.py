@@ -60,6 +60,7 @@ def encode_step(moves: Sequence[Move], batch: Batch) -> bytes:
         (move.source, move.target, move.length, move.start) if isinstance(move, Copy) else (move.slot, move.start, move.rows)
         for move in moves
     ]
+    assert not any(one.before for one in batch.segments), batch.segments  # of forwards in parts, which whole models have
     segments = [
         (one.slot, one.start, one.offset, one.rows, None if one.mask is None else np.packbits(one.mask).tobytes())
         for one in batch.segments

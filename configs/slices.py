@@ -40,7 +40,7 @@ class EngineOptions:
     max_wait_s: float = 30.0  # with priority: who waited longer goes first whatever the priorities, and keeps its slot
     # rounding: equal to plain decoding but for near-ties, which rounding decides; strict: to the last bit, see engine/strict.py
     exact: Literal["rounding", "strict"] = "rounding"
-    compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a minute at the start
+    compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a longer start
     prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there
 
 
