@@ -1,8 +1,8 @@
 """All that is to be measured on a GPU, in one call of minutes on a bare machine; a short table comes last on stdout.
 
-    python -m experiments.gpu_suite --workloads workloads/open --tokenizer tokenizers/gpt2 --out "$OUT"
-    python -m experiments.gpu_suite --parts steps,end_to_end --sizes 13b,1b --budget-s 300 --out "$OUT"
-    python -m experiments.gpu_suite --device cpu --sizes tiny --out /tmp/suite      (tries the script itself)
+    python -m experiments.gpu_suite --workloads workloads/open --tokenizer tokenizers/gpt2 --out OUT
+    python -m experiments.gpu_suite --parts steps,end_to_end --sizes 13b,1b --budget-s 300 --out OUT
+    python -m experiments.gpu_suite --device cpu --sizes tiny --out OUT      (tries the script itself)
 
 Parts, in the order in which they run, and the time that each is given. Those with * run for the first of --sizes alone:
 
