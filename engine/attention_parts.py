@@ -78,8 +78,8 @@ def attend_parts(
         mask: [rows, entries - start], which is added to the scores: 0 where a row sees an entry behind the context, else minus
             infinity; each row sees one at least. None for plain causality of ``start + rows`` entries.
         scaling: of the scores; 1 / sqrt(head_dim) when None.
-        splits: equal parts that the context is computed in, by one call; what they leave over goes to the block. Flash kernels of
-            GPUs split long contexts themselves where there are few heads and rows, and round less often, so that 1 is best there.
+        splits: equal parts that the context is computed in, by one call; what they leave over goes to the block. torch's flash
+            kernel of GPUs splits long contexts itself where there are few heads and rows.
 
     Returns:
         [1, heads, rows, head_dim].

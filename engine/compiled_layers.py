@@ -1,7 +1,7 @@
 """torch.compile of a model's layers: norms, rotations and products by element become few kernels instead of many.
 
 The layers of a model have the same code, so one of them is compiled and all of them use it; the attention stays as it is. In a
-CUDA graph what is left of a small operation is the time in which the GPU starts it, and a Llama layer has some thirty.
+CUDA graph what is left of a small operation is the time in which the GPU starts it, and a layer has many.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ might do so in one and not in the other.
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def available(shape: KVShape) -> bool:
-    """Whether the kernels run over such slots: on a CUDA device, or on any in Triton's interpreter (``TRITON_INTERPRET=1``)."""
-    return TRITON and shape.dtype in DTYPES and (shape.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether the kernels run over such slots: of a CUDA device, in no wider type than float32."""
+    return TRITON and shape.dtype in DTYPES and shape.device.type == "cuda"
 
 
 def best_block_rows(shape: KVShape) -> int:

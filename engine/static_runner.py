@@ -58,10 +58,10 @@ MakeAttention = Callable[[KVShape, int, int, int], Attention]  # of a shape, hea
 
 
 def has_graphs(model: PreTrainedModel) -> bool:
-    """Whether steps of a model can be captured: on a GPU with Triton, no wider than float32, few query heads to a KV head."""
+    """Whether steps of a model can be captured: where ``SlotAttention`` is ``available``, for few query heads to a KV head."""
     shape = kv_shape(model)
     group = model.config.get_text_config().num_attention_heads // shape.kv_heads
-    return model.device.type == "cuda" and available(shape) and group <= best_block_rows(shape)
+    return available(shape) and group <= best_block_rows(shape)
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:

@@ -24,7 +24,7 @@ from engine.batch import Line, LineWork, pack
 from engine.errors import ModelLoadError
 from engine.runner import ModelRunner
 
-# Rows of every forward. On a GPU 64 rows read the weights as long as one does; on a CPU each row costs time.
+# Rows of every forward. On a GPU the weights are read once for 64 rows as for one; on a CPU each row costs time.
 _ROWS = {"cuda": 64, "cpu": 16}
 _PREFIX = 75  # tokens before the probed rows: no multiple of anything
 

@@ -6,6 +6,7 @@ another one wrote.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from decoding.drafters.base import TargetRows
 from decoding.tree import Int32Array
 from engine.attention import TREE_ATTENTION
 from engine.batch import Work
@@ -50,10 +52,11 @@ def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, s
 def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights, in the same memory, as transformers runs them."""
     config = type(model.config).from_dict(model.config.to_dict())
-    twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    with torch.device(model.device):  # buffers, too: nothing is copied
+        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
     twin.load_state_dict(model.state_dict(), assign=True)
     twin.tie_weights()
-    return twin.to(model.device).eval()
+    return twin.eval()
 
 
 class GuidedVerifier(Verifier):
@@ -62,19 +65,25 @@ class GuidedVerifier(Verifier):
     def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         self._known = known
+        self.ranked = True  # whether drafters may ask what the target ranked; else its logits are left alone, and not told
 
     @torch.inference_mode()
     def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
         """See ``Verifier``. The logits are changed in place, so that drafters learn from them what was committed."""
         assert work.tree is not None
-        greedy = greedy.copy()
+        greedy, rows, tokens = greedy.copy(), [], []
         reached = [0]
         for token in self._known[work.request.request_id][work.request.num_output :]:
             greedy[reached] = token
-            logits[reached, token] = _CERTAIN
+            rows += reached
+            tokens += [token] * len(reached)
             reached = work.tree.children(reached, token)
             if not reached:
                 break
+        if not self.ranked:
+            return dataclasses.replace(super().verify(work, logits, greedy), target=TargetRows(greedy, None))
+        at = torch.tensor([rows, tokens], device=logits.device)
+        logits[at[0], at[1]] = _CERTAIN
         return super().verify(work, logits, greedy)
 
 
@@ -89,7 +98,7 @@ class GuidedExecutor(LocalExecutor):
         """
         super().__init__(runner)
         self.known: dict[str, Sequence[int]] = {} if known is None else known
-        self._verifier = GuidedVerifier(self.known)
+        self._verifier = self.guide = GuidedVerifier(self.known)
 
 
 @contextmanager

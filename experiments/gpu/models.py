@@ -23,6 +23,7 @@ from engine.runner import ModelRunner
 from engine.runners import make_runner
 from engine.static_runner import has_graphs
 from experiments.gpu.report import Report, Setting, UnavailableError, one_line
+from experiments.guided import stock_twin
 
 KINDS = ("graphs", "strict", "eager")
 DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
@@ -80,16 +81,6 @@ def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attentio
         else:
             weight.fill_(1.0)
     return model
-
-
-def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights, in the same memory, as transformers runs them."""
-    with torch.device(model.device):
-        config = type(model.config).from_dict(model.config.to_dict())
-        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.tie_weights()
-    return twin.eval()
 
 
 def build_runner(kind: str, model: PreTrainedModel, capacity: int) -> ModelRunner:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from configs.slices import EngineOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafter
-from decoding.drafters.base import TargetRows
-from decoding.tree import Int32Array
 from engine.batch import Work
 from engine.engine import Engine
-from engine.executor import LocalExecutor, Outcome, Verifier
+from engine.executor import LocalExecutor, Outcome
 from engine.loading import LoadedModel
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -23,52 +19,14 @@ from experiments.guided import GuidedExecutor
 
 PLAIN = "autoregressive"
 STRATEGIES = (PLAIN, "llma", "trie", "auto")
-_CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
-
-
-class QuickVerifier(Verifier):
-    """As ``experiments.guided.GuidedVerifier``, with one call to the device a step, and none where no drafter ranks tokens.
-
-    Following an output must not cost what decoding does not: a step of a real model has none of this.
-    """
-
-    def __init__(self, known: dict[str, Sequence[int]]) -> None:
-        super().__init__()
-        self._known = known
-        self.ranked = False  # whether the drafter asks for what the target ranked in this step
-
-    @torch.inference_mode()
-    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
-        """See ``Verifier``."""
-        assert work.tree is not None
-        greedy, rows, tokens = greedy.copy(), [], []
-        reached = [0]
-        for token in self._known[work.request.request_id][work.request.num_output :]:
-            greedy[reached] = token
-            rows += reached
-            tokens += [token] * len(reached)
-            reached = work.tree.children(reached, token)
-            if not reached:
-                break
-        if self.ranked:
-            at = torch.tensor([rows, tokens]).to(logits.device)
-            logits[at[0], at[1]] = _CERTAIN
-        outcome = super().verify(work, logits, greedy)
-        target = TargetRows(greedy, logits if self.ranked else None)
-        return Outcome(outcome.tree, outcome.acceptance, target, outcome.logprobs)
 
 
 class TraceExecutor(GuidedExecutor):
-    """A guided executor with the quick verifier."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
-        self._quick = QuickVerifier(self.known)
-        self._verifier = self._quick
+    """A guided executor whose steps cost what a real model's do: the logits are raised only where a drafter ranks tokens."""
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
-        self._quick.ranked = top_k > 0
+        self.guide.ranked = top_k > 0
         return super().execute(works, top_k)
 
 

@@ -227,7 +227,8 @@ def test_a_captured_graph_reads_the_rows_anew() -> None:
 def test_what_it_takes() -> None:
     assert (rows_per_tile(14, 2), rows_per_tile(8, 8), rows_per_tile(16, 1, 16)) == (9, 64, 1)
     shape = KVShape(1, 2, 16, FP32, torch.device("cpu"))
-    assert available(shape) == INTERPRETED and not available(replace(shape, dtype=torch.float64))
+    on_gpu = replace(shape, device=torch.device("cuda"))
+    assert available(on_gpu) == TRITON and not available(shape) and not available(replace(on_gpu, dtype=torch.float64))
     assert best_block_rows(shape) == 16
     attention = attention_of("cpu", FP32, 4, 2, 16, 16)
     rows = StepRows(*(torch.zeros(size, dtype=torch.int32) for size in (3, 3, 3, 3, (3, 5), (2, 2))))

@@ -17,10 +17,11 @@ from engine.runner import ModelRunner
 from experiments.contestants import Prompt
 from experiments.gpu import clock, exchange
 from experiments.gpu.end_to_end import Trace, summary
-from experiments.gpu.models import SIZES, device_model, fill_slot, random_tree, step_bytes, stock_twin, tree_batch
+from experiments.gpu.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
 from experiments.gpu.report import Job, Report, Setting
 from experiments.gpu.texts import ByteTokenizer, made_up, read_texts, renumbered
 from experiments.gpu.traces import STRATEGIES, Engines
+from experiments.guided import stock_twin
 
 CONTEXT = 256
 
