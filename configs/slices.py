@@ -23,7 +23,6 @@ class ModelOptions:
     dtype: Dtype = "auto"  # auto: as the checkpoint says
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
-    pack_weights: bool = True  # bfloat16 on a CPU: a second copy of the weights in the processor's layout, for shorter steps
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or as many as Ray reserved for the replica
 
 

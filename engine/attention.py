@@ -7,8 +7,6 @@ sequence and its own ancestors. Nothing of the model is changed or copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -58,10 +56,20 @@ class Attending(Protocol):
 
 
 class StepContext:
-    """What the attention of one forward needs besides query, key and value. Masks are built once and shared by the layers."""
+    """What the attention of one forward needs besides query, key and value. Masks are built once and shared by the layers.
+
+    By compiled code, or row by row, what a row is given depends on the tokens before it alone. By segments it does not: torch's
+    kernels add up in an order that follows the shape of all that they are given.
+    """
 
     def __init__(
-        self, batch: Batch, cache: SlotCache, positions: torch.Tensor, dtype: torch.dtype, compiled: RowAttention | None = None
+        self,
+        batch: Batch,
+        cache: SlotCache,
+        positions: torch.Tensor,
+        dtype: torch.dtype,
+        compiled: RowAttention | None = None,
+        by_row: bool = True,
     ) -> None:
         """
         Args:
@@ -69,28 +77,17 @@ class StepContext:
             cache: where keys and values are kept.
             positions: [rows] int64 on the device of the model; rows behind those of the batch see nothing.
             dtype: of the queries.
-            compiled: for segments of few rows, where there is one.
+            compiled: over the slots, where there is such code for them.
+            by_row: what it does not compute is computed by torch row by row, and not a request's rows at once.
         """
         self.segments, self.cache = batch.segments, cache
-        self._compiled = compiled
-        self._split: tuple[int, RowStep | None, Sequence[Segment]] | None = None
+        self._compiled, self._by_row = compiled, by_row
+        self._step: RowStep | None = None
         self.positions, self._dtype = positions, dtype
         self.rows = len(batch.token_ids)
         self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
+        self._seen: dict[tuple[int, int, int | None], torch.Tensor] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
-        self.by_torch = False  # whether torch's kernels computed any segment of any layer
-
-    def split(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[RowStep | None, Sequence[Segment]]:
-        """Those of the segments that compiled code computes in a layer with such inputs, and the others."""
-        compiled = self._compiled
-        if compiled is None or not compiled.fits(query, key, value):
-            return None, self.segments
-        group = query.shape[1] // key.shape[1]
-        if self._split is None or self._split[0] != group:
-            few = [segment for segment in self.segments if segment.rows * group <= compiled.most_rows]
-            others = [segment for segment in self.segments if segment.rows * group > compiled.most_rows]
-            self._split = group, RowStep(compiled, few, self.positions) if few else None, others
-        return self._split[1:]
 
     def attend(
         self,
@@ -104,19 +101,32 @@ class StepContext:
     ) -> torch.Tensor:
         """See ``Attending``."""
         self.windows[layer] = window
-        few, others = self.split(query, key, value) if softcap is None else (None, self.segments)
-        attend = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+        if self._compiled is not None and self._compiled.fits(query, key, value):
+            if self._step is None:
+                self._step = RowStep(self._compiled, self.segments, self.positions)
+            return self._step.attend(layer, query, key, value, scaling, window, softcap)
         output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
         if query.shape[2] > self.rows:
             output[:, self.rows :] = 0
-        if few is not None:
-            few.attend(layer, query, key, value, output, scaling, window)
-        self.by_torch |= bool(others)
-        for segment in others:
+        attend = _attend_by_row if self._by_row else _attend if softcap is None else _attend_capped
+        for segment in self.segments:
             rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
             keys, values = self.cache.write(layer, segment.slot, at, key[0, :, rows], value[0, :, rows])
-            output[:, rows] = attend(self, segment, query[:, :, rows], keys[None], values[None], scaling, window)
+            output[:, rows] = attend(self, segment, query[:, :, rows], keys[None], values[None], scaling, window, softcap)
         return output
+
+    def seen(self, segment: Segment, row: int, window: int | None) -> torch.Tensor:
+        """The entries of the slot that a row of a segment sees, in the order of the text: int64 on the device."""
+        key = segment.offset, row, window
+        if key not in self._seen:
+            own = torch.arange(len(segment.before) + row + 1)
+            if segment.mask is not None:
+                own = torch.from_numpy(segment.mask[row].nonzero()[0])
+            entries = torch.cat([torch.arange(segment.start), segment.start + own])
+            if window is not None:  # positions rise by one from entry to entry: each row sees a path
+                entries = entries[-window:]
+            self._seen[key] = entries.to(self.positions.device)
+        return self._seen[key]
 
     def mask(self, segment: Segment, window: int | None, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
         """Additive mask [repeats * rows, end] of a segment; None where a row sees everything or plain causality holds.
@@ -198,6 +208,33 @@ def tree_attention(
     return tree_step.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
 
 
+def _attend_by_row(
+    step: StepContext,
+    segment: Segment,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As ``_attend``, each row by itself over what it sees, side by side: its numbers can depend on nothing else.
+
+    Slow, and for every type, device and model.
+    """
+    _, heads, rows, size = query.shape
+    group, found = heads // keys.shape[1], []
+    for row in range(rows):
+        entries = step.seen(segment, row, window)
+        own, seen, mixed = query[0, :, row].reshape(-1, group, size), keys[0][:, entries], values[0][:, entries]
+        scores = torch.matmul(own, seen.transpose(1, 2)) * (size**-0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+        found.append(torch.matmul(weights, mixed).reshape(heads, size))
+    return torch.stack(found)[None]
+
+
 def _attend(
     step: StepContext,
     segment: Segment,
@@ -206,6 +243,7 @@ def _attend(
     values: torch.Tensor,
     scaling: float | None,
     window: int | None,
+    _: None,
 ) -> torch.Tensor:
     """One request's rows, [1, rows, heads, head_dim].
 
@@ -244,13 +282,14 @@ def _attend_capped(
     values: torch.Tensor,
     scaling: float | None,
     window: int | None,
-    softcap: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """As ``_attend``, with bounded scores, which torch's fused attention cannot do.
 
     The operations and their types are those of transformers' eager attention, so that half precision rounds alike; only a float64
     model has its softmax in float64.
     """
+    assert softcap is not None
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
     folded = query.reshape(1, -1, group * rows, size)

@@ -23,7 +23,6 @@ from engine.device_name import device_name
 from engine.kept_files import keep_file
 from engine.latency import Case, Report, cases, fit, measure
 from engine.loading import ModelInfo
-from engine.packed_linear import PackedLinear
 from engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,6 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
         "ranks": runner.ranks,
         "part": [runner.cache.shape.layers, runner.cache.shape.kv_heads],  # of the model that is here: ranks may have the rest
         "forwards": runner.form(),
-        "packed_weights": any(isinstance(module, PackedLinear) for module in runner.model.modules()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "code": _code(),

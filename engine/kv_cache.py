@@ -20,10 +20,16 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
     first_layer: int = 0  # index of the first of the layers, where another process has those before it
+    padding: int = 0  # numbers behind those of a head in each entry, which compiled code wants to be whole vectors
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers of an entry of one head."""
+        return self.head_dim + self.padding
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.entry_size * self.dtype.itemsize
 
 
 class SlotCache:
@@ -39,7 +45,7 @@ class SlotCache:
             slots: sequences held at once.
             capacity: entries of one slot; the longest sequence and the draft rows behind it.
         """
-        size = (shape.layers, slots, shape.kv_heads, capacity, shape.head_dim)
+        size = (shape.layers, slots, shape.kv_heads, capacity, shape.entry_size)
         self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity

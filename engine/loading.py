@@ -23,7 +23,6 @@ from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN
 from engine.attention import TREE_ATTENTION
 from engine.errors import ModelLoadError, RequestError
-from engine.packed_linear import pack_linears
 from engine.revisions import model_revision, tokenizer_revision
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
@@ -121,8 +120,6 @@ def load_model(options: ModelOptions) -> LoadedModel:
         model = model.to(device).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"model {options.path!r} could not be loaded: {_first_line(error)}") from error
-    if options.pack_weights:
-        pack_linears(model)
     tokenizer = load_tokenizer(options.path)
     name = options.served_name or Path(options.path).name
     return LoadedModel(model, tokenizer, name, _context(config, options), _end_tokens(model, tokenizer))

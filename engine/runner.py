@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
-from engine.packed_linear import PackedLinear, padded_rows
-from engine.row_attention import RowAttention
+from engine.row_attention import ENTRY_STEP, RowAttention
 from engine.row_cut import cut
+from engine.row_linear import has_kernels, row_linears
 from engine.thin_modules import thin_modules
 
 
@@ -37,6 +38,7 @@ class ModelRunner:
     """A causal language model and the KV slots of the sequences it works on."""
 
     ranks = 1  # processes that take part in a forward
+    exact = False  # whether each row was seen to have the same bits in every company: see ``engine.exactness``
 
     def __init__(
         self,
@@ -55,28 +57,29 @@ class ModelRunner:
             capacity: entries of one slot: longest sequence and draft rows.
             shape: of the heads and layers that are here; of the whole model when absent.
             cache: what keeps the KV.
-            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.strict``. When
+            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.exactness``. When
                 absent, forwards have as many rows as there are.
 
         Raises:
-            ModelLoadError: the KV slots do not fit, the model's layers do not use the attention function, or ``fixed_rows`` is
-                asked for where numbers would depend on it that rows are computed together.
+            ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
         """
         self.model = model
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
-        if model.dtype == torch.float64:
-            model.set_experts_implementation("eager")  # torch's grouped matrix product has no float64
+        if model.device.type == "cpu":
+            model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
         shape = kv_shape(model) if shape is None else shape
+        if has_kernels(shape.device, shape.dtype):
+            shape = replace(shape, padding=-shape.head_dim % ENTRY_STEP)
         try:
             self.cache = cache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
             size = shape.bytes_per_token() * slots * capacity / 2**30
             need = f"the KV slots need {size:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+        row_linears(model)
         thin_modules(model)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
-        self._compiled = RowAttention.over(self.cache) if fixed_rows is None else RowAttention.over(self.cache, None)
-        self._pads = any(isinstance(module, PackedLinear) for module in model.modules())
+        self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
         self._probe(shape)
 
@@ -101,16 +104,6 @@ class ModelRunner:
         silent = [layer for layer, kind in pairs if kind == "sliding_attention" and context.windows[layer] is None]
         if silent:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
-        if self.fixed_rows is not None and not self._attends_in_order(context):
-            raise ModelLoadError(
-                f"engine.exact=strict is not for {name} here: it needs attention in the order of the text, which there is on a "
-                "GPU with Triton, and on a CPU with numba, in bfloat16 and float32, for heads of whole vectors and scores "
-                "without a bound"
-            )
-
-    def _attends_in_order(self, context: StepContext) -> bool:
-        """Whether what a row sees is added up in the order of the text, after a forward in a context."""
-        return not context.by_torch
 
     def form(self) -> dict[str, Any]:
         """How forwards are computed, where that changes what they take: as JSON values."""
@@ -119,15 +112,12 @@ class ModelRunner:
 
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)
-        return StepContext(batch, self.cache, positions, self._dtype, self._compiled)
+        by_row = self.fixed_rows is not None or self._device.type == "cpu"
+        return StepContext(batch, self.cache, positions, self._dtype, self._compiled, by_row)
 
     def _padded(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """[rows] with zeros behind them, where the model computes only some numbers of rows, or one."""
-        missing = 0
-        if self.fixed_rows is not None:
-            missing = self.fixed_rows - len(values)
-        elif self._pads:
-            missing = padded_rows(len(values)) - len(values)
+        """[rows] with zeros behind them, up to the number of rows that every forward has, where there is one."""
+        missing = 0 if self.fixed_rows is None else self.fixed_rows - len(values)
         return np.concatenate((values, np.zeros(missing, np.int64))) if missing else values
 
     @torch.inference_mode()
@@ -151,9 +141,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _forward(self, context: StepContext, token_ids: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> torch.Tensor:
         device, keep = self._device, logit_rows
-        if self.fixed_rows is None:
-            keep = self._padded(logit_rows)
-        elif len(logit_rows):
+        if self.fixed_rows is not None and len(logit_rows):
             keep = np.arange(self.fixed_rows)
         output = self.model(
             input_ids=torch.from_numpy(self._padded(token_ids))[None].to(device),

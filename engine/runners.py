@@ -1,43 +1,70 @@
-"""Which runner a model gets: by its device, and by how exact the engine is to be."""
+"""Which runner a model gets: by its device, and by what the check of exactness says."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
 from configs.slices import EngineOptions
+from engine import exactness
 from engine.compiled_layers import compile_layers
 from engine.errors import ModelLoadError
 from engine.runner import ModelRunner
 from engine.static_runner import StaticRunner, has_graphs
-from engine.strict import check_strict, strict_rows
+
+logger = logging.getLogger(__name__)
 
 RunnerMaker = Callable[[PreTrainedModel, int, EngineOptions], ModelRunner]  # see ``make_runner``
 
+# Rows of every forward, None for any number: the forms that are tried until one is exact. On a GPU the weights are read once for
+# 64 rows as for one; on a CPU each row costs time. In forwards of one row nothing is computed together.
+_FORMS: dict[str, tuple[int | None, ...]] = {"cuda": (64, 1), "cpu": (None, 16, 1)}
+
 
 def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
-    """A runner of a whole model.
+    """A runner of a whole model, which was seen to be exact unless ``options.exact`` is ``rounding``.
 
     Args:
         model: see ``ModelRunner``.
         capacity: entries of one slot.
-        options: of the engine: ``max_running`` slots, ``exact`` (see ``engine.strict``) and ``compile`` count here.
+        options: of the engine: ``max_running`` slots, ``exact`` and ``compile`` count here.
 
     Raises:
-        ModelLoadError: see ``ModelRunner`` and ``engine.strict``; or layers are to be compiled and there are no graphs.
+        ModelLoadError: see ``ModelRunner``; no form is exact; ``rounding`` on a CPU, where nothing is gained by it; or layers are
+            to be compiled and there are no graphs.
     """
-    runner: ModelRunner
-    fixed_rows = strict_rows(model) if options.exact == "strict" else None
-    if has_graphs(model):
-        if options.compile:
-            compile_layers(model)
-        runner = graphs = StaticRunner(model, options.max_running, capacity, fixed_rows)
-        graphs.prepare()
-    elif options.compile:
+    graphs = has_graphs(model)
+    if options.compile and not graphs:
         raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {model.device}: leave it out")
-    else:
-        runner = ModelRunner(model, options.max_running, capacity, fixed_rows=fixed_rows)
-    if fixed_rows is not None:
-        check_strict(runner)
+    if options.compile:
+        compile_layers(model)
+    if options.exact == "rounding":
+        if model.device.type == "cpu":
+            raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
+        return _made(model, capacity, options, None, graphs)
+    forms = _FORMS[model.device.type]
+    for number, rows in enumerate(forms, start=1):
+        runner = _made(model, capacity, options, rows, graphs)
+        fault = exactness.check(runner)
+        if fault is None:
+            runner.exact = True
+            return runner
+        del runner
+        if number < len(forms):
+            what = "in any number" if rows is None else f"{rows} at a time"
+            logger.warning(
+                "%s on %s is not exact with rows %s (%s): each forward computes %s rows now, which is slower",
+                type(model).__name__, model.device, what, fault, forms[number],
+            )  # fmt: skip
+    advice = " Set engine.exact=rounding, where near-ties may fall either way" if model.device.type != "cpu" else ""
+    raise ModelLoadError(f"{type(model).__name__} cannot be served exactly on {model.device}: {fault}.{advice}")
+
+
+def _made(model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, graphs: bool) -> ModelRunner:
+    if not graphs:
+        return ModelRunner(model, options.max_running, capacity, fixed_rows=rows)
+    runner = StaticRunner(model, options.max_running, capacity, rows)
+    runner.prepare()
     return runner

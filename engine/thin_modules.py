@@ -1,7 +1,7 @@
-"""Modules that take the places of a stock model's own, say the same and cost less per call.
+"""Modules that take the places of a stock model's own: they say the same, and cost less per call or round alike for any rows.
 
 A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or
-the list of its layers, can be replaced in the instance as ``engine.packed_linear`` does; nothing of transformers is changed.
+the list of its layers, can be replaced in the instance as ``engine.row_linear`` does; nothing of transformers is changed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
 
-from decoding.jit import NATIVE
+from engine.row_linear import DTYPES, has_kernels
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _PROBE_ROWS = 32
+_REGISTERS = 64  # numbers that torch computes at once: two registers of bfloat16
+_PART = 32768  # numbers that torch gives a thread at least
 _DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, because they are added up in another order
 
 
@@ -25,7 +27,7 @@ class CompiledNorm(torch.nn.Module):
     """An RMS norm as Llama's, in one call of compiled code."""
 
     def __init__(self, weight: torch.nn.Parameter, epsilon: float) -> None:
-        """Takes over the weight of a norm: [size] bfloat16 or float32 on a CPU, a multiple of sixteen."""
+        """Takes over the weight of a norm: [size], of a type in ``DTYPES``, a multiple of sixteen."""
         super().__init__()
         self.weight, self._size, self._epsilon = weight, weight.shape[0], epsilon
 
@@ -35,7 +37,7 @@ class CompiledNorm(torch.nn.Module):
         assert hidden_states.dtype == weight.dtype and hidden_states.shape[-1] == size, hidden_states.shape
         rows = hidden_states.contiguous()
         output = torch.empty_like(rows)
-        kernel, job_type = _norm_kernel(_DTYPES[weight.dtype])
+        kernel, job_type = _norm_kernel(DTYPES[weight.dtype])
         job = job_type(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self._epsilon)
         kernel(ctypes.addressof(job))
         return output
@@ -49,6 +51,39 @@ def _norm_kernel(dtype: str) -> tuple[Callable[[int], None], Callable[..., ctype
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(dtype).address), Norm
 
 
+class RowActivation(torch.nn.Module):
+    """An activation by element that gives a number the same bits wherever it stands.
+
+    torch computes the last numbers of each thread's part, fewer than two registers, by another function than the others. Here
+    every part is filled up to whole registers.
+    """
+
+    def __init__(self, activation: torch.nn.Module) -> None:
+        """Takes the place of an activation of a model on a CPU."""
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Of any shape to the same."""
+        input = input.contiguous()
+        count = input.numel()
+        filled = _whole_parts(count, torch.get_num_threads())
+        if filled == count:
+            output: torch.Tensor = self.activation(input)
+            return output
+        filled_up: torch.Tensor = self.activation(torch.nn.functional.pad(input.view(-1), (0, filled - count)))
+        return filled_up[:count].view(input.shape)
+
+
+def _whole_parts(count: int, threads: int) -> int:
+    """The least number from ``count`` on that torch cuts into parts of whole registers."""
+    while True:
+        step = _REGISTERS * min(threads, -(-count // _PART))
+        if count % step == 0:
+            return count
+        count += step - count % step
+
+
 class WholeList(torch.nn.ModuleList):
     """A list of layers that gives itself where all of it is asked for; torch makes a new list of modules for every slice."""
 
@@ -59,9 +94,12 @@ class WholeList(torch.nn.ModuleList):
         return super().__getitem__(index)
 
 
+_ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
+
+
 @torch.inference_mode()
 def thin_modules(model: PreTrainedModel) -> int:
-    """Replaces RMS norms, on a CPU, and the list of layers of a model in place; returns how many modules.
+    """Replaces the list of layers of a model and, on a CPU, RMS norms and activations in place; returns how many modules.
 
     Some models look in every forward whether to warn of padding, which there is none of, and on a GPU wait for the answer: they
     no longer do.
@@ -78,6 +116,8 @@ def thin_modules(model: PreTrainedModel) -> int:
             compiled = _compiled_norm(module)
             if compiled is not None:
                 replaced[name] = compiled
+        elif model.device.type == "cpu" and type(module) in _ACTIVATIONS:
+            replaced[name] = RowActivation(module)
     for name, module in sorted(replaced.items(), key=lambda item: -item[0].count(".")):  # what lies in a list before the list
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
@@ -91,15 +131,16 @@ def _unwarned(*_: object) -> None:
 def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:
     """A norm's replacement, where it says the same: there are other kinds under the same name."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not NATIVE or not isinstance(weight, torch.nn.Parameter) or not isinstance(epsilon, float):
+    if not isinstance(weight, torch.nn.Parameter) or not isinstance(epsilon, float):
         return None
-    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.dim() != 1 or weight.shape[0] % 16:
+    if not has_kernels(weight.device, weight.dtype) or weight.dim() != 1 or weight.shape[0] % 16:
         return None
     compiled = CompiledNorm(weight, epsilon)
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBE_ROWS, weight.shape[0], generator=generator).to(weight.dtype)
     expected, given = norm(probe), compiled(probe)
-    close = torch.allclose(given, expected, rtol=1e-2 if weight.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-    if weight.dtype == torch.bfloat16:
+    half = weight.dtype != torch.float32
+    close = torch.allclose(given, expected, rtol=1e-2 if half else 1e-5, atol=1e-6)
+    if half:
         close &= (given != expected).double().mean().item() < _DIFFERING
     return compiled if close else None

@@ -2,7 +2,8 @@
 
 LLVM turns a vector of sixteen into one register where the processor has such (AVX-512), into two (AVX2) or four (SSE, NEON) where
 not. Addresses are plain integers. ``like`` arguments name a type by a value of it: ``uint16`` stands for bfloat16, which is the
-upper half of a float32.
+upper half of a float32, and ``int16`` for float16. Nothing may be added up in another order than it is written in, or a number
+would depend on the code around it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ WIDTH = 16
 
 _FLOAT, _INT, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _FLOATS, _INTS, _HALVES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH), ir.VectorType(_HALF, WIDTH)
-_FLAGS = ("reassoc", "contract", "nsz")  # sums in any order, fused products; infinities and NaN keep their meaning
+_FLOAT16S = ir.VectorType(ir.HalfType(), WIDTH)
 
 Generator = Callable[[Any, Any, Any, Any], Any]
 
 
-def _primitive(defined: Callable[..., tuple[Any, Generator]]) -> Callable[..., Any]:
+def primitive(defined: Callable[..., tuple[Any, Generator]]) -> Callable[..., Any]:
     """numba's ``intrinsic``, for type checkers the function that compiled code sees."""
     primitive: Callable[..., Any] = intrinsic(defined)
     return primitive
@@ -69,60 +70,67 @@ def _rounded(builder: Any, numbers: Any) -> Any:
     return builder.add(bits, builder.add(odd, _same(0x7FFF)))
 
 
-@_primitive
+@primitive
 def bytes_of(typing: Any, like: Any) -> tuple[Any, Generator]:
     """Bytes of one number of a type."""
     size = 4 if like == types.float32 else 2
     return types.int64(like), lambda context, builder, signature, args: ir.IntType(64)(size)
 
 
-@_primitive
+@primitive
 def load(typing: Any, address: Any, like: Any) -> tuple[Any, Generator]:
     """Sixteen numbers that lie side by side at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.float32:
             return builder.load(builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
+        if like == types.int16:
+            return builder.fpext(builder.load(builder.inttoptr(args[0], _FLOAT16S.as_pointer()), align=2), _FLOATS)
         halves = builder.load(builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
         return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _same(16)), _FLOATS)
 
     return LANES(types.int64, like), generate
 
 
-@_primitive
+@primitive
 def store(typing: Any, address: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
-    """Writes sixteen numbers side by side; to bfloat16 they are rounded to the nearest, ties to even."""
+    """Writes sixteen numbers side by side; to half precision they are rounded to the nearest, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.float32:
             builder.store(args[1], builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
-        halves = builder.trunc(builder.lshr(_rounded(builder, args[1]), _same(16)), _HALVES)
-        builder.store(halves, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
+        if like == types.int16:
+            halves = builder.fptrunc(args[1], _FLOAT16S)
+        else:
+            halves = builder.trunc(builder.lshr(_rounded(builder, args[1]), _same(16)), _HALVES)
+        builder.store(halves, builder.inttoptr(args[0], halves.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, LANES, like), generate
 
 
-@_primitive
+@primitive
 def stored(typing: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
     """The numbers as they would be read back after a ``store``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.float32:
             return args[0]
+        if like == types.int16:
+            return builder.fpext(builder.fptrunc(args[0], _FLOAT16S), _FLOATS)
         return builder.bitcast(builder.and_(_rounded(builder, args[0]), _same(0xFFFF0000)), _FLOATS)
 
     return LANES(LANES, like), generate
 
 
-@_primitive
+@primitive
 def splat(typing: Any, number: Any) -> tuple[Any, Generator]:
     """One float32 sixteen times."""
     return LANES(types.float32), lambda context, builder, signature, args: _spread(builder, args[0])
 
 
-@_primitive
+@primitive
 def load_splat(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The float32 at an address sixteen times."""
 
@@ -132,29 +140,63 @@ def load_splat(typing: Any, address: Any) -> tuple[Any, Generator]:
     return LANES(types.int64), generate
 
 
-@_primitive
+@primitive
 def add(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
     """Sums."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fadd(*args, flags=_FLAGS)
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fadd(*args)
 
 
-@_primitive
+@primitive
 def multiply(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
     """Products."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fmul(*args, flags=_FLAGS)
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fmul(*args)
 
 
-@_primitive
-def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> tuple[Any, Generator]:
-    """``left * right + addend``, rounded once where the processor can."""
+@primitive
+def subtract(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+    """Differences."""
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fsub(*args)
+
+
+@primitive
+def divide(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+    """Quotients."""
+    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fdiv(*args)
+
+
+@primitive
+def absolute(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+    """The numbers without their signs."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(builder.fmul(args[0], args[1], flags=_FLAGS), args[2], flags=_FLAGS)
+        return builder.bitcast(builder.and_(builder.bitcast(args[0], _INTS), _same(0x7FFFFFFF)), _FLOATS)
 
-    return LANES(LANES, LANES, LANES), generate
+    return LANES(LANES), generate
 
 
-@_primitive
+@primitive
+def sign_of(typing: Any, numbers: Any, signs: Any) -> tuple[Any, Generator]:
+    """The numbers, none of which is negative, with the signs of others."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sign = builder.and_(builder.bitcast(args[1], _INTS), _same(0x80000000))
+        return builder.bitcast(builder.or_(builder.bitcast(args[0], _INTS), sign), _FLOATS)
+
+    return LANES(LANES, LANES), generate
+
+
+@primitive
+def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> tuple[Any, Generator]:
+    """``left * right + addend``, rounded once."""
+    return LANES(LANES, LANES, LANES), lambda context, builder, signature, args: _fused(builder, *args)
+
+
+def _fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{WIDTH}f32", fnty=kind), (left, right, addend))
+
+
+@primitive
 def maximum(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
     """The larger of each pair."""
     return LANES(LANES, LANES), lambda context, builder, signature, args: _larger(builder, *args)
@@ -172,23 +214,23 @@ def _fold(builder: Any, numbers: Any, operation: Callable[[Any, Any, Any], Any])
     return builder.extract_element(numbers, _INT(0))
 
 
-@_primitive
+@primitive
 def total(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     """The sum of all sixteen, a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fold(builder, args[0], lambda b, left, right: b.fadd(left, right, flags=_FLAGS))
+        return _fold(builder, args[0], lambda b, left, right: b.fadd(left, right))
 
     return types.float32(LANES), generate
 
 
-@_primitive
+@primitive
 def largest(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     """The largest of all sixteen, a float32."""
     return types.float32(LANES), lambda context, builder, signature, args: _fold(builder, args[0], _larger)
 
 
-@_primitive
+@primitive
 def totals(
     typing: Any, s0: Any, s1: Any, s2: Any, s3: Any, s4: Any, s5: Any, s6: Any, s7: Any,
     s8: Any, s9: Any, s10: Any, s11: Any, s12: Any, s13: Any, s14: Any, s15: Any,
@@ -209,7 +251,6 @@ def totals(
                 builder.fadd(
                     builder.shuffle_vector(left, right, _ints(lower)),
                     builder.shuffle_vector(left, right, _ints(upper)),
-                    flags=_FLAGS,
                 )
                 for left, right in pairs
             ]
@@ -219,7 +260,7 @@ def totals(
     return LANES(*([LANES] * WIDTH)), generate
 
 
-@_primitive
+@primitive
 def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     """e to each number, none of which is positive; 0 below -87, where float32 ends.
 
@@ -237,8 +278,8 @@ def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
         r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
         series = _floats(1.9875691500e-4)
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            series = builder.fadd(builder.fmul(series, r, flags=_FLAGS), _floats(factor), flags=_FLAGS)
-        series = builder.fadd(builder.fmul(series, builder.fmul(r, r), flags=_FLAGS), r, flags=_FLAGS)
+            series = _fused(builder, series, r, _floats(factor))
+        series = _fused(builder, series, builder.fmul(r, r), r)
         series = builder.fadd(series, _floats(1.0))
         scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
         return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
@@ -246,18 +287,24 @@ def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     return LANES(LANES), generate
 
 
-@_primitive
+@primitive
 def claim(typing: Any, address: Any) -> tuple[Any, Generator]:
     """Takes the next number from the int64 counter at an address; threads never get the same."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
-
-    return types.int64(types.int64), generate
+    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], 1)
 
 
-@_primitive
+@primitive
+def counted(typing: Any, address: Any) -> tuple[Any, Generator]:
+    """The int64 counter at an address, as the other threads have left it. What they wrote before they counted is there."""
+    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], 0)
+
+
+def _count(builder: Any, address: Any, number: int) -> Any:
+    counter = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    return builder.atomic_rmw("add", counter, ir.IntType(64)(number), "acq_rel")
+
+
+@primitive
 def keep(typing: Any, numbers: Any, seen: Any, otherwise: Any) -> tuple[Any, Generator]:
     """The numbers where the sixteen bytes at address ``seen`` are not 0, and ``otherwise`` where they are."""
 
@@ -269,7 +316,7 @@ def keep(typing: Any, numbers: Any, seen: Any, otherwise: Any) -> tuple[Any, Gen
     return LANES(LANES, types.int64, LANES), generate
 
 
-@_primitive
+@primitive
 def byte_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The byte at an address."""
 
@@ -279,7 +326,7 @@ def byte_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     return types.uint8(types.int64), generate
 
 
-@_primitive
+@primitive
 def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The int64 at an address."""
 
@@ -289,7 +336,7 @@ def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     return types.int64(types.int64), generate
 
 
-@_primitive
+@primitive
 def address_of(typing: Any, address: Any) -> tuple[Any, Generator]:
     """An address as a pointer, for ``numba.carray``."""
     return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(

@@ -50,11 +50,15 @@ def _bfloat16(job: Any) -> None:
     _normalise(carray(job, 1)[0], np.uint16(0))
 
 
+def _float16(job: Any) -> None:
+    _normalise(carray(job, 1)[0], np.int16(0))
+
+
 def _float32(job: Any) -> None:
     _normalise(carray(job, 1)[0], _FLOAT)
 
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Norm *)``, with its ``address``; see ``few_rows.entry_point``."""
-    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float32": _float32}[dtype])
+    """The C function ``void (Norm *)``, with its ``address``; see ``attention.entry_point``."""
+    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}[dtype])

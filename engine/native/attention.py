@@ -1,8 +1,7 @@
-"""Attention of the few rows of decoding steps over KV slots: one call computes a layer for all requests.
+"""Attention over KV slots: one call computes a layer for all requests, decoding steps and prompts alike.
 
-torch's kernels are made for many rows. A decoding step has one row for each request, or a tree of some tens, before hundreds of
-keys: the work is to read keys and values once, and a call for each request costs more than that. Here a work item is one KV head
-of one request. Threads take items in turn; an item stores the new keys and values and attends to them and to those before.
+torch's kernels are made for many rows, and their sums follow the shape of what they are given. Here threads first store the new keys
+and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys that its rows see.
 
 A row's result depends on what it sees alone, to the last bit: not on the other rows or requests of the step, nor on where in the
 slot its ancestors lie. Values are added up in the order of the text, and what is hidden adds zeros; the weights are added up as
@@ -21,11 +20,14 @@ from numba import carray, from_dtype, types
 from decoding.jit import compiled, compiled_callback
 from engine.native.lanes import (
     WIDTH,
+    absolute,
     add,
     address_of,
     byte_at,
     bytes_of,
     claim,
+    counted,
+    divide,
     exponential,
     int_at,
     keep,
@@ -35,13 +37,16 @@ from engine.native.lanes import (
     maximum,
     multiply,
     multiply_add,
+    sign_of,
     splat,
     store,
+    subtract,
     total,
     totals,
 )
 
 BLOCK = 16  # rows that go through the keys together
+_ONE, _MINUS_TWO = np.float32(1), np.float32(-2)
 _FLOAT = np.float32(0)  # names the type
 _HIDDEN = np.float32(-3e38)
 _PARTS = np.float32(2.0**40)  # that a weight of one is cut into
@@ -84,13 +89,16 @@ class Layer(ctypes.Structure):
         ("window", ctypes.c_int64),  # 0 without one
         ("requests", ctypes.c_int64),  # address of ``Rows``
         ("num_requests", ctypes.c_int64),
-        ("taken", ctypes.c_int64),  # work items that threads have taken: 0 at the start
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),  # bound of the scores; 0 without one
+        ("taken", ctypes.c_int64),  # keys and values that threads have taken to store: 0 at the start, as the next two
+        ("stored", ctypes.c_int64),  # and have stored
+        ("blocks", ctypes.c_int64),  # of rows that threads have taken
     )
 
 
 _LAYER, _ROWS = np.dtype(Layer), np.dtype(Rows)
-_TAKEN = Layer.taken.offset
+_TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks.offset
 _SIGNATURE = types.void(types.CPointer(from_dtype(_LAYER)))
 
 
@@ -170,9 +178,9 @@ def _mix(weights: int, values: int, stride: int, count: int, size: int, mixed: i
 
 
 @compiled
-def _hide(scores: Any, row: int, low: int, rows: Any, layer: Any) -> None:
-    """Hides from one row the scores of the keys that it must not see; those before ``low`` are not there."""
-    start, count = rows.start, rows.before + rows.rows
+def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) -> None:
+    """Hides from one row the scores of the keys that it must not see; those before ``low`` and behind ``count`` own are not there."""
+    start = rows.start
     first = row + 1  # causality: the rows behind it
     if rows.mask:
         mask, own, hidden = rows.mask + row * count, scores.ctypes.data + (start - low) * 4, splat(_HIDDEN)
@@ -236,7 +244,7 @@ def _read(queries: Any, layer: Any, rows: Any, head: int, first: int, like: Any)
 
 @compiled
 def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, block: Any, like: Any) -> None:
-    """Products of each query with each key; the places behind the last key are hidden."""
+    """Products of each query with each key."""
     count, size = queries.shape
     stride, wide = size * bytes_of(like), count > 1 and bytes_of(like) == 2  # widened once for all rows
     for key in range(0, num_keys - WIDTH + 1, WIDTH):
@@ -251,7 +259,6 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, block: Any, 
     for place in range(count):
         for key in range(num_keys // WIDTH * WIDTH, num_keys):
             scores[place, key] = _score_one(queries.ctypes.data + place * size * 4, keys + key * stride, size, like)
-        scores[place, num_keys:] = _HIDDEN
 
 
 @compiled
@@ -284,57 +291,107 @@ def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int
 
 
 @compiled
-def _attend(layer: Any, rows: Any, head: int, first: int, count: int, like: Any) -> None:
-    """``count`` rows from ``first`` on, of the group's heads one after another, over all keys of one KV head.
+def _bound(scores: Any, softcap: np.float32) -> None:
+    """Makes each score ``softcap * tanh(score / softcap)``; by the exponential of ``-2 |x|``, ``tanh |x|`` is ``(1 - e) / (1 + e)``."""
+    one, cap, down = splat(_ONE), splat(softcap), splat(_MINUS_TWO)
+    for first in range(0, scores.size, WIDTH):
+        at = scores.ctypes.data + first * 4
+        x = divide(load(at, _FLOAT), cap)
+        power = exponential(multiply(absolute(x), down))
+        store(at, multiply(sign_of(divide(subtract(one, power), add(one, power)), x), cap), _FLOAT)
+
+
+@compiled
+def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: Any, like: Any) -> None:
+    """``count`` rows from ``first`` on, of the group's heads one after another, over the keys of one KV head that they see.
 
     Place ``p`` is row ``p % rows`` of head ``p // rows`` of the group.
     """
     size, low = layer.head_dim, _lowest(rows, layer)
+    own = rows.before + rows.rows
+    if rows.mask == 0 and first % rows.rows + count <= rows.rows:  # rows of one head: none sees what is behind the last of them
+        own = first % rows.rows + count
     entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + low) * size * bytes_of(like)
-    num_keys = rows.start + rows.before + rows.rows - low
+    num_keys = rows.start + own - low
     padded = (num_keys + WIDTH - 1) // WIDTH * WIDTH
     queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
-    scores, shares = np.empty((count, padded), np.float32), np.empty(count, np.float32)
+    scores, shares = scratch[: count * padded].reshape((count, padded)), np.empty(count, np.float32)
     block = np.empty((WIDTH, size), np.float32)
     _read(queries, layer, rows, head, first, like)
     _score_all(queries, layer.keys + entry, num_keys, scores, block, like)
+    if layer.softcap:
+        _bound(scores, np.float32(layer.softcap))
     for place in range(count):
-        if rows.before + rows.rows > 1 or layer.window:
-            _hide(scores[place], (first + place) % rows.rows, low, rows, layer)
+        scores[place, num_keys:] = _HIDDEN
+        if own > 1 or layer.window:
+            _hide(scores[place], (first + place) % rows.rows, low, own, rows, layer)
         shares[place] = _weigh(scores[place])
     _mix_all(scores, layer.values + entry, num_keys, mixed, block, like)
     _write(mixed, shares, layer, rows, head, first, like)
 
 
 @compiled
-def _work(layer: Any, taken: int, requests: Any, like: Any) -> None:
-    """Takes items until none is left: what every thread does."""
+def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
+    """Stores the new keys and values of one KV head of a request."""
     size = layer.head_dim
+    stride = size * bytes_of(like)
+    entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start + rows.before) * stride
+    source = layer.key + head * layer.key_head + rows.offset * layer.key_row
+    _copy(source, layer.key_row, layer.keys + entry, stride, rows.rows, size, like, like)
+    source = layer.value + head * layer.value_head + rows.offset * layer.value_row
+    _copy(source, layer.value_row, layer.values + entry, stride, rows.rows, size, like, like)
+
+
+@compiled
+def _work(layer: Any, at: int, requests: Any, like: Any) -> None:
+    """What every thread does: stores keys and values, waits until all are stored, and takes blocks of rows until none is left."""
+    heads, longest = layer.num_requests * layer.kv_heads, 0
     while True:
-        item = claim(taken)
-        if item >= layer.num_requests * layer.kv_heads:
-            return
-        rows, head = requests[item // layer.kv_heads], item % layer.kv_heads
-        stride = size * bytes_of(like)
-        entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start + rows.before) * stride
-        source = layer.key + head * layer.key_head + rows.offset * layer.key_row
-        _copy(source, layer.key_row, layer.keys + entry, stride, rows.rows, size, like, like)
-        source = layer.value + head * layer.value_head + rows.offset * layer.value_row
-        _copy(source, layer.value_row, layer.values + entry, stride, rows.rows, size, like, like)
-        for first in range(0, layer.group * rows.rows, BLOCK):
-            _attend(layer, rows, head, first, min(BLOCK, layer.group * rows.rows - first), like)
+        item = claim(at + _TAKEN)
+        if item >= heads:
+            break
+        _keep(layer, requests[item // layer.kv_heads], item % layer.kv_heads, like)
+        claim(at + _STORED)
+    for request in range(layer.num_requests):
+        rows = requests[request]
+        longest = max(longest, rows.start + rows.before + rows.rows)
+    scratch = np.empty(BLOCK * (longest + 2 * WIDTH), np.float32)
+    while counted(at + _STORED) < heads:
+        pass
+    block, request, begun = claim(at + _BLOCKS), 0, 0  # the blocks before those of ``request``
+    while request < layer.num_requests:
+        rows = requests[request]
+        places = layer.group * rows.rows
+        blocks = (places + BLOCK - 1) // BLOCK
+        if block - begun < blocks * layer.kv_heads:
+            head, first = (block - begun) // blocks, (block - begun) % blocks * BLOCK
+            _attend(layer, rows, head, first, min(BLOCK, places - first), scratch, like)
+            block = claim(at + _BLOCKS)
+        else:
+            begun += blocks * layer.kv_heads
+            request += 1
+
+
+@compiled
+def _run(job: Any, like: Any) -> None:
+    layers = carray(job, 1)
+    layer = layers[0]
+    _work(layer, layers.ctypes.data, carray(address_of(layer.requests), layer.num_requests, _ROWS), like)
 
 
 def _bfloat16(job: Any) -> None:
-    layers = carray(job, 1)
-    layer = layers[0]
-    _work(layer, layers.ctypes.data + _TAKEN, carray(address_of(layer.requests), layer.num_requests, _ROWS), np.uint16(0))
+    _run(job, np.uint16(0))
+
+
+def _float16(job: Any) -> None:
+    _run(job, np.int16(0))
 
 
 def _float32(job: Any) -> None:
-    layers = carray(job, 1)
-    layer = layers[0]
-    _work(layer, layers.ctypes.data + _TAKEN, carray(address_of(layer.requests), layer.num_requests, _ROWS), _FLOAT)
+    _run(job, _FLOAT)
+
+
+_FUNCTIONS = {"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}
 
 
 @cache
@@ -344,6 +401,6 @@ def entry_point(dtype: str) -> Any:
     Compiled at the first call, which takes some seconds, and kept on disk.
 
     Args:
-        dtype: of queries, keys, values and outputs: bfloat16 or float32.
+        dtype: of queries, keys, values and outputs: bfloat16, float16 or float32.
     """
-    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float32": _float32}[dtype])
+    return compiled_callback(_SIGNATURE)(_FUNCTIONS[dtype])

@@ -1,0 +1,164 @@
+"""Whether every number of a row is a function of the tokens before it alone, to the last bit: checked when an engine starts.
+
+In floating point a sum depends on its order. A library's product of one row and of many, and attention over contexts of different
+lengths, take other kernels, which add up in other orders; where the two best tokens are nearly even, that decides which one is
+emitted. So on a CPU products and attention are computed by code of our own, whose order is that of the text
+(``engine.native.linear``, ``engine.native.attention``), for any number of rows. On a GPU every forward has the same number of
+rows, with nothing in those that are not needed, and attention in the order of the text; so it is wherever the first form fails.
+
+Nobody promises that the rest of a model, its norms and activations and what else its code does, is of this kind. ``check`` looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from decoding.tree import DraftTree, Int32Array
+from engine.batch import Line, LineWork, pack
+from engine.runner import ModelRunner
+
+_TOKENS = 76  # that are computed one by one: no multiple of anything
+_TREE_ROWS = 65  # a root and the rows that a request may draft by default
+_MANY = (257, 300)  # rows of a piece of a prompt
+_PIECE = 50
+_LAST = 4  # tokens of the whole model that are computed one by one
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was compared."""
+
+    rows: int = 0
+    differing: int = 0
+
+    def compare(self, expected: torch.Tensor, given: torch.Tensor) -> None:
+        """Rows [n, ...] of the one and the other."""
+        assert expected.shape == given.shape, (expected.shape, given.shape)
+        self.rows += len(expected)
+        self.differing += int((expected != given).flatten(1).any(1).sum())
+
+
+@torch.inference_mode()
+def check(runner: ModelRunner) -> str | None:
+    """Computes some tokens alone and in other company, at other places and in other cuts, and compares every bit.
+
+    Used while no request has a slot: the first two slots are written to. A runner whose forwards have any number of rows tries
+    each up to that of the largest tree, and some beyond, on the first layer of each kind; then on all layers, as one with a fixed
+    number does from the start, prompts in pieces and trees.
+
+    Returns:
+        What differs, for a person; None where all bits are the same.
+    """
+    vocab, capacity = int(runner.model.config.get_text_config().vocab_size), runner.cache.capacity
+    tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
+    found = _Found()
+    if runner.fixed_rows is None:
+        with first_layers(runner.model) as layers:
+            _every_number_of_rows(runner, tokens[: min(_TOKENS, capacity)], layers, found)
+            if not found.differing:
+                _many_rows(runner, tokens[: min(len(tokens), capacity)], layers, found)
+    if not found.differing:
+        _trees(runner, tokens, found)
+    return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
+
+
+@contextmanager
+def first_layers(model: PreTrainedModel) -> Iterator[int]:
+    """Has a model compute its first layers only, as many as it takes to have one of each kind; tells how many."""
+    config = model.config.get_text_config()
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    if not lists:
+        yield int(config.num_hidden_layers)
+        return
+    name, layers = lists[0]
+    types = getattr(config, "layer_types", None) or [None] * len(layers)
+    kinds: dict[object, int] = {}
+    for number, layer in enumerate(layers):
+        shapes = tuple((name, type(module), tuple(map(tuple, _shapes(module)))) for name, module in layer.named_modules())
+        kinds.setdefault((types[number], shapes), number)
+    count = 1 + max(kinds.values())
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, torch.nn.ModuleList(list(layers)[:count]))
+    try:
+        yield count
+    finally:
+        setattr(model.get_submodule(parent), child, layers)
+
+
+def _shapes(module: torch.nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters(recurse=False)]
+
+
+def _every_number_of_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
+    """The last 1, 2, 3, ... tokens at once behind the others, beside all of them one by one: each number of rows, each cut."""
+    count = len(tokens)
+    logits = torch.cat([_logits(runner, tokens[: at + 1], at) for at in range(count)])
+    expected = _entries(runner, 0, count, layers)
+    for rows in range(2, min(_TREE_ROWS, count) + 1):
+        given = _logits(runner, tokens[: count - rows + 1], count - rows, tokens[count - rows + 1 :], range(-1, rows - 1))
+        found.compare(logits[count - rows :], given)
+        found.compare(expected, _entries(runner, 0, count, layers))
+
+
+def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
+    """A prompt in small pieces, and its beginning at once in another slot, where there is one."""
+    _prefill(runner, 0, tokens, _PIECE)
+    expected, slot = _entries(runner, 0, len(tokens), layers), min(1, runner.cache.slots - 1)
+    for rows in (min(rows, len(tokens)) for rows in _MANY):
+        _prefill(runner, slot, tokens[:rows], rows)
+        found.compare(expected[:rows], _entries(runner, slot, rows, layers))
+
+
+def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.Tensor:
+    """[length, 2, layers, kv_heads, head_dim]: keys and values of the first layers, token by token."""
+    return torch.stack([entries[:layers] for entries in runner.cache.entries(slot, length)]).movedim(3, 0)
+
+
+def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:
+    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, in another slot and beside another."""
+    most = runner.fixed_rows or _TREE_ROWS
+    length = max(1, min(_TOKENS - 1, runner.cache.capacity - min(most, 8) - _LAST))
+    _prefill(runner, 0, tokens[:length], length)
+    plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k) for k in range(_LAST)])
+    a, b, c = tokens[length + 1 : length + _LAST].tolist()
+    root = int(tokens[length])
+    _prefill(runner, 0, tokens[:length], max(1, length // 3))  # the same entries again, computed in other cuts
+    siblings = max(1, min(most - 1, runner.cache.capacity - length - 1))
+    crowd = _logits(runner, tokens[: length + 1], length, [a] * siblings, [-1] + [0] * siblings)
+    found.compare(plain[[0] + [1] * siblings], crowd)
+    # The path root, a, b, c, with other tokens between its rows.
+    rows, parents = [c, a, b, root, b, c], [-1, 0, 0, 1, 2, 2, 5]
+    tree = _logits(runner, tokens[: length + 1], length, rows[: most - 1], parents[:most])
+    path = [row for row in (0, 2, 5, 6) if row < len(tree)]
+    found.compare(plain[: len(path)], tree[path])
+    if runner.cache.slots > 1:
+        text = tokens[: length + 1]  # whole in the one slot, and its last token in the other
+        works = [LineWork(Line(slot, text), start, length + 1, _tree(root)) for slot, start in ((1, 0), (0, length))]
+        found.compare(plain[[0, 0]], runner.forward(pack(works)))
+
+
+def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int) -> None:
+    for start in range(0, len(tokens), piece):
+        runner.forward(pack([LineWork(Line(slot, tokens), start, min(start + piece, len(tokens)), None)]))
+
+
+def _logits(
+    runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)
+) -> torch.Tensor:
+    """[n, vocab] of a tree below the last of the tokens, which is its root."""
+    tree = _tree(int(tokens[-1]), rows, parents)
+    return runner.forward(pack([LineWork(Line(0, tokens), start, len(tokens), tree)])).clone()
+
+
+def _tree(root: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)) -> DraftTree:
+    return DraftTree(np.array([root, *rows], np.int32), np.array(parents, np.int32), np.zeros(len(rows) + 1, np.int8), len(rows) + 1)
