@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
+from engine.gguf_header import GgufHeader, read_header
 
 _PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
 
@@ -32,7 +33,7 @@ def load_gguf_config(path: str) -> PreTrainedConfig:
     Raises:
         ModelLoadError: no such file, a broken or incomplete one, or an architecture that transformers does not know.
     """
-    _check_file(path)
+    _header(path)
     with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
         config: PreTrainedConfig = AutoConfig.from_pretrained(empty, gguf_file=_absolute(path))
     return config
@@ -49,9 +50,9 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrained
         attention: transformers' ``attn_implementation``.
 
     Raises:
-        ModelLoadError: as ``load_gguf_config``, or weights are missing.
+        ModelLoadError: as ``load_gguf_config``, or weights are missing or left over.
     """
-    metadata = _check_file(path)
+    header = _header(path)
     with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
         from transformers import GgufConfig
 
@@ -59,13 +60,12 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrained
             empty, gguf_file=_absolute(path), dtype=dtype, attn_implementation=attention, output_loading_info=True,
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers would have them random
-        raise ModelLoadError(f"model {path!r} lacks {len(missing)} of its weights, {missing[0]} among them: give a whole file")
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    _refuse_unread(path, model, header, sorted(found["missing_keys"]))
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = list(dict.fromkeys(number for number in ends if number is not None))
-    if ids and isinstance(model.generation_config, GenerationConfig):
+    if ids:
         model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
+    model.config.architectures = [type(model).__name__]  # as a folder has it that is made of the file
     return model
 
 
@@ -75,7 +75,7 @@ def load_gguf_tokenizer(path: str) -> Any:
     Raises:
         ModelLoadError: no such file, a broken one, or a tokenizer that transformers cannot make of it.
     """
-    _check_file(path)
+    _header(path)
     with _readable(path, "the tokenizer of"), tempfile.TemporaryDirectory() as empty:
         return AutoTokenizer.from_pretrained(empty, gguf_file=_absolute(path))
 
@@ -96,35 +96,48 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _check_file(path: str) -> dict[str, Any]:
-    """What a file says of its model. Raises ``ModelLoadError`` unless it is there, whole, and as long as its header says."""
-    if not Path(path).expanduser().is_file():
+def _header(path: str) -> GgufHeader:
+    """The header of a file. Raises ``ModelLoadError`` unless it is there and whole, and all that it says is understood."""
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise ModelLoadError(f"model file {path!r} does not exist: give a .gguf file that is there, or a folder with config.json")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelLoadError(f"model {path!r} is a GGUF file, to read which {missing[0]} is missing: pip install {missing[0]}")
     with _readable(path, "model"):
-        from transformers.integrations.gguf import read_gguf_metadata
-
-        metadata, _ = read_gguf_metadata(_absolute(path))
-    parts = metadata.get("split.count", 1)
+        header = read_header(file)
+    parts, size = header.metadata.get("split.count", 1), file.stat().st_size
     if parts > 1:
         raise ModelLoadError(f"model {path!r} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
-    size, needed = Path(path).expanduser().stat().st_size, _needed_bytes(path)
-    if size < needed:
-        raise ModelLoadError(f"model {path!r} is cut off, {size} of {needed} bytes are there: fetch it again")
-    return dict(metadata)
+    if size < header.file_bytes:
+        raise ModelLoadError(f"model {path!r} is cut off, {size} of {header.file_bytes} bytes are there: fetch it again")
+    if _scales_positions(header):
+        raise ModelLoadError(
+            f"model {path!r} scales its positions (rope scaling), which transformers leaves out of GGUF files, so that other "
+            "texts would come out: give the model's folder with config.json"
+        )
+    return header
 
 
-def _needed_bytes(path: str) -> int:
-    """The length of a file by its header; 0 with a type whose size transformers' header does not know: reading tells then."""
-    from transformers.integrations.gguf import GgufHeader
+def _scales_positions(header: GgufHeader) -> bool:
+    """Whether rotary positions are scaled: by factors for each frequency, as in Llama 3.1 and Phi-3, or by a rule."""
+    architecture = header.metadata.get("general.architecture")
+    rule = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    by_rule = rule != "none" and architecture != "gpt-oss"  # of which transformers reads it
+    return by_rule or any(name.startswith(("rope_freqs", "rope_factors")) for name in header.tensors)
 
-    try:
-        header = GgufHeader.from_file(_absolute(path))
-    except ValueError:
-        return 0
-    return int(header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0))
+
+def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lacking: list[str]) -> None:
+    """Raises ``ModelLoadError`` unless every weight of the model came out of the file, and every one of the file went into it."""
+    if lacking:  # transformers would have them random
+        raise ModelLoadError(f"model {path!r} lacks {len(lacking)} of its weights, {lacking[0]} among them: give a whole file")
+    tied = header.tensors.get("output.weight", 0) if model.config.get_text_config().tie_word_embeddings else 0
+    held, taken = sum(header.tensors.values()) - tied, model.num_parameters()
+    if held != taken:
+        raise ModelLoadError(
+            f"model {path!r} holds {held} weights, of which transformers makes a {type(model).__name__} with {taken}: it leaves "
+            "some out, so that other texts would come out; give the model's folder with config.json"
+        )
 
 
 @contextmanager
