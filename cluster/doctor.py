@@ -234,5 +234,5 @@ def _print_table(findings: list[Finding]) -> None:
     table = Table("what", "", "found", "to get it")
     for finding in findings:
         status = Text(finding.status, styles[finding.status])
-        table.add_row(finding.name, status, Text(finding.found, overflow="fold"), Text(finding.remedy, overflow="fold"))
+        table.add_row(Text(finding.name, overflow="fold"), status, Text(finding.found, overflow="fold"), Text(finding.remedy, overflow="fold"))
     Console().print(table)

@@ -198,7 +198,7 @@ def test_check_model(tmp_path: Path) -> None:
 
 def test_check_gguf(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    with pytest.raises(LaunchError, match="cannot be read: No such file or directory; give a .gguf file that is there"):
+    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give a \.gguf file that is there"):
         check_model(str(file))
     file.write_bytes(b"PK")
     with pytest.raises(LaunchError, match="is not a GGUF file: it does not begin with GGUF"):
@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, 
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr("engine.model_files._check_space", lambda *_: None)
     config = load_config(None, ["model.path=smollm2-135m-instruct"])
-    with pytest.raises(LaunchError, match="'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
+    with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
         serve_until_stopped(config)
 
 
