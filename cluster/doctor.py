@@ -234,5 +234,6 @@ def _print_table(findings: list[Finding]) -> None:
     table = Table("what", "", "found", "to get it")
     for finding in findings:
         status = Text(finding.status, styles[finding.status])
-        table.add_row(Text(finding.name, overflow="fold"), status, Text(finding.found, overflow="fold"), Text(finding.remedy, overflow="fold"))
+        name, found, remedy = (Text(text, overflow="fold") for text in (finding.name, finding.found, finding.remedy))
+        table.add_row(name, status, found, remedy)
     Console().print(table)
