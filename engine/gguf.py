@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
 from engine.gguf_header import GgufHeader, read_header
 
 _PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
+# How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each
+# digit by itself, which transformers leaves out; other ways it knows by their names.
+_AS_GPT2 = {"default", "exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
+_DIGITS_APART = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
 
 
 def is_gguf(path: str) -> bool:
@@ -75,9 +80,29 @@ def load_gguf_tokenizer(path: str) -> Any:
     Raises:
         ModelLoadError: no such file, a broken one, or a tokenizer that transformers cannot make of it.
     """
-    _header(path)
+    header = _header(path)
     with _readable(path, "the tokenizer of"), tempfile.TemporaryDirectory() as empty:
-        return AutoTokenizer.from_pretrained(empty, gguf_file=_absolute(path))
+        tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=_absolute(path))
+        if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+            _cut_as_named(path, tokenizer.backend_tokenizer, header.metadata.get("tokenizer.ggml.pre", "default"))
+    return tokenizer
+
+
+def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
+    """Has a tokenizer cut texts as its file says. Raises ``ModelLoadError`` for a way that is not known.
+
+    Example: before a 2, two line breaks are one token for SmolLM2; with GPT-2's way alone they would be two.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if name in _DIGITS_APART:
+        apart = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, tokenizer.pre_tokenizer])
+    elif name not in _AS_GPT2 and name not in GGUF_PRE_TOKENIZER_SPLITS:
+        raise ModelLoadError(
+            f"the tokenizer of {path!r} cuts texts in a way that is not known here ({name}): give the model's folder with "
+            "tokenizer.json"
+        )
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
@@ -111,6 +136,8 @@ def _header(path: str) -> GgufHeader:
         raise ModelLoadError(f"model {path!r} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
     if size < header.file_bytes:
         raise ModelLoadError(f"model {path!r} is cut off, {size} of {header.file_bytes} bytes are there: fetch it again")
+    if "tokenizer.ggml.tokens" not in header.metadata:
+        raise ModelLoadError(f"model {path!r} has no tokenizer: give a file with one, or a folder with config.json")
     if _scales_positions(header):
         raise ModelLoadError(
             f"model {path!r} scales its positions (rope scaling), which transformers leaves out of GGUF files, so that other "

@@ -36,6 +36,7 @@ def save_gguf(
     extra: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray[Any, Any]] | None = None,
     without: str = "",
+    with_tokenizer: bool = True,
 ) -> Path:
     """A Llama as a GGUF file.
 
@@ -48,6 +49,7 @@ def save_gguf(
         extra: further metadata; numbers and strings.
         tensors: further ones.
         without: a part of the names of tensors that are left out.
+        with_tokenizer: the file holds one.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -61,7 +63,8 @@ def save_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    _add_tokenizer(writer, tokenizer)
+    if with_tokenizer:
+        _add_tokenizer(writer, tokenizer)
     for key, value in (extra or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     for name, weight in gguf_weights(model).items():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.slices import ModelOptions
@@ -68,6 +69,23 @@ def test_the_end_of_a_turn_ends_a_text(folder: Path, tmp_path: Path) -> None:
     assert load_model(ModelOptions(str(path), device="cpu")).eos_token_ids == (0, 7)
 
 
+def test_texts_are_cut_as_the_file_says(folder: Path, tmp_path: Path) -> None:
+    model, text = stock(folder), "see:\n\n2. in 1999   42 '7x"
+    plain, digits, unknown = (
+        save_gguf(tmp_path / f"{name}.gguf", model, folder, extra={"tokenizer.ggml.pre": name})
+        for name in ("gpt-2", "smollm", "deepseek-coder")
+    )
+    own = AutoTokenizer.from_pretrained(folder)
+    assert load_tokenizer(str(plain))(text).input_ids == own(text).input_ids
+    apart = pre_tokenizers.Digits(individual_digits=True)
+    own.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, own.backend_tokenizer.pre_tokenizer])
+    found = load_tokenizer(str(digits))
+    assert found(text).input_ids == own(text).input_ids and found.decode(found(text).input_ids) == text
+    pieces = [piece for piece, _ in found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert pieces == ["see", ":", "ĊĊ", "2", ".", "Ġin", "Ġ", "1", "9", "9", "9", "ĠĠĠ", "4", "2", "Ġ'", "7", "x"]
+    refused(unknown, "cuts texts in a way that is not known here .deepseek-coder.: give the model's folder with tokenizer.json")
+
+
 def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path) -> None:
     from engine.gguf import convert_gguf
 
@@ -108,6 +126,7 @@ def test_models_that_would_come_out_wrong(folder: Path, tmp_path: Path) -> None:
     refused(save_gguf(tmp_path / "c.gguf", model, folder, extra={"split.count": 3}), "is one of 3 parts")
     factors = {"rope_freqs.weight": np.ones(8, np.float32)}
     refused(save_gguf(tmp_path / "d.gguf", model, folder, tensors=factors), "scales its positions")
+    refused(save_gguf(tmp_path / "g.gguf", model, folder, with_tokenizer=False), "has no tokenizer: give a file with one")
     rule = {"llama.rope.scaling.type": "yarn"}
     refused(save_gguf(tmp_path / "e.gguf", model, folder, extra=rule), "scales its positions")
     bias = {"blk.0.attn_q.bias": np.ones(64, np.float32)}
