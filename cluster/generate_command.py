@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.generate_records import Record, readable_summary, summarize
-from cluster.prompt_file import PromptFileError, read_prompts
+from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
 from cluster.terminal import fail, fail_input
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 
@@ -32,10 +32,11 @@ _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOpti
 
 def generate(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")] = _MODEL.path,
+    model: Annotated[str, typer.Option(help="Folder of the model, .gguf file, or name: README says which.")] = _MODEL.path,
+    prompt: Annotated[str | None, typer.Option(help="One prompt, in the place of --prompts.")] = None,
     prompts: Annotated[
-        Path, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")
-    ] = ...,  # type: ignore[assignment]
+        Path | None, typer.Option(help="JSON lines with `id`, `prompt` and, if wanted, `references` (list of strings).")
+    ] = None,
     strategy: Annotated[str, typer.Option(help="How to draft: README lists the names.")] = _SPECULATION.strategy,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each output.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -79,7 +80,7 @@ def generate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N records.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line on stdout, the last one a summary.")] = False,
 ) -> None:
-    """Generate for every record of a file.
+    """Generate for one prompt, or for every record of a file.
 
     A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
@@ -87,7 +88,7 @@ def generate(
     from decoding.request import SamplingParams
 
     try:
-        records = [Record(entry) for entry in read_prompts(prompts)[:limit]]
+        records = [Record(entry) for entry in _read(prompt, prompts)[:limit]]
     except PromptFileError as error:
         fail_input(f"--prompts: {error}")
     try:
@@ -106,6 +107,17 @@ def generate(
         summary = summarize(records, time.perf_counter() - started) | _circumstances(settings, engine)
     summary |= {"temperature": temperature, "seed": seed}
     print(json.dumps({"summary": summary}) if as_json else readable_summary(summary), flush=True)
+
+
+def _read(prompt: str | None, prompts: Path | None) -> list[PromptRecord]:
+    """What is to be generated for. Ends the command unless one of the two options was given."""
+    if prompt is not None and prompts is not None:
+        fail_input("--prompt and --prompts were both given: leave one of them out")
+    if prompt is not None:
+        return [PromptRecord("prompt", "prompt", prompt, ())]
+    if prompts is None:
+        fail_input("nothing to generate for: give --prompt TEXT, or --prompts FILE.jsonl")
+    return read_prompts(prompts)
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
@@ -134,6 +146,11 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
     """The engine; ends the command for an option outside its range."""
+    from engine.model_files import find_files
+
+    for path in (settings.model.path, settings.speculation.draft_model):
+        if path is not None:
+            find_files(path)  # here, so that ranks find them there
     slices = settings.model, settings.engine, settings.speculation
     try:
         if settings.parallelism.mode == "none":

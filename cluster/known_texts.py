@@ -1,4 +1,4 @@
-"""Workloads with known outputs as tokens, read with the fast tokenizer alone: no model, no transformers."""
+"""Workloads with known outputs as tokens, read with the fast tokenizer alone: no model; transformers for GGUF files only."""
 
 from __future__ import annotations
 
@@ -18,35 +18,57 @@ if TYPE_CHECKING:
 
 
 class TextTokenizer:
-    """A ``tokenizer.json`` and the token that ends a text."""
+    """A fast tokenizer and the token that ends a text."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """
         Args:
-            folder: holds ``tokenizer.json``, and ``tokenizer_config.json`` if the end token is to be known.
+            path: a folder with ``tokenizer.json``, and ``tokenizer_config.json`` if the end token is to be known; a GGUF file; or
+                the name of a model that is fetched.
 
         Raises:
             PromptFileError: there is none, or it cannot be read.
         """
-        from tokenizers import Tokenizer
+        from engine.errors import ModelLoadError
+        from engine.model_files import find_files
 
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise PromptFileError(f"tokenizer {str(folder)!r} has no tokenizer.json: give the folder of a fast tokenizer")
         try:
-            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise PromptFileError(f"{path} could not be read: {error}") from error
+            files = find_files(str(path))
+            self._tokenizer, end_token = _of_gguf(files) if files.endswith(".gguf") else _of_folder(Path(files))
+        except ModelLoadError as error:
+            raise PromptFileError(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         size = self._tokenizer.get_vocab_size()
-        end = self._tokenizer.token_to_id(_end_token(folder / "tokenizer_config.json"))
+        end = self._tokenizer.token_to_id(end_token)
         self.end_token_id: int = size if end is None else end  # an id of its own where the folder names none
         self.vocab_size: int = max(size, self.end_token_id + 1)
 
     def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[list[int]]:
         """The ids of each text; with ``special_tokens`` a beginning-of-text token where the tokenizer adds one."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)]
+
+
+def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer, and the name of the end token or an empty string."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise PromptFileError(f"tokenizer {str(folder)!r} has no tokenizer.json: give a fast tokenizer's folder, or a .gguf file")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise PromptFileError(f"{path} could not be read: {error}") from error
+    return tokenizer, _end_token(folder / "tokenizer_config.json")
+
+
+def _of_gguf(path: str) -> tuple[Tokenizer, str]:
+    """The same of a GGUF file."""
+    from engine.loading import load_tokenizer  # with transformers it takes a moment
+
+    tokenizer = load_tokenizer(path)
+    return tokenizer.backend_tokenizer, tokenizer.eos_token or ""
 
 
 def _end_token(config: Path) -> str:

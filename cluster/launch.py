@@ -28,6 +28,8 @@ from configs.schema import Config
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
+from engine.errors import ModelLoadError
+from engine.model_files import find_files
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -53,6 +55,7 @@ def serve_until_stopped(config: Config) -> None:
     Raises:
         LaunchError: something is missing or does not start. What had been started is stopped by then.
     """
+    _fetch_models(config)
     say = Progress()
     signals = StopSignals(say)
     signals.install()
@@ -75,6 +78,18 @@ def serve_until_stopped(config: Config) -> None:
         except StopRequested:
             pass  # the stack stops what has been started
     say("stopped")
+
+
+def _fetch_models(config: Config) -> None:
+    """Has models that are fetched by name lie on this machine before its replicas look for them; others fetch their own."""
+    if config.server.ray_address is not None:
+        return
+    for path in (config.model.path, config.speculation.draft_model):
+        try:
+            if path is not None:
+                find_files(path)
+        except ModelLoadError as error:
+            raise LaunchError(str(error)) from None
 
 
 @contextlib.contextmanager

@@ -81,13 +81,25 @@ def check_disk(folder: Path) -> None:
 
 
 def check_model(path: str, key: str = "model.path") -> None:
-    """Raises LaunchError if the path can only be a folder and is none. A name may also be one on the hub: loading decides."""
+    """Raises LaunchError if the path can only be a folder or a GGUF file and is none. Of names loading decides."""
     names_folder = path.startswith(("/", ".", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
-    if names_folder and not folder.is_dir():
-        raise LaunchError(f"{key} {path} is not a folder: give a folder with config.json, or a name on the hub")
+    if path.endswith(".gguf") and not folder.is_dir():
+        _check_gguf(folder, key)
+    elif names_folder and not folder.is_dir():
+        raise LaunchError(f"{key} {path} is not a folder: give a folder with config.json, a .gguf file, or a name on the hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise LaunchError(f"{key} {path} has no config.json: give the folder of a Hugging Face model")
+
+
+def _check_gguf(path: Path, key: str) -> None:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(4)
+    except OSError as error:
+        raise LaunchError(f"{key} {path} cannot be read: {error.strerror}; give a .gguf file that is there") from None
+    if begins != b"GGUF":
+        raise LaunchError(f"{key} {path} is not a GGUF file: it does not begin with GGUF; fetch it again")
 
 
 def check_speculation(options: SpeculationOptions, shared: bool = False) -> None:

@@ -26,7 +26,7 @@ def replay(
     workloads: Annotated[
         list[Path], typer.Argument(metavar="WORKLOAD...", help="JSON lines with `prompt`, `output` and, if wanted, `references`.")
     ],
-    tokenizer: Annotated[Path, typer.Option(help="Folder with a tokenizer.json: it cuts all texts.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with a tokenizer.json, or .gguf file: it cuts all texts.")],
     strategy: Annotated[
         list[str] | None,
         typer.Option(help="NAME or NAME:option=value,option=value; several times. All that can be replayed when absent."),

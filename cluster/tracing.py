@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -237,5 +236,4 @@ def open_tracing(config: Config) -> Tracing | None:
     address = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "outrider"}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(address, timeout=_EXPORT_TIMEOUT_S)))
-    model = config.model.served_name or Path(config.model.path).name
-    return Tracing(provider, model, config.speculation.strategy)
+    return Tracing(provider, config.model.name, config.speculation.strategy)

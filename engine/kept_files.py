@@ -1,9 +1,12 @@
-"""Files that several processes keep and read, each of them whole at any moment."""
+"""Files and folders that several processes keep and read, each of them whole at any moment."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -28,3 +31,46 @@ def keep_file(path: Path, content: bytes | memoryview) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
+    """Puts a folder of files in place whole, on the disk, too: who finds it finds all of it.
+
+    Args:
+        made: the folder, in the same file system.
+        folder: where it goes.
+        replaced: where one goes that is there already.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for path in (*made.iterdir(), made):
+        _sync(path)
+    if os.path.lexists(folder):
+        os.rename(folder, replaced)
+    os.rename(made, folder)
+    _sync(folder.parent)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time: the others wait. The lock ends with the process that has it, however that ends.
+
+    Args:
+        path: of the lock's file; its folder is made when it does not exist.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

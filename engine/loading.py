@@ -1,10 +1,10 @@
-"""Model and tokenizer from a folder or the hub, refused early and in one line when they cannot be served."""
+"""Model and tokenizer from a folder, a GGUF file or the hub, refused early and in one line when they cannot be served."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,9 @@ from configs.slices import ModelOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN
 from engine.attention import TREE_ATTENTION
-from engine.errors import ModelLoadError, RequestError
+from engine.errors import ModelLoadError, RequestError, first_line
+from engine.gguf import is_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from engine.model_files import find_files
 from engine.revisions import model_revision, tokenizer_revision
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
@@ -111,34 +113,78 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    config = _load_config(options.path)
+    config = load_config(options.path)
     _refuse_unsupported(config, options.path)
     device = _device(options.device)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(options.path, dtype=dtype, attn_implementation=TREE_ATTENTION)
-        model = model.to(device).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelLoadError(f"model {options.path!r} could not be loaded: {_first_line(error)}") from error
+    dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+    model = load_weights(options.path, dtype, TREE_ATTENTION, device).eval()
     tokenizer = load_tokenizer(options.path)
-    name = options.served_name or Path(options.path).name
-    return LoadedModel(model, tokenizer, name, _context(config, options), _end_tokens(model, tokenizer))
+    return LoadedModel(model, tokenizer, options.name, _context(config, options), _end_tokens(model, tokenizer))
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """The configuration of a model.
+
+    Args:
+        path: as in ``ModelOptions``.
+
+    Raises:
+        ModelLoadError: no such model.
+    """
+    _refuse_missing_folder(path)
+    files = find_files(path)
+    if is_gguf(files):
+        return load_gguf_config(files)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(files)
+    except (OSError, ValueError) as error:
+        message = f"model {path!r} could not be found or read: give a folder with config.json, a .gguf file, or a name on the hub"
+        raise ModelLoadError(f"{message} ({first_line(error)})") from error
+    return config
+
+
+def load_weights(
+    path: str, dtype: torch.dtype | Literal["auto"], attention: str, device: torch.device | None = None
+) -> PreTrainedModel:
+    """The model alone, whatever it is.
+
+    Args:
+        path: as in ``ModelOptions``.
+        dtype: of the weights; auto: as the checkpoint says, bfloat16 for a GGUF file.
+        attention: transformers' ``attn_implementation``.
+        device: where it goes; the CPU when absent.
+
+    Raises:
+        ModelLoadError: no such model, or a broken checkpoint.
+    """
+    files = find_files(path)
+    try:
+        if is_gguf(files):
+            model = load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(files, dtype=dtype, attn_implementation=attention)
+        return model if device is None else model.to(device)
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a model.
 
     Args:
-        path: folder or name on the hub.
+        path: as in ``ModelOptions``.
 
     Raises:
         ModelLoadError: there is none, or it has no fast implementation, which streaming text needs.
     """
     _refuse_missing_folder(path)
+    files = find_files(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_gguf_tokenizer(files) if is_gguf(files) else AutoTokenizer.from_pretrained(files)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"the tokenizer of {path!r} could not be loaded: {_first_line(error)}") from error
+        raise ModelLoadError(f"the tokenizer of {path!r} could not be loaded: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(f"the tokenizer of {path!r} has no fast implementation: add a tokenizer.json to the model")
     return tokenizer
@@ -146,18 +192,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 
 def _refuse_missing_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).exists() and "/" in path:
-        raise ModelLoadError(f"model path {path!r} does not exist: give a folder with config.json, or a name on the hub")
-
-
-def _load_config(path: str) -> PreTrainedConfig:
-    _refuse_missing_folder(path)
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        message = f"model {path!r} could not be found or read: give a folder with config.json, or a name on the hub"
-        raise ModelLoadError(f"{message} ({_first_line(error)})") from error
-    return config
+    if looks_local and not is_gguf(path) and not Path(path).exists() and "/" in path:
+        advice = "give a folder with config.json, a .gguf file, or a name on the hub"
+        raise ModelLoadError(f"model path {path!r} does not exist: {advice}")
 
 
 def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
@@ -236,7 +273,3 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -112,11 +112,14 @@ class RowWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``linear`` in the place of torch's."""
-        if func is torch.nn.functional.linear:
-            with torch._C.DisableTorchFunctionSubclass():
-                return linear(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        """``linear`` in the place of torch's. One expert of several is such a weight, too; all other results are plain tensors."""
+        if func in _SAME_KIND:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return (linear if func is torch.nn.functional.linear else func)(*args, **(kwargs or {}))
+
+
+_SAME_KIND = (torch.Tensor.__getitem__, torch.Tensor.__deepcopy__, torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.to)
 
 
 @torch.inference_mode()

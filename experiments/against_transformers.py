@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from transformers import AutoModelForCausalLM
 
 from cluster.prompt_file import PromptFileError, read_prompts
 from cluster.strategy_option import StrategyChoice
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from engine.loading import LoadedModel, load_model
+from engine.loading import LoadedModel, load_model, load_weights
 from experiments.competition import compete, divergence, progress_bar, summary
 from experiments.contestants import EngineContestant, Prompt
 from experiments.record import RESULTS, write_record
@@ -72,8 +71,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     loaded = load_model(model_options)
     shared = SharedModel(loaded, options, SpeculationOptions().max_draft_tokens)
     device, end_tokens = str(loaded.model.device), loaded.eos_token_ids
-    stock = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa")
-    stock = stock.to(device).eval()
+    stock = load_weights(args.model, getattr(torch, args.dtype), "sdpa", loaded.model.device).eval()
     prompts, too_long = load_prompts(args.workloads, loaded, args.max_tokens, args.limit)
     if not prompts:
         raise PromptFileError(f"no record fits the context of {loaded.max_model_len} tokens with --max-tokens {args.max_tokens}")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from cluster.known_texts import TextTokenizer, read_known_texts
@@ -18,7 +18,7 @@ from cluster.strategy_option import StrategyChoice
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
-from engine.loading import LoadedModel, load_model, load_tokenizer
+from engine.loading import LoadedModel, load_model, load_tokenizer, load_weights
 from engine.packed_linear import pack_linears
 from experiments.contestants import Contestant, EngineContestant, Prompt
 from experiments.guided import GuidedExecutor, random_model, stock_twin
@@ -127,8 +127,8 @@ def load_setting(args: argparse.Namespace) -> Setting:
         workloads = [chat_workload(path, loaded.tokenizer, args.records) for path in args.prompts]
     max_tokens = args.max_tokens or MAX_TOKENS
     workloads = [fitting(workload, max_tokens, loaded.max_model_len) for workload in workloads]
-    stock = AutoModelForCausalLM.from_pretrained(options.path, dtype=loaded.model.dtype, attn_implementation="sdpa")
-    return Setting(loaded, stock.to(loaded.model.device).eval(), workloads)
+    stock = load_weights(options.path, loaded.model.dtype, "sdpa", loaded.model.device)
+    return Setting(loaded, stock.eval(), workloads)
 
 
 def _random_setting(args: argparse.Namespace) -> Setting:
@@ -179,9 +179,7 @@ def _assistant(setting: Setting, args: argparse.Namespace) -> PreTrainedModel | 
     if args.assistant is None:
         layers: int = setting.stock.config.get_text_config().num_hidden_layers
         return args.early_exit or max(1, layers // 2)
-    path = find_model(args.assistant)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=setting.stock.dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"--assistant {args.assistant!r} could not be loaded: {str(error).splitlines()[0]}") from error
-    return model.to(setting.stock.device).eval()
+        return load_weights(find_model(args.assistant), setting.stock.dtype, "sdpa", setting.stock.device).eval()
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--assistant: {error}") from error

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cluster.known_texts import TextTokenizer
 from cluster.prompt_file import PromptFileError, read_prompts
@@ -36,7 +36,7 @@ from decoding.request import Request, SamplingParams
 from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.loading import ModelInfo
+from engine.loading import ModelInfo, load_weights
 from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -119,7 +119,7 @@ def models(args: argparse.Namespace, context: int) -> tuple[PreTrainedModel, Pre
     """The model as our engine and as transformers runs it; no token ends an output."""
     dtype = getattr(torch, args.dtype)
     if args.random_model is None:
-        ours = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
+        ours = load_weights(args.model, dtype, TREE_ATTENTION).eval()
     else:
         ours = random_model(args.random_model, VOCAB, context, dtype, args.seed)
     stock = stock_twin(ours)

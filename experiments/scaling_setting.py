@@ -6,12 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import AutoConfig
-
 from cluster.known_texts import TextTokenizer
 from configs.schema import find_model
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading import load_config, load_tokenizer
 from experiments.bench_models import Workload, chat_workload, fitting, known_workload
 from experiments.contestants import Prompt
 from experiments.guided_ranks import RankModel
@@ -62,7 +60,7 @@ def read_setting(args: argparse.Namespace, sweep_records: int, draft_rows: int) 
 def _sizes(name: str) -> tuple[int, int]:
     """Vocabulary and context of a model, by its configuration."""
     try:
-        config = AutoConfig.from_pretrained(name).get_text_config()
+        config = load_config(name).get_text_config()
         return int(config.vocab_size), int(config.max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelLoadError(f"the configuration of {name!r} cannot be used: {str(error).splitlines()[0]}") from error

@@ -27,7 +27,7 @@ _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgp
 LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
-    "engine": _MODELS | {"numba", "llvmlite", "pynvml", "llguidance", "triton"},
+    "engine": _MODELS | {"gguf", "numba", "llvmlite", "pynvml", "llguidance", "triton"},
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING

@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -114,6 +116,36 @@ def test_a_draft_model_changes_no_token_and_lossy_strategies_say_so(model: Path,
     assert 0 < summary["drafted"] - 2 <= summary["accepted"]  # it is the target itself; end tokens are never taken from a draft
     run = generate(*arguments, "--strategy", "mjsd", "--no-exact")
     assert run.returncode == 0 and "mjsd is lossy" in run.stdout
+
+
+def test_one_prompt_on_the_command_line(model: Path, prompts: Path) -> None:
+    (record,), _ = lines(generate("--model", model, "--prompt", "A request travels", "--max-tokens", 4, "--json"))
+    records, _ = lines(generate("--model", model, "--prompts", prompts, "--max-tokens", 4, "--json"))
+    assert record["output_token_ids"] == records[-1]["output_token_ids"] and record["id"] == "prompt"
+    for arguments, said in (
+        ((), "give --prompt TEXT, or --prompts FILE.jsonl"),
+        (("--prompt", "a", "--prompts", prompts), "--prompt and --prompts were both given"),
+    ):
+        run = generate("--model", model, *arguments)
+        assert run.returncode == 2 and said in run.stderr and run.stderr.count("\n") == 1
+
+
+def test_a_gguf_file_is_a_model_and_a_draft_model(model: Path, prompts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from tests.gguf_files import save_gguf
+
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    file = save_gguf(tmp_path / "tiny.Q0.gguf", stock, model)
+    arguments = ["--prompts", prompts, "--max-tokens", 8, "--dtype", "float32", "--limit", 2, "--json"]
+    expected, _ = lines(generate("--model", model, *arguments))
+    for more in ([], ["--strategy", "speculative", "--draft-model", file]):
+        found, summary = lines(generate("--model", file, *arguments, *more))
+        assert [one["output_token_ids"] for one in found] == [one["output_token_ids"] for one in expected]
+        assert summary["model"] == "tiny.Q0"
+    run = generate("--model", tmp_path / "absent.gguf", *arguments)
+    (error,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert run.returncode == 1 and "does not exist: give a .gguf file" in error
 
 
 def test_readable_output_and_limit(model: Path, prompts: Path) -> None:

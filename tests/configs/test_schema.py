@@ -167,6 +167,10 @@ def test_model_is_found_beside_the_repository(tmp_path: Path, monkeypatch: pytes
     assert load_config(None, ["model.path=configs"]).model.path == str(REPOSITORY / "configs")
     assert find_model("organisation/name-on-the-hub") == "organisation/name-on-the-hub"
     assert find_model(str(tmp_path / "absent")) == str(tmp_path / "absent")
+    for name in ("model.gguf", "other.bin"):
+        (tmp_path / name).touch()
+    assert find_model("model.gguf") == str((tmp_path / "model.gguf").resolve())
+    assert find_model("other.bin") == "other.bin" and find_model("absent.gguf") == "absent.gguf"
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)

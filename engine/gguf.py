@@ -1,0 +1,179 @@
+"""Models in a ``.gguf`` file, as llama.cpp takes them: weights, tokenizer and chat template, all out of the one file.
+
+transformers reads them, dequantized: what runs is an ordinary model in the type that was asked for. It wants a folder beside the
+file and takes what lies there (a ``tokenizer.json``, an adapter) for the model's; here it gets an empty one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import ModelLoadError, first_line
+from engine.gguf_header import GgufHeader, read_header
+
+_PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
+# How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each
+# digit by itself, which transformers leaves out; other ways it knows by their names.
+_AS_GPT2 = {"default", "exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
+_DIGITS_APART = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file, there or not."""
+    return path.endswith(".gguf") and not Path(path).expanduser().is_dir()
+
+
+def load_gguf_config(path: str) -> PreTrainedConfig:
+    """The configuration of the model in a file.
+
+    Raises:
+        ModelLoadError: no such file, a broken or incomplete one, or an architecture that transformers does not know.
+    """
+    _header(path)
+    with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(empty, gguf_file=_absolute(path))
+    return config
+
+
+def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model in a file, dequantized.
+
+    Its end tokens are the file's end of sequence and, where it names one, end of turn.
+
+    Args:
+        path: of the file.
+        dtype: of the weights, once dequantized.
+        attention: transformers' ``attn_implementation``.
+
+    Raises:
+        ModelLoadError: as ``load_gguf_config``, or weights are missing or left over.
+    """
+    header = _header(path)
+    with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
+        from transformers import GgufConfig
+
+        model, found = AutoModelForCausalLM.from_pretrained(
+            empty, gguf_file=_absolute(path), dtype=dtype, attn_implementation=attention, output_loading_info=True,
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+    _refuse_unread(path, model, header, sorted(found["missing_keys"]))
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = list(dict.fromkeys(number for number in ends if number is not None))
+    if ids:
+        model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
+    model.config.architectures = [type(model).__name__]  # as a folder has it that is made of the file
+    return model
+
+
+def load_gguf_tokenizer(path: str) -> Any:
+    """The tokenizer in a file, with its chat template.
+
+    Raises:
+        ModelLoadError: no such file, a broken one, or a tokenizer that transformers cannot make of it.
+    """
+    header = _header(path)
+    with _readable(path, "the tokenizer of"), tempfile.TemporaryDirectory() as empty:
+        tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=_absolute(path))
+        if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+            _cut_as_named(path, tokenizer.backend_tokenizer, header.metadata.get("tokenizer.ggml.pre", "default"))
+    return tokenizer
+
+
+def _cut_as_named(path: str, tokenizer: Tokenizer, name: str) -> None:
+    """Has a tokenizer cut texts as its file says. Raises ``ModelLoadError`` for a way that is not known.
+
+    Example: before a 2, two line breaks are one token for SmolLM2; with GPT-2's way alone they would be two.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if name in _DIGITS_APART:
+        apart = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, tokenizer.pre_tokenizer])
+    elif name not in _AS_GPT2 and name not in GGUF_PRE_TOKENIZER_SPLITS:
+        raise ModelLoadError(
+            f"the tokenizer of {path!r} cuts texts in a way that is not known here ({name}): give the model's folder with "
+            "tokenizer.json"
+        )
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Makes an ordinary folder of a file: weights in bfloat16, tokenizer, chat template.
+
+    Raises:
+        ModelLoadError: the file cannot be used.
+        OSError: the folder cannot be written.
+        safetensors.SafetensorError: the same.
+    """
+    load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
+    load_gguf_tokenizer(str(path)).save_pretrained(folder)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _header(path: str) -> GgufHeader:
+    """The header of a file. Raises ``ModelLoadError`` unless it is there and whole, and all that it says is understood."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ModelLoadError(f"model file {path!r} does not exist: give a .gguf file that is there, or a folder with config.json")
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelLoadError(f"model {path!r} is a GGUF file, to read which {missing[0]} is missing: pip install {missing[0]}")
+    with _readable(path, "model"):
+        header = read_header(file)
+    parts, size = header.metadata.get("split.count", 1), file.stat().st_size
+    if parts > 1:
+        raise ModelLoadError(f"model {path!r} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
+    if size < header.file_bytes:
+        raise ModelLoadError(f"model {path!r} is cut off, {size} of {header.file_bytes} bytes are there: fetch it again")
+    if "tokenizer.ggml.tokens" not in header.metadata:
+        raise ModelLoadError(f"model {path!r} has no tokenizer: give a file with one, or a folder with config.json")
+    if _scales_positions(header):
+        raise ModelLoadError(
+            f"model {path!r} scales its positions (rope scaling), which transformers leaves out of GGUF files, so that other "
+            "texts would come out: give the model's folder with config.json"
+        )
+    return header
+
+
+def _scales_positions(header: GgufHeader) -> bool:
+    """Whether rotary positions are scaled: by factors for each frequency, as in Llama 3.1 and Phi-3, or by a rule."""
+    architecture = header.metadata.get("general.architecture")
+    rule = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    by_rule = rule != "none" and architecture != "gpt-oss"  # of which transformers reads it
+    return by_rule or any(name.startswith(("rope_freqs", "rope_factors")) for name in header.tensors)
+
+
+def _refuse_unread(path: str, model: PreTrainedModel, header: GgufHeader, lacking: list[str]) -> None:
+    """Raises ``ModelLoadError`` unless every weight of the model came out of the file, and every one of the file went into it."""
+    if lacking:  # transformers would have them random
+        raise ModelLoadError(f"model {path!r} lacks {len(lacking)} of its weights, {lacking[0]} among them: give a whole file")
+    tied = header.tensors.get("output.weight", 0) if model.config.get_text_config().tie_word_embeddings else 0
+    held, taken = sum(header.tensors.values()) - tied, model.num_parameters()
+    if held != taken:
+        raise ModelLoadError(
+            f"model {path!r} holds {held} weights, of which transformers makes a {type(model).__name__} with {taken}: it leaves "
+            "some out, so that other texts would come out; give the model's folder with config.json"
+        )
+
+
+@contextmanager
+def _readable(path: str, what: str) -> Iterator[None]:
+    """Ends in ``ModelLoadError`` for whatever a file that is broken, or of another kind, leads to."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:  # it has no narrower type: lengths and names out of the file are taken as they come
+        message = f"{what} {path!r} could not be read, it is broken or of an unknown kind"
+        raise ModelLoadError(f"{message}: {first_line(error)}") from error

