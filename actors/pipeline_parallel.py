@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
 from actors.shard import Part, Shard
-from engine.packed_linear import pack_linears, unpack_linears
 from engine.runner import kv_shape
 
 
@@ -47,14 +46,11 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
     """
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]
-    packed = unpack_linears(model)
     layers = _keep_layers(model, own)
     _keep_config(model, own)
     if shard.rank:
         model.set_output_embeddings(torch.nn.Identity())  # the leader's alone
     model.to(shard.device)
-    if packed:
-        pack_linears(model)
     ahead, behind = (shard.rank + 1) % shard.world_size, (shard.rank - 1) % shard.world_size
     if shard.rank == 0:
         layers[-1].register_forward_hook(_round(ahead, behind))

@@ -67,7 +67,7 @@ def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
 
 def whole_model(model: ModelOptions) -> ModelOptions:
     """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device."""
-    return dataclasses.replace(model, device="cpu", pack_weights=model.pack_weights and device_of(model) == "cpu")
+    return dataclasses.replace(model, device="cpu")
 
 
 class ShardedGroup:
@@ -117,8 +117,8 @@ class ShardedGroup:
             GroupError: the ranks cannot be had, the model cannot be dealt to them, or an option is for whole models.
             ModelLoadError: see ``ModelRunner``.
         """
-        if options.exact == "strict" or options.compile:
-            raise GroupError("engine.exact=strict and engine.compile=true are for whole models, not for parts of one")
+        if options.compile:
+            raise GroupError("engine.compile=true is for whole models, not for parts of one")
         deadline = time.monotonic() + self._start_timeout_s
         try:
             for address in self.housing.addresses(self._start_timeout_s):

@@ -6,7 +6,7 @@ know no tree mask. Facts of version 0.19 that are provided for here, beside thos
 
 - a rank that waits for one that has died spins for ever: ``actors.sharded_group`` watches, and ends it;
 - sums of float64 are left out without a word: such models are refused;
-- linear layers in bfloat16 get plain weights: ``pack_parts`` lays them out as ``engine.packed_linear`` does for a whole model.
+- its linear layers call torch's product: ``row_parts`` puts ``engine.row_linear`` in their places, as in a whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.ranks import GroupError
 from actors.shard import Part, Shard
 from actors.shared_sums import settle
 from engine.errors import one_line
-from engine.packed_linear import PackedLinear, can_pack, unpack_linears
+from engine.row_linear import RowLinear, has_kernels
 from engine.runner import kv_shape
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,6 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
         raise GroupError(f"{heads} cannot be dealt to {shard.world_size} ranks evenly: change parallelism.world_size")
     if model.dtype == torch.float64:
         raise GroupError("DeepSpeed's sums know no float64: set model.dtype to float32, bfloat16 or float16")
-    packed = unpack_linears(model)
     deepspeed = _deepspeed(shard.device)
     printed = io.StringIO()
     try:
@@ -69,8 +68,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
             f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
         ) from error
     logger.debug("DeepSpeed says: %s", printed.getvalue())
-    if packed:
-        pack_parts(model)
+    row_parts(model)
     here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // shard.world_size)
     return Part(here, gives_logits=True)
 
@@ -90,8 +88,8 @@ def _deepspeed(device: str) -> Any:
     return deepspeed
 
 
-class _PackedSum(torch.nn.Module):
-    """A slice along the input of a linear layer, whose product the ranks add up, with packed weights."""
+class _RowSum(torch.nn.Module):
+    """A slice along the input of a linear layer, whose product the ranks add up."""
 
     def __init__(self, linear: torch.nn.Linear, bias: torch.nn.Parameter | None, group: Any, columns: slice | None) -> None:
         """
@@ -104,7 +102,7 @@ class _PackedSum(torch.nn.Module):
         super().__init__()
         from deepspeed import comm
 
-        self.linear, self.bias = PackedLinear(linear), bias
+        self.linear, self.bias = RowLinear(linear), bias
         self._sum, self._group, self._columns = comm.inference_all_reduce, group, columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -116,9 +114,9 @@ class _PackedSum(torch.nn.Module):
 
 
 @torch.inference_mode()
-def pack_parts(model: PreTrainedModel) -> int:
-    """Replaces DeepSpeed's linear layers in place, where ``can_pack``; returns how many. The sums stay DeepSpeed's."""
-    if not can_pack(model):
+def row_parts(model: PreTrainedModel) -> int:
+    """Replaces DeepSpeed's linear layers in place, where there is compiled code; returns how many. The sums stay DeepSpeed's."""
+    if not has_kernels(model.device, model.dtype):
         return 0
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce
 
@@ -126,17 +124,17 @@ def pack_parts(model: PreTrainedModel) -> int:
     parts = [(name, module) for name, module in model.named_modules() if type(module) in kinds]
     for name, module in parts:
         parent, _, child = name.rpartition(".")
-        packed: torch.nn.Module
+        replaced: torch.nn.Module
         if type(module) is LinearLayer:
-            packed = PackedLinear(_linear(module.weight, module.bias))
+            replaced = RowLinear(_linear(module.weight, module.bias))
         else:
             columns = None
             if type(module) is LmHeadLinearAllreduce:
                 sizes = module._partition_sizes
                 first = sum(sizes[: module.tp_index])
                 columns = slice(first, first + sizes[module.tp_index])
-            packed = _PackedSum(_linear(module.weight, None), module.bias, module.mp_group, columns)
-        setattr(model.get_submodule(parent), child, packed)
+            replaced = _RowSum(_linear(module.weight, None), module.bias, module.mp_group, columns)
+        setattr(model.get_submodule(parent), child, replaced)
     return len(parts)
 
 

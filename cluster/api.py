@@ -171,6 +171,7 @@ class Service:
             "owned_by": "outrider",
             "max_model_len": info.max_model_len,
             "lossless": info.lossless,  # whatever is asked for
+            "exact": info.exact,  # lossless outputs are plain decoding's to the last bit
             "strategies": info.choices,
             "lossless_strategies": info.lossless_choices,
         }

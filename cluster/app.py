@@ -234,8 +234,8 @@ def _without_model(server: ServerOptions) -> dict[str, Any]:
 def _baseline(config: Config, gpus: float, ongoing: int) -> serve.Application:
     """The deployment that answers are compared with: the engine without drafts and memory, and with ranks of its own kind."""
     server, parallelism, engine = config.server, baseline_parallelism(config), config.engine
-    if parallelism.mode != "none":  # parts of a model are neither strict nor compiled
-        engine = dataclasses.replace(engine, exact="rounding", compile=False)
+    if parallelism.mode != "none":  # parts of a model are not compiled
+        engine = dataclasses.replace(engine, compile=False)
     return serve.deployment(
         name="baseline",
         num_replicas=config.baseline.replicas,

@@ -96,6 +96,7 @@ def examine() -> list[Finding]:
         _redis,
         _flash_attention,
         lambda: _triton(bool(gpus)),
+        lambda: _exact(bool(gpus)),
         lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
         lambda: _deepspeed(bool(gpus)),
         lambda: _package("accelerate", "pip install accelerate (.gguf files)", needed=False),
@@ -193,6 +194,16 @@ def _triton(has_gpu: bool) -> Finding:
     if not any(shutil.which(name) for name in compilers if name):
         return Finding("triton", "missing", f"{version}, without a C compiler", "apt-get install gcc libc6-dev")
     return Finding("triton", "ok", version)
+
+
+def _exact(has_gpu: bool) -> Finding:
+    """How outputs are kept the same to the last bit; for each model that is checked when an engine starts."""
+    name = "exact outputs"
+    if has_gpu:
+        return Finding(name, "ok", "steps of 64 rows, any strategy and batch; on a GPU that was not tried yet: see docs/exactness.md")
+    if _version("numba") is None:
+        return Finding(name, "optional", "forwards of 16 rows, slowly", "pip install numba (rows in any number)")
+    return Finding(name, "ok", "bfloat16, float16 and float32 with rows in any number; checked for each model at its start")
 
 
 def _deepspeed(has_gpu: bool) -> Finding:

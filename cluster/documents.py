@@ -53,6 +53,7 @@ class Model(BaseModel):
     lossless: bool  # whatever is asked for
     strategies: list[str]
     lossless_strategies: list[str]
+    exact: bool
 
 
 class Models(BaseModel):

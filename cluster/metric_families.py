@@ -52,6 +52,11 @@ def _width(told: Told) -> float:
 _BY_STRATEGY = ("strategy", "lossless")
 
 STEPS: tuple[Family, ...] = (
+    gauge(
+        "outrider:exact",
+        "1 where rows were seen, at the start, to have the same bits in any company; else near-ties may fall either way.",
+        lambda one: float(one.replica.info.exact),
+    ),
     counter("outrider:steps", "Forwards of the target model.", lambda one: one.metrics.steps),
     counter(
         "outrider:step_rows", "Rows that these computed: prompt tokens, roots and drafted rows.", lambda one: one.metrics.rows

@@ -244,8 +244,6 @@ def _check_parts(config: Config) -> None:
         raise ConfigError(f"{where} and parallelism.pin_threads is true, which is for mode lookahead; leave it out")
     if config.speculation.draft_model is not None:
         raise ConfigError(f"{where}, where speculation.draft_model is not supported; leave one of them out")
-    if config.engine.exact == "strict":
-        raise ConfigError(f"{where}, where engine.exact=strict is not supported; set engine.exact=rounding, or another mode")
     if config.engine.compile:
         raise ConfigError(f"{where}, where engine.compile=true is not supported; leave it out, or set another mode")
 

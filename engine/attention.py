@@ -243,7 +243,7 @@ def _attend(
     values: torch.Tensor,
     scaling: float | None,
     window: int | None,
-    _: None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """One request's rows, [1, rows, heads, head_dim].
 
@@ -251,6 +251,7 @@ def _attend(
     torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
     blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see ``engine.attention_parts``.
     """
+    assert softcap is None
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
     if segment.start > 0 and (window is None or segment.end <= window) and fits(query, keys):

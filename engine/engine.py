@@ -146,7 +146,7 @@ class Engine:
         loaded = load_model(model)
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
         runner = runner_over(loaded, options, speculation, world_size, make)
-        info = dataclasses.replace(info, device=str(runner.model.device))
+        info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact)
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
             slots, rows = options.max_running, options.max_step_tokens

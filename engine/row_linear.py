@@ -112,7 +112,7 @@ class RowWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``linear`` in the place of torch's. One expert of several is such a weight, too; all other results are plain tensors."""
+        """``linear`` in the place of torch's. One expert of several is such a weight, too; other results are plain tensors."""
         if func in _SAME_KIND:
             return super().__torch_function__(func, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():

@@ -19,7 +19,6 @@ from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel, load_model, load_tokenizer, load_weights
-from engine.packed_linear import pack_linears
 from experiments.contestants import Contestant, EngineContestant, Prompt
 from experiments.guided import GuidedExecutor, random_model, stock_twin
 from experiments.shared_model import SharedModel
@@ -140,7 +139,6 @@ def _random_setting(args: argparse.Namespace) -> Setting:
     model = model.to("cpu" if device == "auto" else device)
     loaded = LoadedModel(model, load_tokenizer(str(args.tokenizer)), f"random-{args.random_model}", context, ())
     stock = stock_twin(model)
-    pack_linears(model)  # as a model that is loaded from files; the twin computes as transformers does
     return Setting(loaded, stock, [fitting(workload, 0, context) for workload in workloads])
 
 

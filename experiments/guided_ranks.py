@@ -23,7 +23,6 @@ from actors.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
 from engine.executor import LocalExecutor
 from engine.loading import LoadedModel, load_model, load_tokenizer
-from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from experiments.guided import SIZES, GuidedExecutor, random_model
 
@@ -47,9 +46,7 @@ class RankModel:
     def load(self) -> PreTrainedModel:
         """The model in this process; raises ``ModelLoadError`` for a folder that holds none that can be used."""
         if self.name in SIZES:
-            model = random_model(self.name, self.vocab_size, self.context, getattr(torch, self.dtype), self.seed)
-            pack_linears(model)
-            return model
+            return random_model(self.name, self.vocab_size, self.context, getattr(torch, self.dtype), self.seed)
         return self.loaded().model
 
     def loaded(self, device: str = "cpu") -> LoadedModel:

@@ -37,7 +37,6 @@ from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import ModelInfo, load_weights
-from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from experiments.bench_models import LIBRARY_FAULTS, calm
@@ -124,7 +123,6 @@ def models(args: argparse.Namespace, context: int) -> tuple[PreTrainedModel, Pre
         ours = random_model(args.random_model, VOCAB, context, dtype, args.seed)
     stock = stock_twin(ours)
     stock.generation_config.eos_token_id = None
-    pack_linears(ours)  # as a model that is loaded from files; the twin computes as transformers does
     return ours, stock
 
 

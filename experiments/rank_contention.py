@@ -28,7 +28,6 @@ import torch
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.batch import Batch, Work, pack
-from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from experiments.guided import SIZES, random_model
 from experiments.record import RESULTS, write_record
@@ -52,7 +51,6 @@ class StepTimer:
             seed: of the weights.
         """
         model = random_model(size, vocab_size, context + most_rows + 1, dtype, seed)
-        pack_linears(model)
         self.runner = ModelRunner(model, 1, context + most_rows)
         self._request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
         self._request.slot = 0

@@ -36,7 +36,6 @@ from engine.batch import Work
 from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import LoadedModel, load_model, load_tokenizer
-from engine.packed_linear import pack_linears
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.target import LocalTarget
@@ -207,7 +206,6 @@ def load_bench(args: argparse.Namespace) -> Bench:
         tokenizer = None if args.tokenizer is None else load_tokenizer(str(args.tokenizer))
         vocab = _VOCAB if tokenizer is None else len(tokenizer)
         model = random_model(args.random_model, vocab, length, getattr(torch, args.dtype), args.seed)
-        pack_linears(model)
         loaded = LoadedModel(model, tokenizer, f"random-{args.random_model}", length, ())
         if tokenizer is None:
             tokens = np.random.default_rng(args.seed).integers(0, vocab, 20_000).tolist()

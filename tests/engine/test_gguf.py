@@ -90,7 +90,7 @@ def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path
     from engine.gguf import convert_gguf
 
     convert_gguf(file, tmp_path)
-    two = [load_model(ModelOptions(str(path), device="cpu", pack_weights=False)) for path in (file, tmp_path)]
+    two = [load_model(ModelOptions(str(path), device="cpu")) for path in (file, tmp_path)]
     assert len({model_revision(one.model) for one in two}) == len({tokenizer_revision(one.tokenizer) for one in two}) == 1
     assert [one.model.dtype for one in two] == [torch.bfloat16] * 2
 
