@@ -69,7 +69,8 @@ class SlotCache:
         """
         end = start + keys.shape[1]
         at = layer - self._first
-        slot_keys, slot_values = self._keys[at, slot], self._values[at, slot]
+        size = self.shape.head_dim
+        slot_keys, slot_values = self._keys[at, slot, ..., :size], self._values[at, slot, ..., :size]
         slot_keys[:, start:end] = keys
         slot_values[:, start:end] = values
         return slot_keys[:, :end], slot_values[:, :end]
