@@ -46,8 +46,9 @@ class SlotCache:
             capacity: entries of one slot; the longest sequence and the draft rows behind it.
         """
         size = (shape.layers, slots, shape.kv_heads, capacity, shape.entry_size)
-        self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        empty = torch.zeros if shape.padding else torch.empty  # what is behind a head's numbers is read
+        self._keys = empty(size, dtype=shape.dtype, device=shape.device)
+        self._values = empty(size, dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)

@@ -197,10 +197,6 @@ class StaticRunner(ModelRunner):
         """See ``ModelRunner``."""
         return super().form() | {"graphs": list(self.sizes)}
 
-    def _attends_in_order(self, context: StepContext) -> bool:
-        """See ``ModelRunner``: with ``fixed_rows`` all forwards go through ``SlotAttention``."""
-        return True
-
     def _compute(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner``."""
         size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)
