@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import StepContext
 from engine.batch import Batch
 from engine.errors import ModelLoadError, one_line
 from engine.kv_cache import KVShape, SlotCache

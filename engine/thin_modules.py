@@ -77,7 +77,7 @@ class RowActivation(torch.nn.Module):
 
 
 def _whole_parts(count: int, threads: int) -> int:
-    """The least number from ``count`` on that torch cuts into parts of whole registers, both as it does for GELU and for others."""
+    """The least number from ``count`` on that torch cuts into parts of whole registers, be it for GELU or for others."""
     while True:
         parts, of_gelu = min(threads, max(1, -(-count // _PART))), threads if count > _GELU_PART else 1
         step = _REGISTERS * math.lcm(parts, of_gelu)
