@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_a_prompt_at_once_and_in_pieces_has_the_same_bits(dtype: torch.dtype, wi
         attention = RowAttention.over(SlotCache(shape, 2, length))
         assert attention is not None
         bounds, outputs = (0, *cuts, length), []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             rows = [each[:, :, start:end] for each in (query, key, value)]
             step = RowStep(attention, [Segment(1, start, 0, end - start, None)], torch.arange(start, end))
             outputs.append(step.attend(0, *rows, None, window, None))

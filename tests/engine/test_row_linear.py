@@ -64,7 +64,8 @@ def test_it_is_a_product(dtype: torch.dtype, size: int, outputs: int) -> None:
     weight, bias = torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
     wide = torch.randn(2, 7, size + 9).to(dtype)
     turned = torch.randn(2, size, 6).to(dtype).transpose(1, 2)  # the numbers of a row do not lie side by side
-    for inputs in (wide[0, :1, :size].contiguous(), wide[:, ::2, :size], wide[..., 9:], turned, wide[0, 3, :size], wide[:, :0, :size]):
+    kinds = (wide[0, :1, :size].contiguous(), wide[:, ::2, :size], wide[..., 9:], turned, wide[0, 3, :size], wide[:, :0, :size])
+    for inputs in kinds:
         for own in (None, bias):
             check_close(linear(inputs, weight, own), inputs, weight, own)
     spread = torch.randn(size, outputs).to(dtype).t()
@@ -181,7 +182,9 @@ for dtype in (torch.bfloat16, torch.float16, torch.float32):
 print("all the same")
 """
     environment = os.environ | {
-        "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY),
+        "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHONPATH": str(REPOSITORY),
     }  # fmt: skip
-    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
     assert found.stdout.endswith("all the same\n"), found.stderr[-3000:]
