@@ -200,7 +200,7 @@ def _exact(has_gpu: bool) -> Finding:
     """How outputs are kept the same to the last bit; for each model that is checked when an engine starts."""
     name = "exact outputs"
     if has_gpu:
-        return Finding(name, "ok", "steps of 64 rows, any strategy and batch; on a GPU that was not tried yet: see docs/exactness.md")
+        return Finding(name, "ok", "forwards of 64 rows; not tried on a GPU yet, checked for each model at its start")
     if _version("numba") is None:
         return Finding(name, "optional", "forwards of 16 rows, slowly", "pip install numba (rows in any number)")
     return Finding(name, "ok", "bfloat16, float16 and float32 with rows in any number; checked for each model at its start")

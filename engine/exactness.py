@@ -131,7 +131,7 @@ def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.
 
 
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:
-    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, in another slot and beside another."""
+    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, beside another request."""
     most = runner.fixed_rows or _TREE_ROWS
     length = max(1, min(_TOKENS - 1, _longest(runner) - min(most, 8) - _LAST))
     _prefill(runner, 0, tokens[:length], length)
@@ -167,4 +167,6 @@ def _logits(
 
 
 def _tree(root: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)) -> DraftTree:
-    return DraftTree(np.array([root, *rows], np.int32), np.array(parents, np.int32), np.zeros(len(rows) + 1, np.int8), len(rows) + 1)
+    return DraftTree(
+        np.array([root, *rows], np.int32), np.array(parents, np.int32), np.zeros(len(rows) + 1, np.int8), len(rows) + 1
+    )

@@ -1,219 +1,485 @@
-"""How many outputs are plain decoding's, token for token, with ``engine.exact`` as rounding and as strict, and what it costs.
+"""How many answers of a real model are plain decoding's at one request, token for token, and what exactness costs.
 
-python -m experiments.exact_outputs --workloads DIR --records 2 --dtypes bfloat16 float32 --strategies llma trie auto
+    python -m experiments.exact_outputs --model smollm2-135m-instruct --workloads DIR
+    python -m experiments.exact_outputs --model 110m --workloads DIR --records 1    # random weights, more near-ties
+    python -m experiments.exact_outputs --workloads DIR --against CHECKOUT    # speeds beside those of another revision
 
-Each record of each workload is asked greedily and with a draw. Every answer is given alone, one request at a time, and once more
-in a crowd, several at a time in steps of few rows, so that a row's company, its place and the cuts of its prompt all change. All
-are compared with plain decoding alone in the same setting. Requests that are alone go to the engines in turns,
-and the cost of strict is the ratio of the seconds that plain decoding takes for a request, with its spread over the requests.
+The first records of each workload are asked greedily and with a draw, in the chat template of the model, one at a time and
+plainly; then in every way that ``cases`` lists: other strategies, crowds in which prompts are cut into pieces, preemption, a
+second turn whose prompt holds the first answer, over KV that is there and without, and two ranks that share each step. Beside
+them, transformers against itself, and vLLM against itself where ``--vllm`` names the Python that has it. Answers are kept in
+``--kept`` as they come, so that a run which is cut off goes on; a run with other settings needs another file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from cluster.prompt_file import PromptFileError
+import torch
+
+from actors.offline_group import OfflineGroup, OfflinePrompt
+from actors.ranks import GroupError
+from cluster.prompt_file import PromptFileError, PromptRecord
 from configs.schema import find_model
-from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
+from engine.chat import render_chat
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from experiments.record import write_record
+from engine.loading import load_tokenizer, load_weights
+from experiments.guided import SIZES, random_model
+from experiments.record import ROOT, git_state, write_record
 from experiments.run_options import DTYPES, parsed, refused, run_parser
-from experiments.workloads import fits, prompt_ids, read_workloads, run_engine
+from experiments.workloads import fits, interleaved, prompt_ids, read_workloads, run_engine
 
-Exact = Literal["rounding", "strict"]
-_CROWD, _CROWD_ROWS = 4, 96  # requests at a time, and rows of a step
-_DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
+DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
+DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
+NEXT_TURN = "Say that again in one sentence."
 _ids = count()
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of every engine."""
+    """What is asked."""
 
-    record: str
+    key: str
+    record: PromptRecord
     prompt: Sequence[int]
     references: Sequence[Sequence[int]]
-    draw: int  # index of ``_DRAWS``
+    draw: int  # index of ``DRAWS``
 
-    def request(self, max_tokens: int) -> Request:
-        """A new one."""
-        params = SamplingParams(max_tokens=max_tokens, **_DRAWS[self.draw])
-        return Request(f"{self.record}-{next(_ids)}", self.prompt, params, self.references)
-
-
-@dataclass(slots=True)
-class Answers:
-    """Of one strategy in one setting."""
-
-    alone: list[list[int]]
-    crowd: list[list[int]]
-    seconds: list[float]  # of each ask, alone
-    steps: int = 0  # alone
-    drafted: int = 0
-    accepted: int = 0
+    def request(self, max_tokens: int, prompt: Sequence[int] | None = None, priority: int = 0) -> Request:
+        """A new one; of another prompt where one is given."""
+        params = SamplingParams(max_tokens=max_tokens, **DRAWS[self.draw])
+        own = self.prompt if prompt is None else prompt
+        return Request(f"{self.key}-{next(_ids)}", own, params, self.references, tenant="local", priority=priority)
 
 
-def answers_of(engines: Mapping[str, tuple[Engine, Engine]], asks: Sequence[Ask], max_tokens: int) -> dict[str, Answers]:
-    """The answers of pairs of engines, the first for requests alone, in turns, and the second for the crowd."""
-    found = {name: Answers([], [], []) for name in engines}
-    for done, ask in enumerate(asks):
-        for name, (engine, _) in engines.items():
-            request, answers = ask.request(max_tokens), found[name]
-            started = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A way in which all asks, or those of the first record of each workload, are answered."""
+
+    name: str
+    strategy: str
+    running: int  # requests in a step
+    rows: int = 512  # of a step
+    every: bool = False  # all asks
+    policy: str = "fcfs"
+    turn: str = ""  # of a conversation: ``cold`` or ``warm`` for the second one
+    ranks: int = 1
+
+
+def cases() -> list[Case]:
+    """All of them, plain decoding at one request first: what the others are compared with."""
+    few = [Case(f"{name} at 8", name, 8, rows=96) for name in DRAFTING if name != "auto"]
+    return [
+        Case("plain at 1", PLAIN, 1, every=True),
+        Case("auto at 1", "auto", 1, every=True),
+        Case("plain at 8", PLAIN, 8, every=True),
+        Case("auto at 8", "auto", 8, every=True),
+        Case("plain at 32", PLAIN, 32, every=True),
+        Case("auto at 32", "auto", 32, every=True),
+        *few,
+        Case("auto, preempted", "auto", 3, policy="priority"),
+        Case("plain, second turn", PLAIN, 1, turn="cold"),
+        Case("auto, second turn over KV of the first", "auto", 4, turn="warm"),
+        Case("auto, two ranks", "auto", 8, ranks=2),
+    ]
+
+
+class Kept:
+    """Answers by case and ask, in a file that grows."""
+
+    def __init__(self, path: Path, setting: dict[str, Any]) -> None:
+        """Reads what is there; raises ``ValueError`` where it is of another setting."""
+        self._path, self._found = path, dict[tuple[str, str], list[int]]()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if lines and json.loads(lines[0]) != setting:
+            raise ValueError(f"--kept {path.name} is of another model, setting or revision: delete it, or name another file")
+        for line in lines[1:]:
+            case, ask, tokens = json.loads(line)
+            self._found[case, ask] = tokens
+        self._file = path.open("a", encoding="utf-8")
+        if not lines:
+            print(json.dumps(setting), file=self._file, flush=True)
+
+    def missing(self, case: str, asks: Sequence[Ask]) -> list[Ask]:
+        """Those without an answer."""
+        return [ask for ask in asks if (case, ask.key) not in self._found]
+
+    def add(self, case: str, ask: str, tokens: Sequence[int]) -> None:
+        """Keeps an answer."""
+        self._found[case, ask] = list(tokens)
+        print(json.dumps([case, ask, list(tokens)]), file=self._file, flush=True)
+
+    def answers(self, case: str) -> dict[str, list[int]]:
+        """By ask."""
+        return {ask: tokens for (name, ask), tokens in self._found.items() if name == case}
+
+
+def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> None:
+    """Answers what a case lacks."""
+    missing, done = kept.missing(case.name, asks), count(1)
+    if not missing:
+        return
+
+    def keep(key: str, tokens: Sequence[int]) -> None:
+        kept.add(case.name, key, tokens)
+        number = next(done)
+        if number % 10 == 0 or number == len(missing):
+            say(f"{case.name}: {number} of {len(missing)}")
+
+    if case.ranks > 1:
+        _answer_by_ranks(case, missing, args, keep)
+        return
+    engine = load_engine(args, case)
+    if case.turn:
+        first = kept.answers("plain at 1")
+        for ask in missing:
+            prompt = second_turn(engine, ask, first[ask.key])
+            if case.turn == "warm":  # the first turn by the same engine: its KV is there
+                run_engine(engine, [ask.request(args.max_tokens)])
+            request = ask.request(args.max_tokens, prompt)
             run_engine(engine, [request])
-            answers.seconds.append(time.perf_counter() - started)
-            answers.alone.append(request.output_ids.tolist())
-            answers.steps += request.stats.steps
-            answers.drafted += request.stats.drafted
-            answers.accepted += request.stats.accepted
-        if done % 10 == 9:
-            print(f"{done + 1} of {len(asks)} asked", file=sys.stderr, flush=True)
-    for name, (_, engine) in engines.items():
-        requests = [ask.request(max_tokens) for ask in asks]
-        run_engine(engine, requests)
-        found[name].crowd = [request.output_ids.tolist() for request in requests]
-    return found
+            keep(ask.key, request.output_ids.tolist())
+        if case.turn == "warm":
+            assert engine.counts().prefix_hits > 0
+        return
+    requests = {}
+    for number, ask in enumerate(missing):
+        priority = -number if case.policy == "priority" else 0  # who comes later goes first, and takes a slot from another
+        requests[ask.request(args.max_tokens, priority=priority)] = ask.key
+    _run_arriving(engine, list(requests), lambda request: keep(requests[request], request.output_ids.tolist()), case)
+    if case.policy == "priority":
+        assert engine.counts().preemptions > 0
 
 
-def load_pair(args: argparse.Namespace, dtype: str, exact: Exact, strategy: str) -> tuple[Engine, Engine]:
-    """An engine for requests alone and one for a crowd."""
-    model = ModelOptions(find_model(args.model), dtype=dtype, device=args.device, threads=args.threads)  # type: ignore[arg-type]
-    speculation = SpeculationOptions(strategy, max_draft_tokens=args.max_draft_tokens)
-    alone, crowd = (
-        Engine.load(model, EngineOptions(running, rows, args.most, exact=exact, prefix_caching=running > 1), speculation)
-        for running, rows in ((1, 512), (_CROWD, _CROWD_ROWS))
-    )
-    return alone, crowd
+def _run_arriving(engine: Engine, requests: Sequence[Request], keep: Callable[[Request], None], case: Case) -> None:
+    """All at once; with priorities one after another, every few steps."""
+    if case.policy != "priority":
+        run_engine(engine, requests, keep)
+        return
+    waiting, live, steps = list(requests), dict[str, Request](), 0
+    while waiting or engine.has_work:
+        if waiting and steps % 5 == 0:
+            request = waiting.pop(0)
+            live[request.request_id] = request
+            engine.add(request)
+        steps += 1
+        for output in engine.step():
+            if output.finish_reason is not None:
+                keep(live.pop(output.request_id))
 
 
-def figures(answers: Mapping[str, Answers]) -> list[dict[str, Any]]:
-    """Each strategy's answers against plain decoding's alone."""
-    plain = answers[PLAIN].alone
-    rows = []
-    for name, own in answers.items():
-        differing = [at for at, pair in enumerate(zip(own.alone, plain, strict=True)) if pair[0] != pair[1]]
-        tokens = sum(map(len, own.alone))
-        rows.append(
-            {
-                "strategy": name,
-                "outputs": len(plain),
-                "identical_alone": len(plain) - len(differing),
-                "identical_crowd": sum(one == other for one, other in zip(own.crowd, plain, strict=True)),
-                "first_parted": [_parted(own.alone[at], plain[at]) for at in differing],
-                "tokens": tokens,
-                "tokens_per_step": tokens / own.steps,
-                "accepted": own.accepted,
-                "drafted": own.drafted,
-                "seconds": own.seconds,
-            }
-        )
-    return rows
+Keep = Callable[[str, Sequence[int]], None]  # of the ask's key and its answer
 
 
-def _parted(one: Sequence[int], other: Sequence[int]) -> int:
+def _answer_by_ranks(case: Case, asks: Sequence[Ask], args: argparse.Namespace, keep: Keep) -> None:
+    """By ranks in processes of their own, each with a part of the threads."""
+    model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=max(1, args.threads // case.ranks))
+    options = EngineOptions(case.running, max_waiting=len(asks))
+    shared = ParallelismOptions("lookahead", case.ranks, adaptive=False)
+    with closing(OfflineGroup(model, options, SpeculationOptions(case.strategy), shared)) as group:
+        for draw, params in enumerate(DRAWS):
+            own = [ask for ask in asks if ask.draw == draw]
+            prompts = [OfflinePrompt(ask.key, ask.record.prompt, tuple(ask.record.references)) for ask in own]
+            tokens: dict[str, list[int]] = {ask.key: [] for ask in own}
+            group.submit(prompts, SamplingParams(max_tokens=args.max_tokens, **params), chat=True)
+            for outputs in group.outputs():
+                for output in outputs:
+                    tokens[output.request_id] += output.token_ids
+            for key, found in tokens.items():
+                keep(key, found)
+        counts = group.group_counts()
+        assert counts is not None and counts.mean_width > 1 and not counts.divergences, counts
+
+
+def second_turn(engine: Engine, ask: Ask, answered: Sequence[int]) -> list[int]:
+    """The prompt that goes on from an answer: its tokens as they are, then what the chat template puts before the next answer."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    ends = engine.info.eos_token_ids
+    body = [token for token in answered if token not in ends]
+    return [*ask.prompt, *body, *render_chat(tokenizer, [{"role": "user", "content": NEXT_TURN}])]
+
+
+def load_engine(args: argparse.Namespace, case: Case) -> Engine:
+    """An engine by the default options but for those of a case."""
+    model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
+    options = EngineOptions(case.running, case.rows, max_waiting=1 << 20, scheduling_policy=case.policy)  # type: ignore[arg-type]
+    return Engine.load(model, options, SpeculationOptions(case.strategy))
+
+
+def read_asks(args: argparse.Namespace) -> list[Ask]:
+    """The first records of each workload whose prompts are not too long, greedily and drawn, the first of all workloads first.
+
+    Raises:
+        PromptFileError: the folder cannot be read, or nothing in it fits.
+        ModelLoadError: the model has no tokenizer that can be used.
+    """
+    tokenizer = load_tokenizer(args.path)
+    chosen = []
+    for workload in read_workloads(args.workloads):
+        pairs = ((record, prompt_ids(record, tokenizer)) for record in workload)
+        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, args.prompt_tokens))
+        chosen.append([pair for pair, _ in zip(fitting, range(args.records), strict=False)])
+    asks = []
+    for record, ids in interleaved(chosen):
+        references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
+        asks += [Ask(f"{record.id}/{draw}", record, ids, references, draw) for draw in range(len(DRAWS))]
+    if not asks:
+        raise PromptFileError(f"no record of {args.workloads} fits --prompt-tokens {args.prompt_tokens}")
+    return asks
+
+
+def parted(one: Sequence[int], other: Sequence[int]) -> int:
     """The place of the first token that is another."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def cost(rounding: Sequence[float], strict: Sequence[float]) -> dict[str, float]:
-    """How many times as long strict took: quartiles over the asks."""
-    ratios = [one / other for one, other in zip(strict, rounding, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"median": middle, "quartile_1": low, "quartile_3": high}
+def compared(kept: Kept, case: str, with_case: str) -> dict[str, Any]:
+    """How many answers of a case are those of another."""
+    own, others = kept.answers(case), kept.answers(with_case)
+    differing = {ask: parted(tokens, others[ask]) for ask, tokens in own.items() if tokens != others[ask]}
+    return {
+        "case": case, "with": with_case, "answers": len(own), "equal": len(own) - len(differing),
+        "tokens": sum(map(len, own.values())), "first_parted": differing,
+    }  # fmt: skip
 
 
-def read_asks(args: argparse.Namespace, engine: Engine) -> list[Ask]:
-    """The first records of each workload that fit the context.
+def transformers_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
+    """transformers against itself: greedy alone, with prompt lookup, and in padded batches of eight."""
+    greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
+    wanted = "transformers", "transformers, prompt lookup", "transformers at 8"
+    if any(kept.missing(name, greedy) for name in wanted):
+        model = load_weights(args.path, "auto" if args.dtype == "auto" else getattr(torch, args.dtype), "sdpa").eval()
+        settings: dict[str, Any] = {"max_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
+        for name in wanted:
+            together, more = (8 if name.endswith("8") else 1), ({"prompt_lookup_num_tokens": 10} if "lookup" in name else {})
+            missing = kept.missing(name, greedy)
+            for first in range(0, len(missing), together):
+                group = missing[first : first + together]
+                width = max(len(ask.prompt) for ask in group)
+                ids, mask = torch.zeros(len(group), width, dtype=torch.long), torch.zeros(len(group), width, dtype=torch.long)
+                for row, ask in enumerate(group):
+                    ids[row, width - len(ask.prompt) :] = torch.tensor(ask.prompt)
+                    mask[row, width - len(ask.prompt) :] = 1
+                given = model.generate(input_ids=ids, attention_mask=mask, **settings, **more)[:, width:].tolist()
+                for ask, tokens in zip(group, given, strict=True):
+                    kept.add(name, ask.key, _until_end(tokens, model.generation_config.eos_token_id))
+                say(f"{name}: {first + len(group)} of {len(missing)}")
+    return [compared(kept, name, wanted[0]) for name in wanted[1:]]
 
-    Raises:
-        PromptFileError: the folder cannot be read, or nothing in it fits.
-    """
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
-    asks = []
-    for workload in read_workloads(args.workloads):
-        pairs = [(record, prompt_ids(record, tokenizer)[-args.prompt_tokens :]) for record in workload]
-        fitting = [pair for pair in pairs if fits(len(pair[1]), args.max_tokens, engine.info.max_model_len)]
-        for record, ids in fitting[: args.records]:
-            references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
-            asks += [Ask(record.id, ids, references, draw) for draw in range(len(_DRAWS))]
-    if not asks:
-        raise PromptFileError(f"no record of {args.workloads} fits the context of {engine.info.max_model_len} tokens")
-    return asks
+
+def _until_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
+    """Up to the first end token, which is the last."""
+    those = {ends} if isinstance(ends, int) else set(ends or ())
+    at = next((at for at, token in enumerate(tokens) if token in those), None)
+    return tokens if at is None else tokens[: at + 1]
 
 
-def print_table(results: Mapping[str, Any]) -> None:
-    """A line for each type, setting and strategy."""
-    print(f"{'type':<9} {'engine.exact':<12} {'strategy':<15} {'identical alone':>15} {'in a crowd':>12} {'tok/step':>9}")
-    for case in results["cases"]:
-        for row in case["strategies"]:
-            alone, crowd = (f"{row[key]}/{row['outputs']}" for key in ("identical_alone", "identical_crowd"))
-            name = f"{case['dtype']:<9} {case['exact']:<12} {row['strategy']:<15}"
-            print(f"{name} {alone:>15} {crowd:>12} {row['tokens_per_step']:>9.2f}")
-    for dtype, price in results["cost_of_strict"].items():
-        quartiles = f"{price['quartile_1']:.2f} to {price['quartile_3']:.2f}"
-        print(f"{dtype}: plain decoding takes {price['median']:.2f} x as long with strict (quartiles {quartiles})")
+def vllm_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
+    """vLLM against itself: plain alone, plain at eight, and with its n-gram drafts alone."""
+    greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
+    wanted = {"vLLM": (1, False), "vLLM at 8": (8, False), "vLLM, ngram": (1, True)}
+    for name, (running, drafts) in wanted.items():
+        missing = kept.missing(name, greedy)
+        if missing:
+            job = {"model": args.path, "dtype": args.dtype, "context": args.context, "max_tokens": args.max_tokens}
+            job |= {"running": running, "drafts": drafts, "prompts": {ask.key: list(ask.prompt) for ask in missing}}
+            script = ROOT / "experiments" / "client_scripts" / "vllm_answers.py"
+            command = [str(args.vllm), str(script)]
+            done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True)
+            for key, tokens in json.loads(done.stdout.splitlines()[-1]).items():
+                kept.add(name, key, tokens)
+            say(f"{name}: {len(missing)} of {len(missing)}")
+    return [compared(kept, name, "vLLM") for name in list(wanted)[1:]]
+
+
+TIMED = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
+
+
+def serve_timings() -> int:
+    """Times what it reads on stdin, a JSON line each: run with the sources of a revision on the path."""
+    setting = json.loads(sys.stdin.readline())
+    path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
+    model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
+    engines = {}
+    for name, strategy, running in TIMED:
+        options = EngineOptions(running, max_waiting=1 << 20, prefix_caching=False)
+        engines[name] = Engine.load(model, options, SpeculationOptions(strategy))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        prefill = case == "prefill"
+        most = 1 if prefill else setting["max_tokens"]
+        params, asks = SamplingParams(max_tokens=most), setting["asks"]
+        requests = [Request(f"{next(_ids)}", prompt, params, references) for prompt, references in asks]
+        started = time.perf_counter()
+        run_engine(engines["plain at 1" if prefill else case], requests)
+        wall_s = time.perf_counter() - started
+        tokens = sum(map(len, setting["prompts"])) if prefill else sum(request.num_output for request in requests)
+        decode_s = sum(request.stats.decode_s for request in requests) if case.endswith("at 1") else wall_s
+        print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), flush=True)
+    return 0
+
+
+@contextmanager
+def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[Callable[[str], dict[str, float]]]:
+    """A process that times cases with the sources below a folder."""
+    here = str(Path(__file__).resolve())
+    begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r}); sys.argv = ['', '--serve-timings']"
+    command = [sys.executable, "-c", f"{begin}; runpy.run_path({here!r}, run_name='__main__')"]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+
+    def ask(what: Any) -> Any:
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps(what), file=process.stdin, flush=True)
+        for line in process.stdout:
+            if line.startswith(("{", '"')):
+                return json.loads(line)
+        raise ModelLoadError(f"the process over {root.name} ended: see what it says above")
+
+    try:
+        ask(setting)
+        yield ask
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+def time_against(asks: Sequence[Ask], args: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Both revisions in turns: seconds of each round, and how many times as long this one takes."""
+    greedy = [ask for ask in asks if ask.draw == 0][: args.timed_asks]
+    setting = {
+        "path": args.path, "dtype": args.dtype, "threads": args.threads, "context": args.context, "max_tokens": args.max_tokens,
+        "asks": [[list(ask.prompt), [list(each) for each in ask.references]] for ask in greedy],
+        "prompts": [list(ask.prompt) for ask in greedy],
+    }  # fmt: skip
+    names = [*(name for name, _, _ in TIMED), "prefill"]
+    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"this": [], "other": []} for name in names}
+    with timing_process(ROOT, setting) as this, timing_process(args.against.resolve(), setting) as other:
+        for turn in range(args.rounds + 1):  # the first one warms up
+            for name in names:
+                pair = (("this", this), ("other", other)) if turn % 2 else (("other", other), ("this", this))
+                for who, process in pair:
+                    told = process(name)
+                    if turn:
+                        found[name][who].append(told)
+            say(f"timing: round {turn} of {args.rounds}")
+    ratios = {name: _ratio(both) for name, both in found.items()}
+    return {"revision": git_state(args.against.resolve()), "asks": len(greedy), "cases": ratios}
+
+
+def _ratio(both: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    rates = {who: [one["tokens"] / one["decode_s"] for one in rounds] for who, rounds in both.items()}
+    ratios = sorted(other / this for this, other in zip(rates["this"], rates["other"], strict=True))
+    medians = {who: statistics.median(values) for who, values in rates.items()}
+    return {
+        "tokens_per_s": rates,
+        "median": medians,
+        "times_as_long": statistics.median(ratios),
+        "spread": [ratios[0], ratios[-1]],
+    }
+
+
+def print_tables(results: dict[str, Any]) -> None:
+    """A line for each case."""
+    for row in results.get("cases", []) + results.get("peers", []):
+        print(f"{row['case']:<42} {row['equal']:>4} of {row['answers']:<4} are those of {row['with']}, {row['tokens']:,} tokens")
+    for name, row in results.get("against", {}).get("cases", {}).items():
+        low, high = row["spread"]
+        speeds = f"{row['median']['this']:.1f} tok/s beside {row['median']['other']:.1f}"
+        print(f"{name:<42} {speeds}: {row['times_as_long']:.3f} times as long ({low:.3f} to {high:.3f})")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All types and settings; both settings of a type in turns."""
-    cases, prices = [], {}
-    asks: list[Ask] = []
-    for dtype in args.dtypes:
-        engines = {
-            (exact, strategy): load_pair(args, dtype, exact, strategy)
-            for exact in get_args(Exact)
-            for strategy in (PLAIN, *args.strategies)
-        }
-        asks = asks or read_asks(args, engines["rounding", PLAIN][0])
-        print(f"{dtype}: {len(asks)} requests of each of {len(engines)} engines", file=sys.stderr, flush=True)
-        found = answers_of({" ".join(key): pair for key, pair in engines.items()}, asks, args.max_tokens)
-        for exact in get_args(Exact):
-            own = {strategy: found[f"{exact} {strategy}"] for strategy in (PLAIN, *args.strategies)}
-            cases.append({"dtype": dtype, "exact": exact, "strategies": figures(own)})
-        prices[dtype] = cost(found[f"rounding {PLAIN}"].seconds, found[f"strict {PLAIN}"].seconds)
-    return {"cases": cases, "cost_of_strict": prices, "record_ids": list(dict.fromkeys(ask.record for ask in asks))}
+    """All that was asked for."""
+    started = time.perf_counter()
+
+    def say(line: str) -> None:
+        print(f"[{(time.perf_counter() - started) / 60:5.1f} min] {line}", file=sys.stderr, flush=True)
+
+    asks = read_asks(args)
+    if args.against is not None:
+        return {"against": time_against(asks, args, say)}
+    setting = {key: getattr(args, key) for key in ("model", "dtype", "max_tokens", "context")}
+    kept = Kept(args.kept, setting | {"git": git_state(ROOT)})
+    first = {ask.record.id for ask in asks[: len(DRAWS) * len(read_workloads(args.workloads))]}
+    wanted = [case for case in cases() if not args.cases or case.name in args.cases]
+    for case in wanted:
+        answer(case, asks if case.every else [ask for ask in asks if ask.record.id in first], args, kept, say)
+    rows = []
+    for case in wanted:
+        reference = "plain, second turn" if case.turn else "plain at 1"
+        rows.append(compared(kept, case.name, reference))
+    peers = transformers_answers(asks, args, kept, say) if args.peer_asks else []
+    if args.vllm is not None:
+        peers += vllm_answers(asks, args, kept, say)
+    return {"asks": len(asks), "records": len(asks) // len(DRAWS), "cases": rows, "peers": peers}
+
+
+@contextmanager
+def model_folder(args: argparse.Namespace) -> Iterator[str]:
+    """The model as engines load it: random weights of a size of ``guided`` are written to a folder that goes."""
+    if args.model not in SIZES:
+        yield find_model(args.model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(find_model(args.tokenizer))
+        random_model(args.model, len(tokenizer), args.context, torch.bfloat16, seed=0).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table and writes the record; the exit code is 1 where strict has an output that differs."""
-    parser = run_parser(__doc__, dtype="bfloat16")
+    """Measures, prints a table and writes the record; the exit code is 1 where an answer of ours differs."""
+    if argv is None and sys.argv[1:] == ["--serve-timings"]:
+        return serve_timings()
+    parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float16", *DTYPES[1:2]))
+    parser.set_defaults(model="smollm2-135m-instruct")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
-    parser.add_argument("--records", type=int, default=2, help="of each file, the first that fit")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="of a prompt: its end")
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES[:2], default=None, help="instead of --dtype, several")
-    drafting = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
-    parser.add_argument("--strategies", nargs="+", choices=drafting, default=["llma", "trie", "auto"])
-    parser.add_argument("--max-draft-tokens", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--device", default="auto")
-    args = parsed(parser, argv, records=1, prompt_tokens=1, max_tokens=1, max_draft_tokens=0, threads=1)
-    args.dtypes, args.most = args.dtypes or [args.dtype], 1 << 20  # requests that may wait: all
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights: --model 110m")
+    parser.add_argument("--records", type=int, default=5, help="of each file, the first that fit")
+    parser.add_argument("--prompt-tokens", type=int, default=1800, help="longer prompts are left out")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and output together")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases()], default=[], help="instead of all")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--peer-asks", type=int, default=22, help="greedy prompts that transformers and vLLM are asked; 0: none")
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
+    parser.add_argument("--against", type=Path, help="a checkout of another revision: only the speeds of both, in turns")
+    parser.add_argument("--timed-asks", type=int, default=22, help="with --against: greedy prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="with --against")
+    parser.add_argument("--kept", type=Path, default=Path("exact-outputs.kept.jsonl"), help="file of the answers so far")
+    args = parsed(parser, argv, records=1, prompt_tokens=1, max_tokens=1, threads=1, rounds=1, peer_asks=0, timed_asks=1)
     started = datetime.now(UTC)
     try:
-        results = measure(args)
-    except (PromptFileError, ModelLoadError) as error:
+        with model_folder(args) as args.path:
+            results = measure(args)
+    except (PromptFileError, ModelLoadError, GroupError, ValueError) as error:
         return refused(error)
-    print_table(results)
-    config = {key: value for key, value in vars(args).items() if key not in ("most", "dtype")}
-    path = write_record("exact-outputs", config, results, _DRAWS[1]["seed"], started, args.device, args.out)
-    print(f"record: {path.name}")
-    strict = [row for case in results["cases"] if case["exact"] == "strict" for row in case["strategies"]]
-    return int(any(row["outputs"] != min(row["identical_alone"], row["identical_crowd"]) for row in strict))
+    print_tables(results)
+    config = {key: value for key, value in vars(args).items() if key != "path"}
+    print(f"record: {write_record('exact-outputs', config, results, DRAWS[1]['seed'], started, 'cpu', args.out).name}")
+    return int(any(row["answers"] != row["equal"] for row in results.get("cases", [])))
 
 
 if __name__ == "__main__":

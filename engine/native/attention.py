@@ -1,7 +1,7 @@
 """Attention over KV slots: one call computes a layer for all requests, decoding steps and prompts alike.
 
-torch's kernels are made for many rows, and their sums follow the shape of what they are given. Here threads first store the new keys
-and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys that its rows see.
+torch's kernels are made for many rows, and their sums follow the shape of what they are given. Here threads first store the new
+keys and values, then take blocks of sixteen rows that share a KV head; a block goes through the keys that its rows see.
 
 A row's result depends on what it sees alone, to the last bit: not on the other rows or requests of the step, nor on where in the
 slot its ancestors lie. Values are added up in the order of the text, and what is hidden adds zeros; the weights are added up as
@@ -179,7 +179,7 @@ def _mix(weights: int, values: int, stride: int, count: int, size: int, mixed: i
 
 @compiled
 def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) -> None:
-    """Hides from one row the scores of the keys that it must not see; those before ``low`` and behind ``count`` own are not there."""
+    """Hides from one row what it must not see; there are the keys from ``low`` on and ``count`` behind ``start``."""
     start = rows.start
     first = row + 1  # causality: the rows behind it
     if rows.mask:
@@ -292,7 +292,7 @@ def _write(mixed: Any, shares: Any, layer: Any, rows: Any, head: int, first: int
 
 @compiled
 def _bound(scores: Any, softcap: np.float32) -> None:
-    """Makes each score ``softcap * tanh(score / softcap)``; by the exponential of ``-2 |x|``, ``tanh |x|`` is ``(1 - e) / (1 + e)``."""
+    """Makes each score ``softcap * tanh(score / softcap)``; with e the exponential of -2 |x|, tanh |x| is (1 - e) / (1 + e)."""
     one, cap, down = splat(_ONE), splat(softcap), splat(_MINUS_TWO)
     for first in range(0, scores.size, WIDTH):
         at = scores.ctypes.data + first * 4

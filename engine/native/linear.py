@@ -186,9 +186,9 @@ class _Tile:
                 self._store(numbers, row, output, width)
 
     def _totals(self, vectors: list[Any]) -> Any:
-        """Of each of as many registers as one has lanes, the sum of the lanes: half of them are folded onto the other half each time.
+        """The sums of the lanes of as many registers as one has lanes: half of them are folded onto the other half each time.
 
-        Registers ``v`` and ``v + half`` become one, whose lanes hold half sums of the one and of the other in turns of ``half`` lanes.
+        Registers ``v`` and ``v + half`` become one, whose lanes hold half sums of the one and of the other in turns of ``half``.
         """
         half = _LANES // 2
         while half:
