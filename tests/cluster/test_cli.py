@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from cluster.chat_command import ChatError, stream_answer
 from cluster.cli import app
+from decoding.jit import NATIVE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]

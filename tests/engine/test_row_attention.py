@@ -86,9 +86,7 @@ class Case:
         """[rows, heads, head_dim] of one request in float64, from the entries before the step."""
         rows = slice(segment.offset, segment.offset + segment.rows)
         group = self.query.shape[1] // self.key.shape[1]
-        old_keys, old_values = (
-            old[layer, segment.slot, :, : segment.start, : self.key.shape[3]] for old in (keys, values)
-        )
+        old_keys, old_values = (old[layer, segment.slot, :, : segment.start, : self.key.shape[3]] for old in (keys, values))
         all_keys = torch.cat([old_keys, self.key[0, :, rows]], 1).double().repeat_interleave(group, 0)
         all_values = torch.cat([old_values, self.value[0, :, rows]], 1).double().repeat_interleave(group, 0)
         mask = torch.ones(segment.rows, segment.rows).tril().bool() if segment.mask is None else torch.from_numpy(segment.mask)
