@@ -6,6 +6,7 @@ The weights stay where they are, so that nothing is held twice, and who changes 
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from collections.abc import Callable
 from functools import cache
@@ -52,7 +53,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         return linear(input, weight, bias)[..., :outputs]
     if weight.stride(1) != 1:
         weight = weight.contiguous()
-    rows = input.reshape(-1, size)
+    rows = input.reshape(math.prod(input.shape[:-1]), size)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     count = rows.shape[0]
