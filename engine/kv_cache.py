@@ -103,4 +103,5 @@ class SlotCache:
 
     def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""
-        return self._keys[:, slot, :, :length].clone(), self._values[:, slot, :, :length].clone()
+        size = self.shape.head_dim
+        return self._keys[:, slot, :, :length, :size].clone(), self._values[:, slot, :, :length, :size].clone()
