@@ -27,7 +27,7 @@ DTYPES = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}
-# Numbers of a row, outputs: none, as in a slice of a small layer, with rests of registers and of groups, fewer outputs than a group has, many of both.
+# Numbers of a row, outputs: none, as in a slice of a small layer; rests of registers and groups; fewer outputs than a group has.
 SIZES = [(0, 3), (0, 40), (47, 0), (1, 5), (1, 192), (47, 17), (48, 192), (576, 5), (576, 1536), (1536, 17), (1536, 192)]
 
 bfloat16_only = pytest.mark.skipif(not has_kernels(torch.device("cpu"), torch.bfloat16), reason="numba is not installed")
