@@ -55,17 +55,23 @@ def check(runner: ModelRunner) -> str | None:
     Returns:
         What differs, for a person; None where all bits are the same.
     """
-    vocab, capacity = int(runner.model.config.get_text_config().vocab_size), runner.cache.capacity
+    vocab, longest = int(runner.model.config.get_text_config().vocab_size), _longest(runner)
     tokens = np.random.default_rng(0).integers(0, vocab, max(_MANY) + _LAST).astype(np.int32)
     found = _Found()
     if runner.fixed_rows is None:
         with first_layers(runner.model) as layers:
-            _every_number_of_rows(runner, tokens[: min(_TOKENS, capacity)], layers, found)
+            _every_number_of_rows(runner, tokens[: min(_TOKENS, longest)], layers, found)
             if not found.differing:
-                _many_rows(runner, tokens[: min(len(tokens), capacity)], layers, found)
+                _many_rows(runner, tokens[: min(len(tokens), longest)], layers, found)
     if not found.differing:
         _trees(runner, tokens, found)
     return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
+
+
+def _longest(runner: ModelRunner) -> int:
+    """Tokens of a text for which there are entries in a slot and positions in the model."""
+    positions = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    return min(runner.cache.capacity, positions or runner.cache.capacity)
 
 
 @contextmanager
@@ -127,7 +133,7 @@ def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:
     """The last tokens one by one, and in trees, behind a prompt in one piece and in several, beside another request."""
     most = runner.fixed_rows or _TREE_ROWS
-    length = max(1, min(_TOKENS - 1, runner.cache.capacity - min(most, 8) - _LAST))
+    length = max(1, min(_TOKENS - 1, _longest(runner) - min(most, 8) - _LAST))
     _prefill(runner, 0, tokens[:length], length)
     plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k) for k in range(_LAST)])
     a, b, c = tokens[length + 1 : length + _LAST].tolist()

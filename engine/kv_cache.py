@@ -46,8 +46,9 @@ class SlotCache:
             capacity: entries of one slot; the longest sequence and the draft rows behind it.
         """
         size = (shape.layers, slots, shape.kv_heads, capacity, shape.entry_size)
-        self._keys = torch.empty(size, dtype=shape.dtype, device=shape.device)
-        self._values = torch.empty(size, dtype=shape.dtype, device=shape.device)
+        empty = torch.zeros if shape.padding else torch.empty  # what is behind a head's numbers is read
+        self._keys = empty(size, dtype=shape.dtype, device=shape.device)
+        self._values = empty(size, dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
@@ -69,7 +70,8 @@ class SlotCache:
         """
         end = start + keys.shape[1]
         at = layer - self._first
-        slot_keys, slot_values = self._keys[at, slot], self._values[at, slot]
+        size = self.shape.head_dim
+        slot_keys, slot_values = self._keys[at, slot, ..., :size], self._values[at, slot, ..., :size]
         slot_keys[:, start:end] = keys
         slot_values[:, start:end] = values
         return slot_keys[:, :end], slot_values[:, :end]

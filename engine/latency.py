@@ -216,7 +216,7 @@ def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
         lengths |= {slot: max(case.context, lengths.get(slot, 0)) for slot in range(case.sequences)}
     cache = runner.cache
     cache.prefixes.clear()
-    layers, heads, _, size = cache.entries(0, 0)[0].shape
+    layers, heads, size = cache.shape.layers, cache.shape.kv_heads, cache.shape.head_dim
     for slot, length in lengths.items():
         zeros = torch.zeros(1, dtype=runner.model.dtype, device=runner.model.device).expand(heads, length, size)
         for layer in range(layers):

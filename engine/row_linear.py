@@ -118,8 +118,13 @@ class RowWeight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return (linear if func is torch.nn.functional.linear else func)(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """As torch's own, which wants all that it makes on the way to be of this class."""
+        memo[id(self)] = copied = torch.nn.Parameter(self.clone(), requires_grad=False)
+        return copied
 
-_SAME_KIND = (torch.Tensor.__getitem__, torch.Tensor.__deepcopy__, torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.to)
+
+_SAME_KIND = (torch.Tensor.__getitem__, torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.to)
 
 
 @torch.inference_mode()

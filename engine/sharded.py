@@ -125,7 +125,7 @@ def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
 def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: KVShape) -> ModelRunner:
     """Another rank's part, whose slots hold zeros: what the leader has cleared (``engine.latency``), nobody tells the others."""
     runner = ModelRunner(model, slots, capacity, shape)
-    zeros = torch.zeros(1, dtype=shape.dtype, device=shape.device).expand(shape.kv_heads, capacity, runner.cache.shape.entry_size)
+    zeros = torch.zeros(1, dtype=shape.dtype, device=shape.device).expand(shape.kv_heads, capacity, shape.head_dim)
     for layer in range(shape.first_layer, shape.first_layer + shape.layers):
         for slot in range(slots):
             runner.cache.write(layer, slot, 0, zeros, zeros)

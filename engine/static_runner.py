@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import StepContext
 from engine.batch import Batch
 from engine.errors import ModelLoadError, one_line
 from engine.kv_cache import KVShape, SlotCache
@@ -196,10 +195,6 @@ class StaticRunner(ModelRunner):
     def form(self) -> dict[str, Any]:
         """See ``ModelRunner``."""
         return super().form() | {"graphs": list(self.sizes)}
-
-    def _attends_in_order(self, context: StepContext) -> bool:
-        """See ``ModelRunner``: with ``fixed_rows`` all forwards go through ``SlotAttention``."""
-        return True
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner``."""

@@ -7,6 +7,7 @@ the list of its layers, can be replaced in the instance as ``engine.row_linear``
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from engine.row_linear import DTYPES, has_kernels
 
 _PROBE_ROWS = 32
 _REGISTERS = 64  # numbers that torch computes at once: two registers of bfloat16
-_PART = 32768  # numbers that torch gives a thread at least
+_PART, _GELU_PART = 32768, 16384  # numbers from which on torch has more than one thread compute
 _DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, because they are added up in another order
 
 
@@ -76,9 +77,10 @@ class RowActivation(torch.nn.Module):
 
 
 def _whole_parts(count: int, threads: int) -> int:
-    """The least number from ``count`` on that torch cuts into parts of whole registers."""
+    """The least number from ``count`` on that torch cuts into parts of whole registers, be it for GELU or for others."""
     while True:
-        step = _REGISTERS * min(threads, -(-count // _PART))
+        parts, of_gelu = min(threads, max(1, -(-count // _PART))), threads if count > _GELU_PART else 1
+        step = _REGISTERS * math.lcm(parts, of_gelu)
         if count % step == 0:
             return count
         count += step - count % step
@@ -109,6 +111,7 @@ def thin_modules(model: PreTrainedModel) -> int:
             module.warn_if_padding_and_no_attention_mask = _unwarned
     replaced: dict[str, torch.nn.Module] = {}
     layers = model.config.get_text_config().num_hidden_layers
+    held = {id(module.activation) for module in model.modules() if isinstance(module, RowActivation)}
     for name, module in model.named_modules():
         if type(module) is torch.nn.ModuleList and len(module) == layers and len({type(layer) for layer in module}) == 1:
             replaced[name] = WholeList(module)
@@ -116,7 +119,7 @@ def thin_modules(model: PreTrainedModel) -> int:
             compiled = _compiled_norm(module)
             if compiled is not None:
                 replaced[name] = compiled
-        elif model.device.type == "cpu" and type(module) in _ACTIVATIONS:
+        elif model.device.type == "cpu" and type(module) in _ACTIVATIONS and id(module) not in held:
             replaced[name] = RowActivation(module)
     for name, module in sorted(replaced.items(), key=lambda item: -item[0].count(".")):  # what lies in a list before the list
         parent, _, child = name.rpartition(".")

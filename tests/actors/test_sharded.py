@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +28,6 @@ from actors.shared_sums import alone_in
 from actors.tensor_parallel import take_part
 from actors.wire import WireError
 from engine.batch import Batch, Segment
-from engine.packed_linear import PackedLinear, can_pack, pack_linears, unpack_linears
 from engine.sharded import Compaction, Copy
 from tests import waiting
 from tests.models import tiny_model
@@ -135,17 +133,6 @@ def test_what_deepspeed_would_get_wrong_is_refused() -> None:
         take_part(whole("llama"), Shard("tensor", 0, 3, "cpu"))
     with pytest.raises(GroupError, match="no float64"):
         take_part(tiny_model("llama", "float64").stock, Shard("tensor", 0, 2, "cpu"))
-
-
-def test_packed_layers_can_be_plain_again() -> None:
-    model = whole("llama").to(torch.bfloat16)
-    if not can_pack(model):
-        pytest.skip("this processor has no packed weights")
-    weight = model.model.layers[0].mlp.up_proj.weight
-    packed = pack_linears(model)
-    assert packed == unpack_linears(model) == 15
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    assert model.model.layers[0].mlp.up_proj.weight is weight
 
 
 @pytest.mark.parametrize("message", [Join("127.0.0.1", 4242, 8, 512), Ready("cpu"), Failed("no memory")])

@@ -34,6 +34,7 @@ def test_health_and_models(api_server: Any, client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("circle", "model", "outrider")
     assert client.models.retrieve("circle") == model
+    assert model.model_dump()["exact"] is True
 
 
 def test_completion(client: OpenAI) -> None:

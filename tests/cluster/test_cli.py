@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from cluster.chat_command import ChatError, stream_answer
 from cluster.cli import app
+from decoding.jit import NATIVE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]
@@ -122,6 +123,7 @@ def test_doctor_json_names_what_is_there(tmp_path: Path) -> None:
     findings = {finding["name"]: finding for finding in report["findings"]}
     assert report["ok"] is (run.returncode == 0)
     assert {"gpu", "torch", "flash-attn", "triton", "redis", "ray", "deepspeed", "memory", "gguf"} <= set(findings)
+    assert (findings["exact outputs"]["status"] == "ok") is NATIVE
     assert findings["smollm2-135m-instruct"]["status"] in ("ok", "optional")
     for name in ("torch", "ray", "redis", "transformers"):
         assert findings[name]["status"] in ("ok", "optional"), findings[name]

@@ -151,6 +151,7 @@ def test_totals_are_what_clients_got_and_nothing_falls_meanwhile(url: str) -> No
     assert grown("outrider:request_steps_total") + accepted == completion
     assert total(last, "vllm:num_requests_running") == total(last, "vllm:num_requests_waiting") == 0
     assert (total(last, "outrider:replicas"), total(last, "outrider:replicas_configured")) == (1, 2)
+    assert total(last, "outrider:exact") == 1
 
 
 def test_sources_memory_and_what_the_door_counts(url: str) -> None:

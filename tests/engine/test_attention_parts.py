@@ -12,8 +12,10 @@ import torch
 import engine.attention
 from decoding.tree import DraftTree
 from engine import attention_parts
+from engine.attention import StepContext
 from engine.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.batch import Line, LineWork, pack
+from engine.batch import Batch, Line, LineWork, pack
+from engine.runner import ModelRunner
 from tests.models import VOCAB, tiny_model
 
 KV_HEADS, HEAD_DIM = 2, 32
@@ -137,10 +139,16 @@ def test_what_fits_on_a_gpu() -> None:
         assert not fits(query[..., :12], keys[..., :12])
 
 
+def by_segment(runner: ModelRunner, batch: Batch) -> StepContext:
+    """As on a GPU without fixed rows."""
+    return StepContext(batch, runner.cache, torch.from_numpy(batch.positions), runner.model.dtype, by_row=False)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prefill, trees and single rows. Mistral's window of 12 bites behind the first chunk, and masks remain."""
     model = tiny_model(family, "float64")
+    monkeypatch.setattr(ModelRunner, "_context", by_segment)
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, VOCAB, 41).astype(np.int32)
     tree = DraftTree(
@@ -175,6 +183,7 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
 
 
 def test_large_trees_keep_the_masked_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "_context", by_segment)
     monkeypatch.setattr(engine.attention, "fits", lambda query, keys: True)
     monkeypatch.setattr(engine.attention, "attend_parts", lambda *args: pytest.fail("a block of too many rows"))
     monkeypatch.setattr(engine.attention, "MOST_BLOCK_ROWS", 8)

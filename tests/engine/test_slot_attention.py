@@ -296,7 +296,7 @@ def test_both_kernels_compile_to_the_same_arithmetic(
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels run on no CPU but in the interpreter")
 @pytest.mark.parametrize("fixed_rows", [None, 8])
 def test_steps_of_a_model_on_a_cpu(fixed_rows: int | None) -> None:
-    usual = tiny_model("qwen2", "float32").runner  # one layer has a window
+    usual = tiny_model("gemma3", "float32").runner  # one layer has a window
     static = StaticRunner(deepcopy(usual.model), usual.cache.slots, usual.cache.capacity, fixed_rows, (8,))
     first, second = Line(1, np.arange(1, 40, dtype=np.int32)), Line(3, np.arange(9, 20, dtype=np.int32))
     tree = DraftTree(np.array([39, 5, 6, 7], np.int32), np.array([-1, 0, 0, 1], np.int32), np.zeros(4, np.int8), 4)

@@ -66,10 +66,6 @@ def works(rng: np.random.Generator) -> list[list[Work]]:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("fixed_rows", [None, 7])
 def test_logits_are_those_of_a_forward_of_any_shape(family: str, fixed_rows: int | None) -> None:
-    if fixed_rows is not None and any(
-        name.endswith("experts") for name, _ in tiny_model(family, "float64").stock.named_modules()
-    ):
-        pytest.skip("not for mixtures of experts")
     static, usual = static_runner(family, fixed_rows), tiny_model(family, "float64").runner
     for step in works(np.random.default_rng(3)):
         batch = pack(step)

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoding.jit import NATIVE
-from engine.thin_modules import CompiledNorm, WholeList, _compiled_norm, thin_modules
+from engine.thin_modules import CompiledNorm, RowActivation, WholeList, _compiled_norm, thin_modules
 from tests.models import FAMILIES, llama_config
 
 needs_numba = pytest.mark.skipif(not NATIVE, reason="numba is not installed")
@@ -54,13 +55,36 @@ def test_other_norms_are_left_alone() -> None:
 def test_a_thin_model_says_the_same(dtype: torch.dtype) -> None:
     model, thin = (tiny(llama_config(), dtype) for _ in range(2))
     norms = 5 if NATIVE and dtype != torch.float64 else 0  # two in each of two layers, and the last
-    assert thin_modules(thin) == norms + 1 and thin_modules(thin) == 0
+    assert thin_modules(thin) == norms + 3 and thin_modules(thin) == 0  # two activations, and the list of layers
     assert type(thin.model.layers) is WholeList and thin.state_dict().keys() == model.state_dict().keys()
     tokens = torch.arange(1, 40)[None]
     with torch.inference_mode():
         given, expected = thin(tokens).logits, model(tokens).logits
         assert torch.allclose(given, expected, rtol=1e-4, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
         assert torch.equal(copy.deepcopy(thin)(tokens).logits, given)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "quick_gelu", "swish"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_activation_gives_a_number_the_same_bits_anywhere(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stock = ACT2FN[name]
+    activation, before = RowActivation(stock), torch.get_num_threads()
+    inputs = (4 * torch.randn(1, 700, 101)).to(dtype)
+    try:
+        for size in (101, 64, 1):
+            rows = inputs[..., :size]
+            torch.set_num_threads(1)
+            alone = torch.cat([activation(rows[:, row : row + 1]) for row in range(700)], 1)
+            assert alone.shape == rows.shape and alone.dtype == dtype
+            assert torch.allclose(alone.float(), stock(rows).float(), rtol=2**-7, atol=1e-6)
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                for count in (*range(2, 70, 7), 257, 650, 700):
+                    assert torch.equal(activation(rows[:, 700 - count :]), alone[:, 700 - count :]), (size, threads, count)
+    finally:
+        torch.set_num_threads(before)
+    assert activation(inputs[:, :0]).shape == (1, 0, 101)
 
 
 def test_a_list_of_layers_is_a_list() -> None:
@@ -72,5 +96,5 @@ def test_a_list_of_layers_is_a_list() -> None:
 def test_a_model_with_norms_of_its_own_keeps_them() -> None:
     assert isinstance(FAMILIES["gemma"], GemmaConfig)
     model = tiny(FAMILIES["gemma"], torch.float32)
-    assert thin_modules(model) == 1  # its list of layers
+    assert thin_modules(model) == 3  # its activations, and its list of layers
     assert all(not isinstance(module, CompiledNorm) for module in model.modules())

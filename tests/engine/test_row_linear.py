@@ -1,0 +1,190 @@
+"""Compiled products against float64, and every bit of a row against the same row in other company."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine import exactness
+from engine.attention import TREE_ATTENTION
+from engine.row_linear import RowLinear, RowWeight, has_kernels, linear, row_linears
+from engine.runner import ModelRunner
+from tests.models import CONTEXT, FAMILIES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DTYPES = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not has_kernels(torch.device("cpu"), dtype), reason="no code for it here"))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+]
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}
+# Numbers of a row, outputs: with rests of registers and of groups, fewer outputs than a group has, many of both.
+SIZES = [(1, 5), (1, 192), (47, 17), (48, 192), (576, 5), (576, 1536), (1536, 17), (1536, 192)]
+
+bfloat16_only = pytest.mark.skipif(not has_kernels(torch.device("cpu"), torch.bfloat16), reason="numba is not installed")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Tests may change torch's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(family: str, dtype: torch.dtype = torch.bfloat16, **changes: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[family])
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
+
+
+def check_close(given: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Sums in float32 differ by what rounding each product may do, and are rounded once more to the type."""
+    expected = torch.nn.functional.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+    size = torch.nn.functional.linear(inputs.double().abs(), weight.double().abs())
+    assert given.dtype == inputs.dtype and given.shape == expected.shape
+    assert ((given - expected).abs() <= TOLERANCE[given.dtype] * expected.abs() + 2e-6 * (size + 1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "outputs"), SIZES)
+def test_it_is_a_product(dtype: torch.dtype, size: int, outputs: int) -> None:
+    torch.manual_seed(size)
+    weight, bias = torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
+    wide = torch.randn(2, 7, size + 9).to(dtype)
+    turned = torch.randn(2, size, 6).to(dtype).transpose(1, 2)  # the numbers of a row do not lie side by side
+    kinds = (wide[0, :1, :size].contiguous(), wide[:, ::2, :size], wide[..., 9:], turned, wide[0, 3, :size], wide[:, :0, :size])
+    for inputs in kinds:
+        for own in (None, bias):
+            check_close(linear(inputs, weight, own), inputs, weight, own)
+    spread = torch.randn(size, outputs).to(dtype).t()
+    inputs = wide[..., :size]
+    assert torch.equal(linear(inputs, spread), linear(inputs, spread.contiguous()))
+    part = torch.randn(outputs, size + 3).to(dtype)[:, 3:]
+    assert torch.equal(linear(inputs, part, bias), linear(inputs, part.contiguous(), bias))
+    with pytest.raises(AssertionError):
+        linear(wide[..., : size + 1], weight)
+    with pytest.raises(AssertionError):
+        linear(inputs, weight.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "outputs"), [(47, 5), (160, 200)])
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, size: int, outputs: int, threads: None) -> None:
+    torch.manual_seed(1)
+    weight, bias, inputs = (torch.randn(*shape).to(dtype) for shape in ((outputs, size), (outputs,), (257, size)))
+    torch.set_num_threads(1)
+    alone = torch.cat([linear(inputs[row : row + 1], weight, bias) for row in range(len(inputs))])
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        for rows in (*range(1, 71), 257):
+            for first in sorted({0, 3, 257 - rows} if rows < 254 else {0}):
+                given = linear(inputs[first : first + rows], weight, bias)
+                assert torch.equal(given, alone[first : first + rows]), (number, rows, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
+    weight, inputs = torch.randn(20, 47).to(dtype), torch.randn(6, 47).to(dtype)
+    expected = linear(inputs, weight)
+    inputs[2, 46], inputs[3, 0] = float("nan"), float("inf")
+    given = linear(inputs, weight)
+    assert given[2].isnan().all() and not given[3].isfinite().any()
+    assert torch.equal(given[[0, 1, 4, 5]], expected[[0, 1, 4, 5]])
+
+
+@bfloat16_only
+@pytest.mark.parametrize("layer", [torch.nn.Linear(48, 80), torch.nn.Linear(48, 3, bias=False), Conv1D(80, 48)])
+def test_a_layer_keeps_its_parameters_and_sees_what_becomes_of_them(layer: torch.nn.Module) -> None:
+    layer = layer.to(torch.bfloat16).requires_grad_(False)
+    layer.weight.normal_()
+    inputs = torch.randn(2, 5, 48).bfloat16()
+    expected = layer(inputs)
+    names, shape = layer.state_dict().keys(), layer.weight.shape
+    made = RowLinear(layer)
+    assert made.weight is layer.weight and made.bias is layer.bias
+    assert made.state_dict().keys() == names and made.weight.shape == shape
+    for one in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.allclose(one(inputs).float(), expected.float(), rtol=2**-7, atol=0.05)
+        assert torch.equal(one(inputs), made(inputs))
+    made.weight.mul_(-2)
+    if made.bias is not None:
+        made.bias.mul_(-2)
+    assert torch.allclose(made(inputs).float(), -2 * expected.float(), rtol=2**-7, atol=0.1)
+
+
+@bfloat16_only
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral", "opt"])
+def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
+    model, made = (tiny(family) for _ in range(2))
+    for one in (model, made):
+        one.set_attn_implementation("eager")
+        one.set_experts_implementation("eager")
+    weights = sum(type(module) in (torch.nn.Linear, Conv1D) for module in model.modules())
+    assert row_linears(made) == weights + (6 if family == "mixtral" else 0)  # of two layers: routers, and two for all experts
+    assert row_linears(made) == 0 and made.state_dict().keys() == model.state_dict().keys()
+    assert all(type(module) not in (torch.nn.Linear, Conv1D) for module in made.modules())
+    tokens = torch.arange(1, 40)[None]
+    with torch.inference_mode():
+        given, expected = made(tokens).logits, model(tokens).logits
+        assert type(given) is torch.Tensor
+        assert torch.allclose(given.float(), expected.float(), atol=0.2, rtol=0.05)
+        for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            kinds = [[type(parameter) for parameter in one.parameters()] for one in (made, copied)]
+            assert kinds[0] == kinds[1] and (RowWeight in kinds[0] or family != "mixtral")
+            assert torch.equal(copied(tokens).logits, given)
+    assert row_linears(tiny(family, torch.float64)) == 0
+
+
+@bfloat16_only
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 576), (torch.float32, 48)])  # smaller ones torch rounds alike
+def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests of exactness would show nothing."""
+    model = tiny("llama", dtype, hidden_size=size, intermediate_size=2 * size)
+    assert exactness.check(ModelRunner(model, 2, CONTEXT)) is None
+    monkeypatch.setattr("engine.row_linear.linear", torch.nn.functional.linear)
+    assert "rows were computed otherwise" in str(exactness.check(ModelRunner(model, 2, CONTEXT)))
+
+
+@pytest.mark.slow
+@bfloat16_only
+@pytest.mark.parametrize(
+    ("features", "lanes", "dtypes"),
+    [("+avx2,+fma,+f16c", 8, ("bfloat16", "float16", "float32")), ("+sse2", 4, ("bfloat16", "float32"))],
+)
+def test_processors_with_narrower_registers(tmp_path: Path, features: str, lanes: int, dtypes: tuple[str, ...]) -> None:
+    if "x86" not in os.uname().machine:
+        pytest.skip("these are names of x86's features")
+    code = f"""
+import torch
+from engine.native import linear as native
+from engine.row_linear import has_kernels
+from tests.engine import test_row_linear as tests
+assert native._LANES == {lanes} and not native._PAIRS
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    assert has_kernels(torch.device("cpu"), dtype) == (str(dtype).split(".")[1] in {dtypes})
+    if str(dtype).split(".")[1] in {dtypes}:
+        for sizes in tests.SIZES:
+            tests.test_it_is_a_product(dtype, *sizes)
+        for sizes in ((47, 5), (160, 200)):
+            tests.test_a_row_has_the_same_bits_in_any_company(dtype, *sizes, None)
+print("all the same")
+"""
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHONPATH": str(REPOSITORY),
+    }  # fmt: skip
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.stdout.endswith("all the same\n"), found.stderr[-3000:]

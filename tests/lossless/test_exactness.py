@@ -1,0 +1,251 @@
+"""Outputs are plain decoding's to the last bit, in the types and through the cuts where rounding else decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from decoding.request import Request, SamplingParams
+from engine import exactness, row_linear
+from engine.attention import TREE_ATTENTION, StepContext
+from engine.batch import Batch
+from engine.engine import Engine
+from engine.errors import ModelLoadError
+from engine.runner import ModelRunner
+from engine.runners import make_runner
+from engine.thin_modules import RowActivation
+from tests.models import CONTEXT, FAMILIES, VOCAB, llama_config, save_model
+
+MAX_TOKENS = 32
+# What a request may ask for, and how requests meet: a row's company, place and cuts all change.
+SAMPLINGS = (
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.1, "top_k": 20, "seed": 2},
+    {"temperature": 0.7, "top_p": 0.8, "min_tokens": 4, "repetition_penalty": 1.2, "seed": 3},
+)
+_RNG = np.random.default_rng(6)
+_MOTIF = _RNG.integers(1, 40, 14).tolist()
+PROMPTS = ([5], _MOTIF * 4, _RNG.integers(1, VOCAB, 61).tolist(), [*_MOTIF, 2, 3] * 2, _MOTIF * 4 + [9, 8, 7])
+WAYS = ((1, 512), (5, 512), (3, 24))  # requests of a step, and its rows
+DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {"autoregressive"})
+_HALF = ("bfloat16", "float16")
+
+
+def _compiled(dtype: str) -> pytest.MarkDecorator:
+    missing = not row_linear.has_kernels(torch.device("cpu"), getattr(torch, dtype))
+    return pytest.mark.skipif(missing, reason="no compiled code for it here")
+
+
+ON_CPU = [pytest.param("cpu", dtype, marks=_compiled(dtype)) for dtype in (*_HALF, "float32")]
+EVERYWHERE = [*ON_CPU, *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (*_HALF, "float32"))]
+compiled_only = _compiled("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = llama_config(tie_word_embeddings=True, head_dim=16)
+    return str(save_model(Path(tmp_path_factory.mktemp("model")), config, seed=4))
+
+
+def load(
+    folder: str, strategy: str, way: tuple[int, int] = (1, 512), device: str = "cpu", dtype: str = "bfloat16", **options: Any
+) -> Engine:
+    engine = EngineOptions(max_running=way[0], max_step_tokens=way[1], **options)
+    return Engine.load(ModelOptions(folder, dtype=dtype, device=device), engine, SpeculationOptions(strategy))  # type: ignore[arg-type]
+
+
+def requests(answers: Sequence[Sequence[int]] = (), prompts: Iterable[Sequence[int]] = PROMPTS) -> list[Request]:
+    """All prompts with all samplings; the ``answers`` can be copied."""
+    pairs = [(prompt, sampling) for prompt in prompts for sampling in SAMPLINGS]
+    return [
+        Request(str(at), prompt, SamplingParams(max_tokens=MAX_TOKENS, **sampling), answers[at : at + 1], tenant="a")  # type: ignore[arg-type]
+        for at, (prompt, sampling) in enumerate(pairs)
+    ]
+
+
+def outputs(engine: Engine, wanted: Sequence[Request], between: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+    """Of requests that are added at once; ``between`` is called before each step."""
+    for request in wanted:
+        engine.add(request)
+    steps = count()
+    while engine.has_work:
+        between(next(steps))
+        engine.step()
+        engine.check_integrity()
+    return [request.output_ids.tolist() for request in wanted]
+
+
+@pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
+def test_every_strategy_and_company_gives_the_tokens_of_plain_decoding(folder: str, device: str, dtype: str) -> None:
+    plain = load(folder, "autoregressive", (1, 512), device, dtype)
+    assert plain.info.exact
+    expected = outputs(plain, requests())
+    assert len({tuple(output) for output in expected}) > len(PROMPTS)
+    for number, strategy in enumerate(DRAFTING):
+        wanted = requests(expected)
+        assert outputs(load(folder, strategy, WAYS[number % len(WAYS)], device, dtype), wanted) == expected, strategy
+        assert sum(request.stats.accepted for request in wanted) > 0, strategy
+    for way in WAYS[1:]:
+        assert outputs(load(folder, "autoregressive", way, device, dtype), requests()) == expected, way
+
+
+@compiled_only
+@pytest.mark.parametrize("strategy", ["autoregressive", "auto"])
+def test_a_second_turn_finds_the_first(folder: str, strategy: str) -> None:
+    """What decoding left in the slots, drafts and all, is what a prefill of the same text computes."""
+    engine = load(folder, strategy, (4, 512))
+    answers = outputs(engine, requests())
+    turns = [[*prompt, *answer, 7, 8] for prompt, answer in zip((r.prompt_ids for r in requests()), answers, strict=True)][::3]
+    before = engine.counts().prefix_hits
+    warm = [outputs(engine, requests(prompts=[turn])) for turn in turns]
+    assert engine.counts().prefix_hits > before
+    cold = load(folder, "autoregressive", (1, 512), prefix_caching=False)
+    assert [outputs(cold, requests(prompts=[turn])) for turn in turns] == warm
+
+
+@compiled_only
+def test_prompts_beside_decoding_and_requests_that_are_put_off(folder: str) -> None:
+    expected = outputs(load(folder, "autoregressive"), requests())
+    engine = load(folder, "auto", (3, 17), scheduling_policy="priority")
+    wanted = requests(expected)
+    for request in wanted[8:]:
+        request.priority = -1
+
+    def between(step: int) -> None:
+        if 2 <= step < 2 + len(wanted[8:]):
+            engine.add(wanted[6 + step])
+
+    outputs(engine, wanted[:8], between)
+    assert [request.output_ids.tolist() for request in wanted] == expected
+    assert sum(request.stats.preemptions for request in wanted) > 0
+
+
+def tiny(family: str, dtype: str, device: str = "cpu", positions: int = CONTEXT) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = deepcopy(FAMILIES[family])
+    config.max_position_embeddings = positions
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype), attn_implementation=TREE_ATTENTION
+    )
+    return model.eval().to(device)  # type: ignore[arg-type]
+
+
+def made(model: PreTrainedModel, **options: Any) -> ModelRunner:
+    """A runner as an engine gets it."""
+    return make_runner(model, CONTEXT + 64, EngineOptions(max_running=2, **options))
+
+
+@pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_all_families_are_exact(family: str, device: str, dtype: str) -> None:
+    runner = made(tiny(family, dtype, device))
+    assert runner.exact and runner.fixed_rows == (None if device == "cpu" else 64)
+
+
+def test_float64_goes_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = made(tiny("qwen2", "float64"))
+    assert runner.exact and runner.fixed_rows == 16
+    (line,) = caplog.messages
+    assert "not exact with rows in any number" in line and "each forward computes 16 rows now" in line and "\n" not in line
+
+
+Change = Callable[..., Any]
+
+
+def by_segments(original: Change, runner: ModelRunner, batch: Batch) -> StepContext:
+    """Attention whose order of sums follows the shape."""
+    return StepContext(batch, runner.cache, torch.from_numpy(batch.positions), runner.model.dtype, by_row=False)
+
+
+def another_kernel_for_one(original: Change, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    product = torch.nn.functional.linear if input.shape[-2] == 1 else original
+    return product(input, weight, bias)
+
+
+def of_many_rows(original: Change, module: Any, input: torch.Tensor) -> Any:
+    return original(module, input) * (1 + 2**-6 * (input.shape[-2] == 33))
+
+
+def keys(when: Callable[[Any], bool]) -> Change:
+    """Keys that are a little larger in segments of some kind."""
+
+    def change(original: Change, context: StepContext, layer: int, query: Any, key: Any, *others: Any) -> Any:
+        larger = torch.ones(1, 1, key.shape[2], 1, dtype=key.dtype)
+        for segment in filter(when, context.segments):
+            larger[:, :, segment.offset : segment.offset + segment.rows] += 2**-6
+        return original(context, layer, query, key * larger, *others)
+
+    return change
+
+
+ACTIVATION, ATTEND = (RowActivation, "forward"), (StepContext, "attend")
+FAULTS: dict[str, tuple[tuple[Any, str], Change]] = {
+    "attention by segments": ((ModelRunner, "_context"), by_segments),
+    "another kernel for one row": ((row_linear, "linear"), another_kernel_for_one),
+    "an activation of 33 rows": (ACTIVATION, of_many_rows),
+    "pieces that begin somewhere": (ATTEND, keys(lambda segment: segment.start % 16 and segment.rows > 16)),
+    "long pieces": (ATTEND, keys(lambda segment: segment.rows > 256)),
+    "trees": (ATTEND, keys(lambda segment: segment.mask is not None)),
+    "the other slot": (ATTEND, keys(lambda segment: segment.slot == 1)),
+    "a place behind others": (ATTEND, keys(lambda segment: segment.offset > 0)),
+}
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], change: Change) -> None:
+    original = getattr(*where)
+    monkeypatch.setattr(*where, lambda *args: change(original, *args))
+
+
+@compiled_only
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_depends_on_company_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(tiny("llama", "float32", positions=320), 2, 320)
+    assert exactness.check(runner) is None
+    put_in(monkeypatch, *FAULTS[fault])
+    found = exactness.check(runner)
+    assert found is not None and found.endswith("rows were computed otherwise in other company"), found
+
+
+@compiled_only
+@pytest.mark.parametrize("form", [16, 1])
+def test_an_engine_goes_on_in_a_form_that_is_exact(
+    form: int, folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = outputs(load(folder, "autoregressive", dtype="float32"), requests())
+
+    def change(original: Change, runner: ModelRunner, batch: Batch) -> Any:
+        spoiled = runner.fixed_rows != form and len(batch.token_ids) > 1
+        return original(runner, batch) * (1 + 2**-6 * spoiled)
+
+    put_in(monkeypatch, (ModelRunner, "_compute"), change)
+    with caplog.at_level(logging.WARNING, "engine.runners"):
+        engine = load(folder, "llma", (3, 64), dtype="float32")
+    assert engine.info.exact and outputs(engine, requests(expected)) == expected
+    lines = [record.message for record in caplog.records if record.name == "engine.runners"]
+    assert len(lines) == (1 if form == 16 else 2) and f"each forward computes {form} rows now" in lines[-1], lines
+
+
+@compiled_only
+def test_a_model_that_is_exact_in_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count()
+    put_in(monkeypatch, (ModelRunner, "_compute"), lambda original, *args: original(*args) * (1 + 2**-6 * (next(calls) % 2)))
+    with pytest.raises(ModelLoadError, match=r"^LlamaForCausalLM cannot be served exactly on cpu: \d+ of \d+ rows .*\.$"):
+        made(tiny("llama", "float32"))
+
+
+def test_rounding_is_for_gpus() -> None:
+    with pytest.raises(ModelLoadError, match=r"^engine.exact=rounding is for GPUs: .* Leave it out$"):
+        made(tiny("llama", "float32"), exact="rounding")
