@@ -45,7 +45,7 @@ class GroupState:
     refilling: tuple[int, ...]  # ranks that are sent the live requests
     losses: int
     last_loss: str | None
-    divergences: int  # walks that were left out because their first token was not the leader's: rounding in half precision
+    divergences: int  # walks that were left out because their first token was not the leader's: a near-tie, rounded otherwise
     disagreements: int  # ranks whose committed text was not the leader's
     width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
     exchange_s: float = 0.0  # of all steps that emitted tokens, see StepTimes
@@ -81,8 +81,8 @@ class LookaheadParallelExecutor:
 
     Where it departs from the published code: the leader alone drafts, and one message a step goes each way instead of four
     collectives; ranks come and go; several requests share a step; sampled requests work, for the choice at a position is a
-    function of seed and position. A walk whose first token is not the leader's is left out: in half precision two ranks may see
-    a near-tie differently.
+    function of seed and position. A walk whose first token is not the leader's is left out: ranks on processors of different
+    kinds, or with ``engine.exact`` as ``rounding``, may see a near-tie differently.
 
     Example: root 7 with the branches 1 2 and 3, two ranks. The leader computes 7 1 2, the other rank 7 3. The target says 3 after
     7 and 5 after 3: the leader's walk emits 3, the other's emits 3 5 and wins. The leader's next step begins with 3 5, of which

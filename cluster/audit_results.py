@@ -42,8 +42,8 @@ class Difference:
     def gap(self) -> float | None:
         """How much likelier the model finds plain decoding's token than the one served, as a difference of log-probabilities.
 
-        In a type of few bits, such as bfloat16, near-ties may part: the gap is then within the rounding of the logits. A large
-        one is a fault.
+        Where the model is not served exactly, near-ties may part: the gap is then within the rounding of the logits. A large one,
+        or any where it is, is a fault.
         """
         if self.served_logprob is None or self.plain_logprob is None:
             return None

@@ -20,7 +20,7 @@ from decoding.jit import NATIVE
 from engine.native.threads import on_threads
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_WORTH_THREADS = 1 << 15  # products: some microseconds, as much as it takes to wake a thread
+_WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
 
 
 @cache

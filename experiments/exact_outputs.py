@@ -433,7 +433,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     peers = transformers_answers(asks, args, kept, say) if args.peer_asks else []
     if args.vllm is not None:
         peers += vllm_answers(asks, args, kept, say)
-    return {"asks": len(asks), "records": len(asks) // len(DRAWS), "cases": rows, "peers": peers}
+    return {"model": args.model, "asks": len(asks), "records": len(asks) // len(DRAWS), "cases": rows, "peers": peers}
 
 
 @contextmanager

@@ -15,7 +15,6 @@ Parts, in the order in which they run, and the time that each is given. Those wi
                  decoding on the same record; transformers' generate (sdpa, its default cache) along the same
     strict *     outputs of random weights, drafts beside plain decoding: how many are identical, to the token                30 s
     host *       ms of a step around the forward, by phase (goal: 0.3 together)                                               20 s
-    near_ties *  how often rounding decides a token between forwards of one row and of trees                                  30 s
     energy *     J/token by NVML, idle power included                                                                         35 s
     shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and the exchange      20 s
                  between processes of this host: a prediction from parts, no run on 8 GPUs

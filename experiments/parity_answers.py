@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NEAR = 0.02  # logarithms of probabilities: batches of other sizes round differently, more so in half precision
+NEAR = 0.02  # logarithms of probabilities: where a model is not served exactly, batches of other sizes round differently
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from experiments.report_exact import exact_outputs, near_ties
 from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
 from experiments.report_simulation import deployments, published, validation
@@ -112,17 +111,12 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
-GPU: dict[str, Source] = {
-    "near-ties": Source(("2026-11-22-near-ties.json", "2026-11-22-near-ties-2.json"), near_ties),
-    "exact-outputs": Source(("2026-11-22-exact-outputs.json",), exact_outputs),
-}
 OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults)}
 DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,
     "docs/simulation.md": SIMULATION,
     "docs/operations.md": OPERATIONS,
-    "docs/gpu.md": GPU,
 }
 
 

@@ -1,4 +1,4 @@
-"""Whether drafts change an output: engines against plain decoding in the same kind of runner, and how near-ties fall."""
+"""Whether drafts change an output: engines against plain decoding in the same kind of runner."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import numpy as np
 from experiments.contestants import Prompt
 from experiments.gpu import models
 from experiments.gpu.report import Report, Setting
-from experiments.gpu.texts import known_of, read_texts
+from experiments.gpu.texts import read_texts
 from experiments.gpu.traces import PLAIN, STRATEGIES, Engines
 
 _PROMPT, _OUTPUT = 256, 64  # tokens: of the end of each prompt, and of an output
 _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: drafts are refused in places
-_TREE_ROWS = (2, 8, 16, 64)
-_TEXTS = 2  # of the near-ties
 
 
-def measure_strict(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
+def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``strict``: outputs that are identical to plain decoding's, and the first token where others part."""
     assert report.job.size is not None, report.job
     bench = models.bench(report.job.size, setting, report, kept)
@@ -70,27 +68,3 @@ def _compare(
                 pairs = enumerate(zip(plain, run.outputs[0], strict=False))
                 row["parted_at"].append(next((at for at, (one, other) in pairs if one != other), len(plain)))
     return {name: row | {"tokens_per_step": round(row["tokens"] / max(1, row["steps"]), 3)} for name, row in found.items()}
-
-
-def measure_near_ties(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
-    """The part ``near_ties``: see ``experiments.near_ties``, for each kind of runner."""
-    from experiments.near_ties import measure
-
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
-    size = models.SIZES[bench.size]
-    prompts = read_texts(setting, bench.loaded.vocab_size, size.context, report)[:_TEXTS]
-    count = min(_OUTPUT, size.context // 8)
-    texts = [(prompt.ids[-_PROMPT:], known_of(prompt)[:count]) for prompt in prompts]
-    rows = [each for each in _TREE_ROWS if each <= max(size.rows)]
-    for kind in setting.kinds:
-        if report.left_s() < 0:
-            report.say(f"no time is left for {kind}")
-            break
-        with report.attempt(kind):
-            runner = bench.runner(kind, report)
-            found = measure(runner, texts, rows, setting.seed)
-            report.found[kind] = found
-            for case in found["cases"]:
-                what = f"{kind} {case['rows']} rows: {case['trees']['flips']} of {found['tokens']} tokens flip"
-                report.line(what, f"noise {case['noise']:.4g}", f"guard leaves {case['left']}")

@@ -88,7 +88,7 @@ def build_runner(kind: str, model: PreTrainedModel, capacity: int) -> ModelRunne
 
     Args:
         kind: ``eager``, kernel by kernel (``ModelRunner``); ``graphs``, captured CUDA graphs (``engine.static_runner``);
-            ``strict``, rows that are the same bits in every batch (``engine.strict``), as graphs where there can be any;
+            ``strict``, rows that have the same bits in any company (``engine.exactness``), as graphs where there can be any;
             ``compiled``, graphs of compiled layers.
         model: to run.
         capacity: entries of the slot.
