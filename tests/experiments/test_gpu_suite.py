@@ -274,7 +274,7 @@ def test_tests_for_a_gpu_can_be_collected_on_a_bare_machine(tmp_path: Path) -> N
         "engine/test_slot_attention",
         "engine/test_static_runner",
         "engine/test_attention_parts",
-        "lossless/test_strict",
+        "lossless/test_exactness",
     ):
         assert f"tests/{name}.py" in files and f"tests/{name}.py::" in ran.stdout
 
