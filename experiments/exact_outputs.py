@@ -40,7 +40,7 @@ from decoding.request import PLAIN, Request, SamplingParams
 from engine.chat import render_chat
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer, load_weights
+from engine.loading import load_tokenizer
 from experiments.guided import SIZES, random_model
 from experiments.record import ROOT, git_state, write_record
 from experiments.run_options import DTYPES, parsed, refused, run_parser
@@ -268,6 +268,8 @@ def transformers_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Ke
     greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
     wanted = "transformers", "transformers, prompt lookup", "transformers at 8"
     if any(kept.missing(name, greedy) for name in wanted):
+        from engine.loading import load_weights  # which revisions that speeds are compared with need not have
+
         model = load_weights(args.path, "auto" if args.dtype == "auto" else getattr(torch, args.dtype), "sdpa").eval()
         settings: dict[str, Any] = {"max_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
         for name in wanted:
@@ -440,7 +442,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def model_folder(args: argparse.Namespace) -> Iterator[str]:
     """The model as engines load it: random weights of a size of ``guided`` are written to a folder that goes."""
     if args.model not in SIZES:
-        yield find_model(args.model)
+        from engine.model_files import find_files
+
+        yield find_files(find_model(args.model))  # a folder, which other revisions know, too
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(find_model(args.tokenizer))
