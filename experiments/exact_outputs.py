@@ -38,7 +38,7 @@ from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, Spec
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.chat import render_chat
-from engine.engine import Engine
+from engine.engine import Engine, load_runner
 from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.guided import SIZES, random_model
@@ -268,7 +268,7 @@ def transformers_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Ke
     greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
     wanted = "transformers", "transformers, prompt lookup", "transformers at 8"
     if any(kept.missing(name, greedy) for name in wanted):
-        from engine.loading import load_weights  # which revisions that speeds are compared with need not have
+        from engine.loading import load_weights  # imported here: revisions that speeds are compared with need not have it
 
         model = load_weights(args.path, "auto" if args.dtype == "auto" else getattr(torch, args.dtype), "sdpa").eval()
         settings: dict[str, Any] = {"max_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
@@ -402,10 +402,27 @@ def _ratio(both: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
 
 
+def time_check(args: argparse.Namespace) -> list[float]:
+    """Seconds that the check at start takes, five times."""
+    from engine import exactness  # as ``load_weights`` above
+
+    model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
+    _, runner = load_runner(model, EngineOptions(2), SpeculationOptions(PLAIN), 1)
+    found = []
+    for _ in range(5):
+        started = time.perf_counter()
+        fault = exactness.check(runner)
+        found.append(time.perf_counter() - started)
+        assert fault is None, fault
+    return found
+
+
 def print_tables(results: dict[str, Any]) -> None:
     """A line for each case."""
     for row in results.get("cases", []) + results.get("peers", []):
         print(f"{row['case']:<42} {row['equal']:>4} of {row['answers']:<4} are those of {row['with']}, {row['tokens']:,} tokens")
+    if "check_s" in results:
+        print(f"the check at start takes {statistics.median(results['check_s']):.2f} s")
     for name, row in results.get("against", {}).get("cases", {}).items():
         low, high = row["spread"]
         speeds = f"{row['median']['this']:.1f} tok/s beside {row['median']['other']:.1f}"
@@ -432,10 +449,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for case in wanted:
         reference = "plain, second turn" if case.turn else "plain at 1"
         rows.append(compared(kept, case.name, reference))
+    check_s = time_check(args)
     peers = transformers_answers(asks, args, kept, say) if args.peer_asks else []
     if args.vllm is not None:
         peers += vllm_answers(asks, args, kept, say)
-    return {"model": args.model, "asks": len(asks), "records": len(asks) // len(DRAWS), "cases": rows, "peers": peers}
+    return {
+        "model": args.model,
+        "asks": len(asks),
+        "records": len(asks) // len(DRAWS),
+        "check_s": check_s,
+        "cases": rows,
+        "peers": peers,
+    }
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
 from experiments.report_simulation import deployments, published, validation
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
-from experiments.report_tables import cache_figures, rank_faults, shared_trie, trie_ablation
+from experiments.report_tables import cache_figures, exact_cost, rank_faults, shared_trie, trie_ablation
 from experiments.report_values import Table
 from experiments.scaling_tables import forms
 
@@ -111,12 +111,14 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
+EXACTNESS = {"exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost)}
 OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults)}
 DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,
     "docs/simulation.md": SIMULATION,
     "docs/operations.md": OPERATIONS,
+    "docs/exactness.md": EXACTNESS,
 }
 
 

@@ -131,6 +131,16 @@ def exact_outputs(*results: Results) -> Table:
     return table_of("", ("", *(found["model"] for found in results)), rows)
 
 
+def exact_cost(results: Results) -> Table:
+    """``experiments.exact_outputs --against``: tokens per second beside those of another revision, and the ratio of the times."""
+    rows = []
+    for name, case in results["against"]["cases"].items():
+        low, high = case["spread"]
+        speeds = (f"{case['median'][who]:,.0f}" for who in ("this", "other"))
+        rows.append([Cell(name), *map(Cell, speeds), Cell(f"{case['times_as_long']:.2f} ({low:.2f}-{high:.2f})")])
+    return table_of("", ("", "tokens per second", "with near-ties left to rounding", "times as long"), rows)
+
+
 def _equal(cases: Sequence[Mapping[str, Any]]) -> str:
     if not cases:
         return ""
