@@ -126,8 +126,9 @@ def exact_outputs(*results: Results) -> Table:
                 parts = [own] if "auto" in title or "plain" in title else [[each] for each in own]
             else:
                 parts = [[[case for case in counted if case["case"] not in named and case["case"] not in _REFERENCES]]]
-            row.append(Cell("; ".join(_equal([case for each in part for case in each]) for part in parts)))
-        rows.append(row)
+            row.append(Cell("; ".join(filter(None, (_equal([case for each in part for case in each]) for part in parts)))))
+        if any(cell.text for cell in row[1:]):  # of what was asked
+            rows.append(row)
     return table_of("", ("", *(found["model"] for found in results)), rows)
 
 
