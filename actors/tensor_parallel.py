@@ -6,7 +6,7 @@ know no tree mask. Facts of version 0.19 that are provided for here, beside thos
 
 - a rank that waits for one that has died spins for ever: ``actors.sharded_group`` watches, and ends it;
 - sums of float64 are left out without a word: such models are refused;
-- its linear layers call torch's product: ``row_parts`` puts ``engine.row_linear`` in their places, as in a whole model.
+- its linear layers call torch's product: ``row_parts`` puts plain ones in their places, which are computed as in a whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.ranks import GroupError
 from actors.shard import Part, Shard
 from actors.shared_sums import settle
 from engine.errors import one_line
-from engine.row_linear import RowLinear, has_kernels
+from engine.row_linear import has_kernels
 from engine.runner import kv_shape
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _RowSum(torch.nn.Module):
         super().__init__()
         from deepspeed import comm
 
-        self.linear, self.bias = RowLinear(linear), bias
+        self.linear, self.bias = linear, bias
         self._sum, self._group, self._columns = comm.inference_all_reduce, group, columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,10 @@ class _RowSum(torch.nn.Module):
 
 @torch.inference_mode()
 def row_parts(model: PreTrainedModel) -> int:
-    """Replaces DeepSpeed's linear layers in place, where there is compiled code; returns how many. The sums stay DeepSpeed's."""
+    """Replaces DeepSpeed's linear layers by torch's in place, where there is compiled code; returns how many.
+
+    ``engine.row_linear`` finds these. The sums stay DeepSpeed's.
+    """
     if not has_kernels(model.device, model.dtype):
         return 0
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, LmHeadLinearAllreduce
@@ -126,7 +129,7 @@ def row_parts(model: PreTrainedModel) -> int:
         parent, _, child = name.rpartition(".")
         replaced: torch.nn.Module
         if type(module) is LinearLayer:
-            replaced = RowLinear(_linear(module.weight, module.bias))
+            replaced = _linear(module.weight, module.bias)
         else:
             columns = None
             if type(module) is LmHeadLinearAllreduce:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import Segment
@@ -15,7 +16,7 @@ from engine.native.threads import on_threads
 from engine.row_linear import DTYPES, has_kernels
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.native.attention import Layer
+    from engine.native.attention import Layer, Rows
 
 ENTRY_STEP = 16  # numbers of a vector
 _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
@@ -53,6 +54,37 @@ class RowAttention:
         return sizes and query.dtype == key.dtype == value.dtype == shape.dtype
 
 
+def request_rows(
+    cache: SlotCache, segments: Sequence[Segment], positions: npt.NDArray[np.int64]
+) -> tuple[ctypes.Array[Rows], list[object]]:
+    """The rows of the requests of a forward for compiled code, and what must live as long as they are used.
+
+    Args:
+        cache: the slots of the segments.
+        segments: of the batch.
+        positions: [rows of the batch], contiguous.
+    """
+    from engine.native.attention import Rows
+
+    kept: list[object] = [positions, *segments]  # whose addresses are used
+    found = (Rows * len(segments))()
+    for entry, segment in zip(found, segments, strict=True):
+        mask, before = segment.mask, len(segment.before)  # what compiled code would not notice is checked here
+        assert 0 <= segment.slot < cache.slots and 0 < segment.rows <= cache.capacity - segment.start - before, segment
+        seen = segment.rows, before + segment.rows
+        assert mask is None or (mask.shape == seen and mask.flags.c_contiguous and mask.itemsize == 1), mask
+        assert mask is not None or not before, segment
+        entry.slot, entry.start, entry.offset, entry.rows = segment.slot, segment.start, segment.offset, segment.rows
+        entry.mask, entry.before = 0 if mask is None else mask.ctypes.data, before
+        entry.positions = positions.ctypes.data + segment.offset * 8
+        if before:
+            own = positions[segment.offset : segment.offset + segment.rows]
+            all_positions = np.concatenate((np.array(segment.before, np.int64), own))
+            kept.append(all_positions)
+            entry.positions = all_positions.ctypes.data
+    return found, kept
+
+
 class RowStep:
     """The segments of one forward."""
 
@@ -63,28 +95,12 @@ class RowStep:
             segments: of the batch.
             positions: [rows of the batch] int64.
         """
-        from engine.native.attention import Layer, Rows
+        from engine.native.attention import Layer
 
         self._attention = attention
-        self._kept: list[object] = [positions, *segments]  # whose addresses are used
-        self._rows = (Rows * len(segments))()
-        slots, capacity = attention.cache.slots, attention.cache.capacity
-        for entry, segment in zip(self._rows, segments, strict=True):
-            mask, before = segment.mask, len(segment.before)  # what compiled code would not notice is checked here
-            assert 0 <= segment.slot < slots and 0 < segment.rows <= capacity - segment.start - before, segment
-            seen = segment.rows, before + segment.rows
-            assert mask is None or (mask.shape == seen and mask.flags.c_contiguous and mask.itemsize == 1), mask
-            assert mask is not None or not before, segment
-            entry.slot, entry.start, entry.offset, entry.rows = segment.slot, segment.start, segment.offset, segment.rows
-            entry.mask, entry.before = 0 if mask is None else mask.ctypes.data, before
-            entry.positions = positions.data_ptr() + segment.offset * 8
-            if before:
-                own = positions[segment.offset : segment.offset + segment.rows]
-                all_positions = np.concatenate((np.array(segment.before, np.int64), own.numpy()))
-                self._kept.append(all_positions)
-                entry.positions = all_positions.ctypes.data
+        self._rows, self._kept = request_rows(attention.cache, segments, positions.numpy())
         shape = attention.cache.shape
-        self._layer: Layer = Layer(capacity=capacity, kv_heads=shape.kv_heads, head_dim=shape.entry_size)
+        self._layer: Layer = Layer(capacity=attention.cache.capacity, kv_heads=shape.kv_heads, head_dim=shape.entry_size)
         self._layer.requests = ctypes.addressof(self._rows)
         self._layer.num_requests = len(segments)
         self._count = sum(segment.rows for segment in segments)

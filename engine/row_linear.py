@@ -1,7 +1,4 @@
-"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.native.linear``.
-
-The weights stay where they are, so that nothing is held twice, and who changes them need not say so.
-"""
+"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.native.linear``."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from decoding.jit import NATIVE
 from engine.native.threads import on_threads
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_PANEL, _STEPS, _COUNTER = 32, 2, 64  # as those of ``engine.native.linear``, which is imported where numba is installed
 _WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
 
 
@@ -33,117 +31,205 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.float16 or "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class PanelWeight(torch.Tensor):
+    """A matrix, or several, whose numbers lie in the order in which ``linear`` reads them: [..., outputs, size].
+
+    The memory holds panels, [..., outputs / 32, size / pair, 32, pair] with pairs in bfloat16, filled up with zeros. Products,
+    embeddings and single matrices of several take it as it is. Whatever else is done with it is done with a copy in the usual
+    order, which is written back where it was changed in place.
+    """
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> PanelWeight:
+        """The same numbers, in memory of their own.
+
+        Args:
+            weight: [..., outputs, size], of a type in ``DTYPES``.
+        """
+        outputs, size = weight.shape[-2:]
+        multiple = _STEPS * _pair(weight.dtype)
+        whole = -(-outputs // _PANEL) * _PANEL, -(-max(size, 1) // multiple) * multiple
+        made = weight.new_empty(*weight.shape[:-2], *whole)[..., :outputs, :size].as_subclass(PanelWeight)
+        made._write(weight)
+        return made
+
+    def _panels(self) -> torch.Tensor:
+        """[..., panels, size / pair, 32, pair], of all that is in the memory."""
+        plain = self.as_subclass(torch.Tensor)
+        *leading, wide, _ = plain.stride()
+        pair, count = _pair(plain.dtype), -(-plain.shape[-2] // _PANEL)
+        shape = (*plain.shape[:-2], count, wide // pair, _PANEL, pair)
+        return plain.as_strided(shape, (*leading, _PANEL * wide, _PANEL * pair, pair, 1))
+
+    def _write(self, weight: torch.Tensor) -> None:
+        outputs, size = weight.shape[-2:]
+        panels = self._panels()
+        *leading, count, steps, _, pair = panels.shape
+        filled = torch.nn.functional.pad(weight, (0, steps * pair - size, 0, count * _PANEL - outputs))
+        panels.copy_(filled.view(*leading, count, _PANEL, steps, pair).transpose(-3, -2))
+
+    def plain(self) -> torch.Tensor:
+        """A copy in the usual order."""
+        panels = self._panels()
+        *leading, count, steps, _, pair = panels.shape
+        filled = panels.transpose(-3, -2).reshape(*leading, count * _PANEL, steps * pair)
+        return filled[..., : self.shape[-2], : self.shape[-1]]
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[..., size]: what belongs to some outputs of a single matrix, as an embedding."""
+        found = self._panels()[outputs // _PANEL, :, outputs % _PANEL]
+        return found.flatten(-2)[..., : self.shape[1]]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See the class."""
+        kwargs = kwargs or {}
+        if func in _SAME_KIND or (func is torch.Tensor.__getitem__ and args[0].dim() > 2 and type(args[1]) is int):
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.nn.functional.linear and type(args[1]) is PanelWeight:
+                return linear(*args, **kwargs)
+            if func is torch.nn.functional.embedding and type(args[1]) is PanelWeight:
+                return args[1].rows(args[0])
+            if func in _OF_THE_SHAPE:
+                return func(*args, **kwargs)
+            changed = [each for each in args[:1] if type(each) is PanelWeight and _in_place(func)]
+            found = func(*map(_usual, args), **{name: _usual(each) for name, each in kwargs.items()}) if not changed else None
+            for weight in changed:
+                usual = weight.plain()
+                func(usual, *map(_usual, args[1:]), **kwargs)
+                weight._write(usual)
+                found = weight
+            return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Torch's own keeps the shape and not the memory."""
+        memo[id(self)] = copied = _parameter(self.plain())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As ``__deepcopy__``."""
+        return _parameter, (self.plain(),)
+
+
+def _parameter(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(PanelWeight.of(weight), requires_grad=False)
+
+
+def _pair(dtype: torch.dtype) -> int:
+    """Numbers of an output that lie side by side."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def _usual(value: Any) -> Any:
+    return value.plain() if type(value) is PanelWeight else value
+
+
+def _in_place(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+_SAME_KIND = (torch.Tensor.detach, torch.Tensor.requires_grad_)
+_OF_THE_SHAPE = {
+    *(getattr(torch.Tensor, name) for name in (
+        "dim", "size", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr", "untyped_storage",
+        "is_floating_point", "is_complex", "__len__",
+    )),
+    *(getattr(torch.Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "itemsize", "nbytes", "grad", "is_leaf",
+        "grad_fn", "is_cuda", "is_sparse", "is_quantized",
+    )),
+}  # fmt: skip
+
+
+_NO_PRODUCTS = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
+
+
+def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As ``torch.nn.functional.linear``; each row has the same bits whatever rows are computed with it.
 
     Args:
         input: [..., size], of a type in ``DTYPES``.
         weight: [outputs, size] of the same type.
-        bias: [outputs].
+        bias: [outputs] of the same type.
 
     Returns:
         [..., outputs].
     """
-    outputs, size = weight.shape
-    group, kernel, address, job_type, counters = _kernel(DTYPES[input.dtype])
-    assert input.dtype == weight.dtype and input.shape[-1] == size, (input.dtype, weight.dtype, input.shape, weight.shape)
-    if outputs < group:
-        weight = torch.nn.functional.pad(weight, (0, 0, 0, group - outputs))
-        bias = None if bias is None else torch.nn.functional.pad(bias, (0, group - outputs))
-        return linear(input, weight, bias)[..., :outputs]
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
+    memory = weight.as_subclass(torch.Tensor)
+    (outputs, size), wide = memory.shape, memory.stride(0)
+    assert input.dtype == memory.dtype and input.shape[-1] == size, (input.dtype, memory.dtype, input.shape, memory.shape)
+    kernel, address, job_type = _kernel(DTYPES[input.dtype])
+    if not size:  # of what has no numbers torch tells no address
+        return torch.nn.functional.linear(input, weight.plain(), bias)
     rows = input.reshape(math.prod(input.shape[:-1]), size)
-    if rows.stride(1) != 1:
+    if wide > size:
+        rows = torch.nn.functional.pad(rows, (0, wide - size))
+    elif rows.stride(1) != 1:
         rows = rows.contiguous()
-    count = rows.shape[0]
+    count, of_number = rows.shape[0], input.element_size()
     output = input.new_empty(count, outputs)
-    biases = _zeros(outputs) if bias is None else bias.float()
+    bias = None if bias is None else filled_up(bias)
     threads = torch.get_num_threads() if count * outputs * size >= _WORTH_THREADS else 1
-    taken = (ctypes.c_int64 * counters(threads))()
-    wide = input.element_size()
+    taken = ctypes.create_string_buffer(_COUNTER * (threads + 1))
     job = job_type(
-        rows.data_ptr(), rows.stride(0) * wide, weight.data_ptr(), weight.stride(0) * wide, biases.data_ptr(), output.data_ptr(),
-        outputs * wide, count, size, outputs, threads, ctypes.addressof(taken),
+        rows.data_ptr(), rows.stride(0) * of_number, memory.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, 0, 0,
+        output.data_ptr(), outputs * of_number, count, wide, outputs, threads, ctypes.addressof(taken),
     )  # fmt: skip
     if threads == 1 or not on_threads(address, ctypes.addressof(job), threads):
         kernel(ctypes.addressof(job))
     return output.view(*input.shape[:-1], outputs)
 
 
+def filled_up(bias: torch.Tensor) -> torch.Tensor:
+    """[outputs] with zeros behind them, as many as panels have outputs."""
+    missing = -len(bias) % _PANEL
+    return torch.nn.functional.pad(bias, (0, missing)) if missing else bias.contiguous()
+
+
 @cache
-def _kernel(dtype: str) -> tuple[int, Callable[[int], None], int, Callable[..., ctypes.Structure], Callable[[int], int]]:
+def _kernel(dtype: str) -> tuple[Callable[[int], None], int, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.native.linear import GROUP, Linear, counters, entry_point
+    from engine.native.linear import COUNTER, PANEL, STEPS, Linear, entry_point
 
+    assert (PANEL, STEPS, COUNTER) == (_PANEL, _STEPS, _COUNTER)
     address: int = entry_point(dtype).address
-    return GROUP, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address, Linear, counters
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address, Linear
 
 
-_kept_zeros = torch.zeros(0)
-
-
-def _zeros(count: int) -> torch.Tensor:
-    """So many zeros at least."""
-    global _kept_zeros
-    if len(_kept_zeros) < count:
-        _kept_zeros = torch.zeros(2 * count)
-    return _kept_zeros
-
-
-class RowLinear(torch.nn.Linear):
-    """A linear layer by ``linear``."""
-
-    def __init__(self, layer: torch.nn.Linear | Conv1D) -> None:
-        """Takes over the parameters of a layer. A ``Conv1D``'s weight keeps its shape, and is laid out anew."""
-        outputs, inputs = layer.weight.shape if isinstance(layer, torch.nn.Linear) else layer.weight.shape[::-1]
-        super().__init__(inputs, outputs, layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        self._turned = not isinstance(layer, torch.nn.Linear)
-        if self._turned:
-            self.weight.data = self.weight.data.t().contiguous().t()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
-        return linear(input, self.weight.t() if self._turned else self.weight, self.bias)
-
-
-class RowWeight(torch.Tensor):
-    """A weight that its module hands to ``torch.nn.functional.linear`` itself, as routers and experts do."""
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``linear`` in the place of torch's. One expert of several is such a weight, too; other results are plain tensors."""
-        if func in _SAME_KIND:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return (linear if func is torch.nn.functional.linear else func)(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """As torch's own, which wants all that it makes on the way to be of this class."""
-        memo[id(self)] = copied = torch.nn.Parameter(self.clone(), requires_grad=False)
-        return copied
-
-
-_SAME_KIND = (torch.Tensor.__getitem__, torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.to)
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def row_linears(model: PreTrainedModel) -> int:
-    """Has a model's products computed by ``linear``, in place, where there is compiled code; returns how many layers."""
+    """Has a model's products computed by ``linear``, in place, where there is compiled code; returns of how many weights.
+
+    Each weight is laid out anew, one after another, so that hardly more memory is taken. An embedding that a layer shares stays
+    shared. A ``Conv1D`` becomes a ``Linear``.
+    """
     if not has_kernels(model.device, model.dtype):
         return 0
-    replaced = 0
     for name, module in list(model.named_modules()):
-        if type(module) in (torch.nn.Linear, Conv1D):
-            if module.weight.dtype == model.dtype:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, RowLinear(module))
-                replaced += 1
-        elif not isinstance(module, torch.nn.Embedding | RowLinear):
-            for own, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.dim() > 1 and type(parameter) is torch.nn.Parameter and parameter.dtype == model.dtype:
-                    weight = parameter.detach().as_subclass(RowWeight)
-                    setattr(module, own, torch.nn.Parameter(weight, requires_grad=False))
-                    replaced += 1
-    return replaced
+        if type(module) is Conv1D:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, _as_linear(module))
+    holders: dict[int, tuple[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is torch.nn.Parameter and parameter.dim() > 1 and parameter.dtype == model.dtype:
+                holders.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    made = 0
+    while holders:  # each weight is let go before the next one is laid out
+        _, (parameter, places) = holders.popitem()
+        if all(isinstance(module, _NO_PRODUCTS) for module, _ in places):
+            continue
+        panels = _parameter(parameter.detach())
+        for module, name in places:
+            setattr(module, name, panels)
+        made += 1
+    return made
+
+
+def _as_linear(layer: Conv1D) -> torch.nn.Linear:
+    inputs, outputs = layer.weight.shape
+    made = torch.nn.Linear(inputs, outputs, device="meta")
+    made.weight, made.bias = torch.nn.Parameter(layer.weight.detach().t(), requires_grad=False), layer.bias
+    return made

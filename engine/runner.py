@@ -18,6 +18,7 @@ from engine.kv_cache import KVShape, SlotCache
 from engine.row_attention import ENTRY_STEP, RowAttention
 from engine.row_cut import cut
 from engine.row_linear import has_kernels, row_linears
+from engine.row_model import RowModel
 from engine.thin_modules import thin_modules
 
 
@@ -81,10 +82,11 @@ class ModelRunner:
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
-        self._probe(shape)
+        windows = self._probe(shape)
+        self._whole = RowModel.over(model, self.cache, windows) if fixed_rows is None else None
 
-    def _probe(self, shape: KVShape) -> None:
-        """Runs one row, so that a model that cannot be served fails at start and not in a request."""
+    def _probe(self, shape: KVShape) -> dict[int, int | None]:
+        """Runs one row, so that a model that cannot be served fails at start and not in a request; returns the layers' windows."""
         zero = np.zeros(1, np.int64)
         batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
         try:
@@ -104,6 +106,7 @@ class ModelRunner:
         silent = [layer for layer, kind in pairs if kind == "sliding_attention" and context.windows[layer] is None]
         if silent:
             raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
+        return context.windows
 
     def form(self) -> dict[str, Any]:
         """How forwards are computed, where that changes what they take: as JSON values."""
@@ -136,6 +139,8 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, in one."""
+        if self._whole is not None:
+            return self._whole.forward(batch)
         return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
 
     @torch.inference_mode()

@@ -30,7 +30,7 @@ class CompiledNorm(torch.nn.Module):
     def __init__(self, weight: torch.nn.Parameter, epsilon: float) -> None:
         """Takes over the weight of a norm: [size], of a type in ``DTYPES``, a multiple of sixteen."""
         super().__init__()
-        self.weight, self._size, self._epsilon = weight, weight.shape[0], epsilon
+        self.weight, self.variance_epsilon, self._size = weight, epsilon, weight.shape[0]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
@@ -39,7 +39,7 @@ class CompiledNorm(torch.nn.Module):
         rows = hidden_states.contiguous()
         output = torch.empty_like(rows)
         kernel, job_type = _norm_kernel(DTYPES[weight.dtype])
-        job = job_type(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self._epsilon)
+        job = job_type(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self.variance_epsilon)
         kernel(ctypes.addressof(job))
         return output
 

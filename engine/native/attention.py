@@ -26,7 +26,6 @@ from engine.native.lanes import (
     byte_at,
     bytes_of,
     claim,
-    counted,
     divide,
     exponential,
     int_at,
@@ -43,6 +42,7 @@ from engine.native.lanes import (
     subtract,
     total,
     totals,
+    wait_for,
 )
 
 BLOCK = 16  # rows that go through the keys together
@@ -97,9 +97,9 @@ class Layer(ctypes.Structure):
     )
 
 
-_LAYER, _ROWS = np.dtype(Layer), np.dtype(Rows)
+LAYER, ROWS = np.dtype(Layer), np.dtype(Rows)
 _TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks.offset
-_SIGNATURE = types.void(types.CPointer(from_dtype(_LAYER)))
+_SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 
 @compiled
@@ -343,40 +343,52 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 
 
 @compiled
-def _work(layer: Any, at: int, requests: Any, like: Any) -> None:
-    """What every thread does: stores keys and values, waits until all are stored, and takes blocks of rows until none is left."""
-    heads, longest = layer.num_requests * layer.kv_heads, 0
-    while True:
-        item = claim(at + _TAKEN)
-        if item >= heads:
-            break
-        _keep(layer, requests[item // layer.kv_heads], item % layer.kv_heads, like)
-        claim(at + _STORED)
-    for request in range(layer.num_requests):
+def blocks_of(requests: Any, layer: Any) -> int:
+    """How many blocks of rows a layer has."""
+    count = 0
+    for request in range(len(requests)):
+        count += (layer.group * requests[request].rows + BLOCK - 1) // BLOCK * layer.kv_heads
+    return count
+
+
+@compiled
+def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
+    """What every thread does once all keys and values are stored: takes blocks of rows until none is left; returns how many."""
+    longest, done = 0, 0
+    for request in range(len(requests)):
         rows = requests[request]
         longest = max(longest, rows.start + rows.before + rows.rows)
     scratch = np.empty(BLOCK * (longest + 2 * WIDTH), np.float32)
-    while counted(at + _STORED) < heads:
-        pass
-    block, request, begun = claim(at + _BLOCKS), 0, 0  # the blocks before those of ``request``
-    while request < layer.num_requests:
+    block, request, begun = claim(taken), 0, 0  # the blocks before those of ``request``
+    while request < len(requests):
         rows = requests[request]
         places = layer.group * rows.rows
         blocks = (places + BLOCK - 1) // BLOCK
         if block - begun < blocks * layer.kv_heads:
             head, first = (block - begun) // blocks, (block - begun) % blocks * BLOCK
             _attend(layer, rows, head, first, min(BLOCK, places - first), scratch, like)
-            block = claim(at + _BLOCKS)
+            block, done = claim(taken), done + 1
         else:
             begun += blocks * layer.kv_heads
             request += 1
+    return done
 
 
 @compiled
 def _run(job: Any, like: Any) -> None:
+    """What every thread does: stores keys and values, waits until all are stored, and computes."""
     layers = carray(job, 1)
-    layer = layers[0]
-    _work(layer, layers.ctypes.data, carray(address_of(layer.requests), layer.num_requests, _ROWS), like)
+    layer, at = layers[0], layers.ctypes.data
+    requests = carray(address_of(layer.requests), layer.num_requests, ROWS)
+    heads = layer.num_requests * layer.kv_heads
+    while True:
+        item = claim(at + _TAKEN)
+        if item >= heads:
+            break
+        _keep(layer, requests[item // layer.kv_heads], item % layer.kv_heads, like)
+        claim(at + _STORED)
+    wait_for(at + _STORED, heads)
+    attend_blocks(layer, requests, at + _BLOCKS, like)
 
 
 def _bfloat16(job: Any) -> None:

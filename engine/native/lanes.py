@@ -12,14 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
+
+from decoding.jit import compiled
 
 WIDTH = 16
 
 _FLOAT, _INT, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _FLOATS, _INTS, _HALVES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH), ir.VectorType(_HALF, WIDTH)
-_FLOAT16S = ir.VectorType(ir.HalfType(), WIDTH)
+_FLOAT16S, _LONG = ir.VectorType(ir.HalfType(), WIDTH), ir.IntType(64)
+_SPINS = 4096
 
 Generator = Callable[[Any, Any, Any, Any], Any]
 
@@ -74,7 +77,7 @@ def _rounded(builder: Any, numbers: Any) -> Any:
 def bytes_of(typing: Any, like: Any) -> tuple[Any, Generator]:
     """Bytes of one number of a type."""
     size = 4 if like == types.float32 else 2
-    return types.int64(like), lambda context, builder, signature, args: ir.IntType(64)(size)
+    return types.int64(like), lambda context, builder, signature, args: _LONG(size)
 
 
 @primitive
@@ -268,40 +271,107 @@ def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     is below 2 units in the last place.
     """
 
+    return LANES(LANES), lambda context, builder, signature, args: _exponential(builder, args[0])
+
+
+def _exponential(builder: Any, numbers: Any) -> Any:
+    vanishing = builder.fcmp_ordered("<", numbers, _floats(-87.0))
+    x = builder.select(vanishing, _floats(-87.0), numbers)
+    half = builder.fsub(builder.fmul(x, _floats(1.44269504088896341)), _floats(0.5))
+    power = builder.fptosi(half, _INTS)  # cut towards zero, and so rounded to the nearest
+    n = builder.sitofp(power, _FLOATS)
+    r = builder.fsub(x, builder.fmul(n, _floats(0.693359375)))  # log 2 in two parts, the first without rounding
+    r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
+    series = _floats(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        series = _fused(builder, series, r, _floats(factor))
+    series = _fused(builder, series, builder.fmul(r, r), r)
+    series = builder.fadd(series, _floats(1.0))
+    scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
+    return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
+
+
+@primitive
+def silu(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+    """``x / (1 + exp(-x))`` of each number."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vanishing = builder.fcmp_ordered("<", args[0], _floats(-87.0))
-        x = builder.select(vanishing, _floats(-87.0), args[0])
-        half = builder.fsub(builder.fmul(x, _floats(1.44269504088896341)), _floats(0.5))
-        power = builder.fptosi(half, _INTS)  # cut towards zero, and so rounded to the nearest
-        n = builder.sitofp(power, _FLOATS)
-        r = builder.fsub(x, builder.fmul(n, _floats(0.693359375)))  # log 2 in two parts, the first without rounding
-        r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
-        series = _floats(1.9875691500e-4)
-        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            series = _fused(builder, series, r, _floats(factor))
-        series = _fused(builder, series, builder.fmul(r, r), r)
-        series = builder.fadd(series, _floats(1.0))
-        scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
-        return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
+        down = builder.bitcast(builder.or_(builder.bitcast(args[0], _INTS), _same(0x80000000)), _FLOATS)  # -|x|
+        power = _exponential(builder, down)
+        above = builder.select(builder.fcmp_ordered("<", args[0], _floats(0.0)), power, _floats(1.0))
+        return builder.fmul(args[0], builder.fdiv(above, builder.fadd(_floats(1.0), power)))
 
     return LANES(LANES), generate
 
 
 @primitive
+def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> tuple[Any, Generator]:
+    """Copies so many bytes from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        octets = ir.IntType(8).as_pointer()
+        source, target = (builder.inttoptr(address, octets) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@primitive
 def claim(typing: Any, address: Any) -> tuple[Any, Generator]:
     """Takes the next number from the int64 counter at an address; threads never get the same."""
-    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], 1)
+    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], _LONG(1))
+
+
+@primitive
+def count_on(typing: Any, address: Any, number: Any) -> tuple[Any, Generator]:
+    """Adds a number to the int64 counter at an address. Who sees the sum sees what this thread wrote before."""
+    return types.int64(types.int64, types.int64), lambda context, builder, signature, args: _count(builder, *args)
+
+
+def _count(builder: Any, address: Any, number: Any) -> Any:
+    return builder.atomic_rmw("add", builder.inttoptr(address, _LONG.as_pointer()), number, "acq_rel")
 
 
 @primitive
 def counted(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The int64 counter at an address, as the other threads have left it. What they wrote before they counted is there."""
-    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], 0)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _LONG.as_pointer()), "acquire", align=8)
+
+    return types.int64(types.int64), generate
 
 
-def _count(builder: Any, address: Any, number: int) -> Any:
-    counter = builder.inttoptr(address, ir.IntType(64).as_pointer())
-    return builder.atomic_rmw("add", counter, ir.IntType(64)(number), "acq_rel")
+@primitive
+def _pause(typing: Any) -> tuple[Any, Generator]:
+    """Tells the processor that this thread waits in a loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        triple = str(builder.module.triple)
+        kind = ir.FunctionType(ir.VoidType(), [_INT] if triple.startswith(("aarch64", "arm64")) else [])
+        if triple.startswith(("x86_64", "i686")):
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), ())
+        elif triple.startswith(("aarch64", "arm64")):
+            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=kind), (_INT(1),))
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_give_way = types.ExternalFunction("sched_yield", types.int32())
+
+
+@compiled
+def wait_for(address: int, number: int) -> None:
+    """Until the int64 counter at an address has reached a number; after some microseconds other threads may have the processor."""
+    turns = 0
+    while counted(address) < number:
+        turns += 1
+        if turns < _SPINS:
+            _pause()
+        else:
+            _give_way()
 
 
 @primitive
@@ -331,7 +401,7 @@ def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The int64 at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
+        return builder.load(builder.inttoptr(args[0], _LONG.as_pointer()))
 
     return types.int64(types.int64), generate
 

@@ -32,30 +32,36 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Norm))))
 
 
 @compiled
-def _normalise(norm: Any, like: Any) -> None:
+def normalise(input: int, weight: int, output: int, size: int, epsilon: float, like: Any) -> None:
     """``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded where Llama's module rounds: before the weight and after it."""
-    size, step = norm.size, bytes_of(like)
+    squares, step = splat(_FLOAT), bytes_of(like)
+    for first in range(0, size, WIDTH):
+        numbers = load(input + first * step, like)
+        squares = multiply_add(numbers, numbers, squares)
+    scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(epsilon)))
+    for first in range(0, size, WIDTH):
+        numbers = stored(multiply(load(input + first * step, like), scale), like)
+        store(output + first * step, multiply(numbers, load(weight + first * step, like)), like)
+
+
+@compiled
+def _run(job: Any, like: Any) -> None:
+    norm, wide = carray(job, 1)[0], bytes_of(like)
     for row in range(norm.rows):
-        squares, at = splat(_FLOAT), row * size * step
-        for first in range(0, size, WIDTH):
-            numbers = load(norm.input + at + first * step, like)
-            squares = multiply_add(numbers, numbers, squares)
-        scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(norm.epsilon)))
-        for first in range(0, size, WIDTH):
-            numbers = stored(multiply(load(norm.input + at + first * step, like), scale), like)
-            store(norm.output + at + first * step, multiply(numbers, load(norm.weight + first * step, like)), like)
+        at = row * norm.size * wide
+        normalise(norm.input + at, norm.weight, norm.output + at, norm.size, norm.epsilon, like)
 
 
 def _bfloat16(job: Any) -> None:
-    _normalise(carray(job, 1)[0], np.uint16(0))
+    _run(job, np.uint16(0))
 
 
 def _float16(job: Any) -> None:
-    _normalise(carray(job, 1)[0], np.int16(0))
+    _run(job, np.int16(0))
 
 
 def _float32(job: Any) -> None:
-    _normalise(carray(job, 1)[0], _FLOAT)
+    _run(job, _FLOAT)
 
 
 @cache

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import exactness
 from engine.attention import TREE_ATTENTION
-from engine.row_linear import RowLinear, RowWeight, has_kernels, linear, row_linears
+from engine.row_linear import PanelWeight, has_kernels, linear, row_linears
 from engine.runner import ModelRunner
 from tests.models import CONTEXT, FAMILIES
 
@@ -27,7 +27,7 @@ DTYPES = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 ]
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2e-6}
-# Numbers of a row, outputs: none, as in a slice of a small layer; rests of registers and groups; fewer outputs than a group has.
+# Numbers of a row, outputs: none, as in a slice of a small layer; rests of pairs and panels; fewer outputs than a panel has.
 SIZES = [(0, 3), (0, 40), (47, 0), (1, 5), (1, 192), (47, 17), (48, 192), (576, 5), (576, 1536), (1536, 17), (1536, 192)]
 
 bfloat16_only = pytest.mark.skipif(not has_kernels(torch.device("cpu"), torch.bfloat16), reason="numba is not installed")
@@ -65,25 +65,48 @@ def test_it_is_a_product(dtype: torch.dtype, size: int, outputs: int) -> None:
     wide = torch.randn(2, 7, size + 9).to(dtype)
     turned = torch.randn(2, size, 6).to(dtype).transpose(1, 2)  # the numbers of a row do not lie side by side
     kinds = (wide[0, :1, :size].contiguous(), wide[:, ::2, :size], wide[..., 9:], turned, wide[0, 3, :size], wide[:, :0, :size])
+    panels = PanelWeight.of(weight)
     for inputs in kinds:
         for own in (None, bias):
-            check_close(linear(inputs, weight, own), inputs, weight, own)
-    spread = torch.randn(size, outputs).to(dtype).t()
-    inputs = wide[..., :size]
-    assert torch.equal(linear(inputs, spread), linear(inputs, spread.contiguous()))
-    part = torch.randn(outputs, size + 3).to(dtype)[:, 3:]
-    assert torch.equal(linear(inputs, part, bias), linear(inputs, part.contiguous(), bias))
+            check_close(linear(inputs, panels, own), inputs, weight, own)
     with pytest.raises(AssertionError):
-        linear(wide[..., : size + 1], weight)
-    with pytest.raises(AssertionError):
-        linear(inputs, weight.double())
+        linear(wide[..., : size + 1], panels)
+    if size:
+        with pytest.raises(AssertionError):
+            linear(inputs.double(), panels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "outputs"), SIZES)
+def test_panels_hold_what_a_weight_holds(dtype: torch.dtype, size: int, outputs: int) -> None:
+    torch.manual_seed(size)
+    several = torch.randn(3, outputs, size).to(dtype)
+    made, inputs = PanelWeight.of(several), torch.randn(2, size).to(dtype)
+    assert made.shape == several.shape and made.dtype == dtype and torch.equal(made.plain(), several)
+    for number in range(3):
+        weight, own = several[number], made[number]
+        assert type(own) is PanelWeight and torch.equal(own.plain(), weight)
+        assert torch.equal(torch.nn.functional.linear(inputs, own), linear(inputs, PanelWeight.of(weight)))
+        if size and outputs:
+            tokens = torch.randint(outputs, (4, 2))
+            assert torch.equal(torch.nn.functional.embedding(tokens, own), weight[tokens])
+    for given, expected in ((made * 2, several * 2), (made[:, 1:], several[:, 1:]), (made.float(), several.float())):
+        assert type(given) is torch.Tensor and torch.equal(given, expected)
+    made.mul_(-2)
+    made[1] = 0
+    several.mul_(-2)[1] = 0
+    assert type(made) is PanelWeight and torch.equal(made.plain(), several)
+    with torch.inference_mode():
+        made[0].copy_(several[2])
+    assert torch.equal(made.plain()[0], several[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "outputs"), [(47, 5), (160, 200)])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, size: int, outputs: int, threads: None) -> None:
     torch.manual_seed(1)
-    weight, bias, inputs = (torch.randn(*shape).to(dtype) for shape in ((outputs, size), (outputs,), (257, size)))
+    plain, bias, inputs = (torch.randn(*shape).to(dtype) for shape in ((outputs, size), (outputs,), (257, size)))
+    weight = PanelWeight.of(plain)
     torch.set_num_threads(1)
     alone = torch.cat([linear(inputs[row : row + 1], weight, bias) for row in range(len(inputs))])
     for number in (1, 2, 3):
@@ -96,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, size: int, o
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
-    weight, inputs = torch.randn(20, 47).to(dtype), torch.randn(6, 47).to(dtype)
+    weight, inputs = PanelWeight.of(torch.randn(20, 47).to(dtype)), torch.randn(6, 47).to(dtype)
     expected = linear(inputs, weight)
     inputs[2, 46], inputs[3, 0] = float("nan"), float("inf")
     given = linear(inputs, weight)
@@ -111,10 +134,13 @@ def test_a_layer_keeps_its_parameters_and_sees_what_becomes_of_them(layer: torch
     layer.weight.normal_()
     inputs = torch.randn(2, 5, 48).bfloat16()
     expected = layer(inputs)
-    names, shape = layer.state_dict().keys(), layer.weight.shape
-    made = RowLinear(layer)
-    assert made.weight is layer.weight and made.bias is layer.bias
-    assert made.state_dict().keys() == names and made.weight.shape == shape
+    names = layer.state_dict().keys()
+    model = torch.nn.Module()
+    model.layer, model.dtype, model.device = layer, torch.bfloat16, torch.device("cpu")
+    assert row_linears(model) == 1  # type: ignore[arg-type]
+    made = model.layer
+    assert type(made) is torch.nn.Linear and type(made.weight) is PanelWeight and made.bias is layer.bias
+    assert made.state_dict().keys() == names
     for one in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert torch.allclose(one(inputs).float(), expected.float(), rtol=2**-7, atol=0.05)
         assert torch.equal(one(inputs), made(inputs))
@@ -131,10 +157,13 @@ def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
     for one in (model, made):
         one.set_attn_implementation("eager")
         one.set_experts_implementation("eager")
-    weights = sum(type(module) in (torch.nn.Linear, Conv1D) for module in model.modules())
+    linears = [module.weight for module in model.modules() if type(module) in (torch.nn.Linear, Conv1D)]
+    weights = len({id(weight) for weight in linears})
     assert row_linears(made) == weights + (6 if family == "mixtral" else 0)  # of two layers: routers, and two for all experts
     assert row_linears(made) == 0 and made.state_dict().keys() == model.state_dict().keys()
-    assert all(type(module) not in (torch.nn.Linear, Conv1D) for module in made.modules())
+    assert all(type(module.weight) is PanelWeight for module in made.modules() if type(module) is torch.nn.Linear)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (made.get_input_embeddings().weight is made.get_output_embeddings().weight)
     tokens = torch.arange(1, 40)[None]
     with torch.inference_mode():
         given, expected = made(tokens).logits, model(tokens).logits
@@ -142,7 +171,7 @@ def test_a_model_says_the_same_and_can_be_copied(family: str) -> None:
         assert torch.allclose(given.float(), expected.float(), atol=0.2, rtol=0.05)
         for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
             kinds = [[type(parameter) for parameter in one.parameters()] for one in (made, copied)]
-            assert kinds[0] == kinds[1] and (RowWeight in kinds[0] or family != "mixtral")
+            assert kinds[0] == kinds[1] and PanelWeight in kinds[0]
             assert torch.equal(copied(tokens).logits, given)
     assert row_linears(tiny(family, torch.float64)) == 0
 
@@ -153,17 +182,21 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
     """Else the tests of exactness would show nothing."""
     model = tiny("llama", dtype, hidden_size=size, intermediate_size=2 * size)
     assert exactness.check(ModelRunner(model, 2, CONTEXT)) is None
-    monkeypatch.setattr("engine.row_linear.linear", torch.nn.functional.linear)
+
+    def of_torch(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(input, weight.plain(), bias)
+
+    monkeypatch.setattr("engine.row_linear.linear", of_torch)
     assert "rows were computed otherwise" in str(exactness.check(ModelRunner(model, 2, CONTEXT)))
 
 
 @pytest.mark.slow
 @bfloat16_only
 @pytest.mark.parametrize(
-    ("features", "lanes", "dtypes"),
-    [("+avx2,+fma,+f16c", 8, ("bfloat16", "float16", "float32")), ("+sse2", 4, ("bfloat16", "float32"))],
+    ("features", "dtypes"),
+    [("+avx2,+fma,+f16c", ("bfloat16", "float16", "float32")), ("+sse2", ("bfloat16", "float32"))],
 )
-def test_processors_with_narrower_registers(tmp_path: Path, features: str, lanes: int, dtypes: tuple[str, ...]) -> None:
+def test_processors_with_narrower_registers(tmp_path: Path, features: str, dtypes: tuple[str, ...]) -> None:
     if "x86" not in os.uname().machine:
         pytest.skip("these are names of x86's features")
     code = f"""
@@ -171,7 +204,7 @@ import torch
 from engine.native import linear as native
 from engine.row_linear import has_kernels
 from tests.engine import test_row_linear as tests
-assert native._LANES == {lanes} and not native._PAIRS
+assert native.TILE_ROWS == 2 and not native._PAIRS
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     assert has_kernels(torch.device("cpu"), dtype) == (str(dtype).split(".")[1] in {dtypes})
     if str(dtype).split(".")[1] in {dtypes}:

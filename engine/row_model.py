@@ -1,0 +1,211 @@
+"""A forward of a model of a known family in one call of compiled code, on a CPU: see ``engine.native.step``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from engine.batch import Batch
+from engine.kv_cache import SlotCache
+from engine.native.threads import on_threads
+from engine.row_attention import ENTRY_STEP, request_rows
+from engine.row_linear import DTYPES, PanelWeight, filled_up, has_kernels
+from engine.thin_modules import CompiledNorm
+
+if TYPE_CHECKING:  # it imports numba
+    from engine.native.linear import Linear
+    from engine.native.step import Operation
+
+# Their layers are RMS norms, attention with whole rotated heads, and a product with a SiLU gate, each added to what was before.
+_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ANGLES = ("default", "linear", "llama3", "yarn")  # rotations that depend on the position alone
+_ROWS = 512  # that there is room for at first
+
+
+class RowModel:
+    """The layers of a model over its slots. Weights and slots are used where they lie, and must stay there."""
+
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None]) -> None:
+        """See ``over``."""
+        from engine.native import step
+
+        self._native, self._model, self._cache, self._windows = step, model, cache, windows
+        self._name = DTYPES[model.dtype]
+        self._address: int = step.entry_point(self._name).address
+        self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._angles = _angles(model, cache.capacity)
+        self._vocab = model.lm_head.weight.shape[0]
+        self._room = 0
+        self._make_room(_ROWS)
+
+    @staticmethod
+    def over(model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None]) -> RowModel | None:
+        """For a whole model whose layers are all known, after ``row_linears`` and ``thin_modules``; None for others.
+
+        The first time on a machine it compiles, which takes some seconds.
+
+        Args:
+            model: with a class of transformers' own.
+            cache: the slots.
+            windows: of the layers' attention, by index.
+        """
+        return RowModel(model, cache, windows) if _is_known(model, cache) else None
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab]."""
+        native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
+        if max(count, picked) > self._room:
+            self._make_room(max(count, picked))
+        assert len(batch.positions) == count and int(batch.positions.max()) < len(self._angles), batch.positions
+        logits = torch.empty(picked, self._vocab, dtype=self._model.dtype)
+        requests, kept = request_rows(self._cache, batch.segments, batch.positions)
+        operations = self._operations_of(len(self._model.model.layers))
+        self._head.output = logits.data_ptr()
+        threads = torch.get_num_threads()
+        counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
+        tokens, wanted = (np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.logit_rows))
+        job = native.Step(
+            ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, batch.positions.ctypes.data,
+            count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
+        )  # fmt: skip
+        if threads == 1 or not on_threads(self._address, ctypes.addressof(job), threads):
+            self._kernel(ctypes.addressof(job))
+        del kept
+        return logits
+
+    def _make_room(self, rows: int) -> None:
+        """Takes memory for what is between the layers of so many rows."""
+        config, shape = self._model.config, self._cache.shape
+        sizes = {
+            "hidden": config.hidden_size, "normed": config.hidden_size, "gated": config.intermediate_size,
+            "query": config.num_attention_heads * shape.head_dim, "key": shape.kv_heads * shape.head_dim,
+            "value": shape.kv_heads * shape.head_dim, "mixed": config.num_attention_heads * shape.head_dim,
+        }  # fmt: skip
+        self._buffers = {name: torch.empty(rows, size, dtype=self._model.dtype) for name, size in sizes.items()}
+        self._room, self._kept = rows, list[object]()
+        self._prepared: dict[int, ctypes.Array[Operation]] = {}
+        self._head = self._linear(self._model.lm_head, "normed", "normed")  # its output is set in each forward
+
+    def _operations_of(self, layers: int) -> ctypes.Array[Operation]:
+        """The operations of the first layers and what follows the last; all of them but for the check of exactness."""
+        if layers not in self._prepared:
+            found = list(self._all_operations(layers))
+            self._prepared[layers] = (self._native.Operation * len(found))(*found)
+        return self._prepared[layers]
+
+    def _all_operations(self, layers: int) -> Iterator[tuple[int, bool, int]]:
+        """Their kinds, whether they wait, and the addresses of what they do."""
+        native, model = self._native, self._model.model
+        table = model.embed_tokens.weight
+        panels = type(table) is PanelWeight
+        yield native.EMBED, False, self._keep(native.Embed(table.data_ptr(), panels, table.shape[1], self._at("hidden")))
+        for number in range(layers):
+            layer = model.layers[number]
+            attention, mlp = layer.self_attn, layer.mlp
+            yield native.NORM, True, self._norm(layer.input_layernorm, "hidden", "normed")
+            yield native.LINEAR, True, self._product(attention.q_proj, "normed", "query")
+            yield native.LINEAR, False, self._product(attention.k_proj, "normed", "key")
+            yield native.LINEAR, False, self._product(attention.v_proj, "normed", "value")
+            yield native.ROTATE, True, self._rotate(attention, number)
+            yield native.ATTEND, True, self._attention(attention, number)
+            yield native.LINEAR, True, self._product(attention.o_proj, "mixed", "hidden", added="hidden")
+            yield native.NORM, True, self._norm(layer.post_attention_layernorm, "hidden", "normed")
+            yield native.LINEAR, True, self._product(mlp.gate_proj, "normed", "gated", up=mlp.up_proj)
+            yield native.LINEAR, True, self._product(mlp.down_proj, "gated", "hidden", added="hidden")
+        yield native.PICKED_NORM, True, self._norm(model.norm, "hidden", "normed")
+        yield native.PICKED_LINEAR, True, ctypes.addressof(self._head)
+
+    def _at(self, buffer: str) -> int:
+        return self._buffers[buffer].data_ptr()
+
+    def _keep(self, job: ctypes.Structure) -> int:
+        """Its address, which stays."""
+        self._kept.append(job)
+        return ctypes.addressof(job)
+
+    def _norm(self, norm: Any, source: str, target: str) -> int:
+        size, epsilon = norm.weight.shape[0], norm.variance_epsilon
+        return self._keep(self._native.RowNorm(self._at(source), norm.weight.data_ptr(), self._at(target), size, epsilon))
+
+    def _product(
+        self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""
+    ) -> int:
+        return self._keep(self._linear(layer, source, target, up, added))
+
+    def _linear(
+        self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""
+    ) -> Linear:
+        from engine.native.linear import Linear
+
+        outputs, size = layer.weight.shape
+        wide = layer.weight.element_size()
+        biases = [None if each is None or each.bias is None else filled_up(each.bias) for each in (layer, up)]
+        self._kept += biases
+        own, of_up = (0 if bias is None else bias.data_ptr() for bias in biases)
+        return Linear(
+            self._at(source), size * wide, layer.weight.data_ptr(), own, 0 if up is None else up.weight.data_ptr(), of_up,
+            self._at(added) if added else 0, self._at(target), outputs * wide, 0, size, outputs,
+        )  # fmt: skip
+
+    def _rotate(self, attention: Any, layer: int) -> int:
+        shape, kinds = self._cache.shape, ("q_norm", "k_norm")
+        query_norm, key_norm = (getattr(attention, kind, None) for kind in kinds)
+        weights = (0 if norm is None else norm.weight.data_ptr() for norm in (query_norm, key_norm))
+        return self._keep(self._native.Rotate(
+            self._at("query"), self._at("key"), self._at("value"), self._model.config.num_attention_heads, shape.kv_heads,
+            shape.head_dim, *weights, 0.0 if query_norm is None else query_norm.variance_epsilon, self._angles.data_ptr(),
+            *self._cache.addresses(layer), self._cache.capacity,
+        ))  # fmt: skip
+
+    def _attention(self, attention: Any, layer: int) -> int:
+        from engine.native.attention import Layer
+
+        shape, heads = self._cache.shape, self._model.config.num_attention_heads
+        size = shape.head_dim * self._model.dtype.itemsize
+        job = Layer(query=self._at("query"), query_head=size, query_row=heads * size, output=self._at("mixed"))
+        job.keys, job.values = self._cache.addresses(layer)
+        job.capacity, job.kv_heads, job.group, job.head_dim = self._cache.capacity, shape.kv_heads, heads // shape.kv_heads, shape.head_dim
+        job.window, job.scale = self._windows[layer] or 0, attention.scaling
+        return self._keep(job)
+
+
+def _is_known(model: PreTrainedModel, cache: SlotCache) -> bool:
+    """Whether all of a model is here and is what ``RowModel`` computes."""
+    config, shape = model.config, cache.shape
+    if type(model).__name__ not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return False
+    if not has_kernels(model.device, model.dtype) or config.hidden_act != "silu":
+        return False
+    angles = getattr(config, "rope_parameters", None) or {}
+    if angles.get("rope_type", "default") not in _ANGLES or angles.get("partial_rotary_factor", 1.0) != 1.0:
+        return False
+    whole = (config.num_hidden_layers, config.num_key_value_heads, 0) == (shape.layers, shape.kv_heads, shape.first_layer)
+    if not whole or shape.head_dim % (2 * ENTRY_STEP) or config.hidden_size % ENTRY_STEP:
+        return False
+    norms, linears = [model.model.norm], [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [norm for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
+        linears += [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    known = all(type(each) is CompiledNorm for each in norms)
+    return known and all(type(each) is torch.nn.Linear and _lies_whole(each.weight) for each in linears)
+
+
+def _lies_whole(weight: torch.Tensor) -> bool:
+    return type(weight) is PanelWeight and weight.stride(0) == weight.shape[1]
+
+
+def _angles(model: PreTrainedModel, positions: int) -> torch.Tensor:
+    """[positions, 2, head_dim]: cosines and sines, as the model itself computes them."""
+    with torch.inference_mode():
+        like = torch.empty(1, dtype=model.dtype)
+        found = model.model.rotary_emb(like, torch.arange(positions)[None])
+        return torch.stack([each[0] for each in found], dim=1).contiguous()
