@@ -84,8 +84,10 @@ class PanelWeight(torch.Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the class."""
         kwargs = kwargs or {}
-        if func in _SAME_KIND or (func is torch.Tensor.__getitem__ and args[0].dim() > 2 and type(args[1]) is int):
+        if func in _SAME_KIND:
             return super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.__getitem__ and args[0].dim() > 2 and _is_number(args[1]):
+            return super().__torch_function__(func, types, (args[0], int(args[1])), kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.nn.functional.linear and type(args[1]) is PanelWeight:
                 return linear(*args, **kwargs)
@@ -119,6 +121,10 @@ def _parameter(weight: torch.Tensor) -> torch.nn.Parameter:
 def _pair(dtype: torch.dtype) -> int:
     """Numbers of an output that lie side by side."""
     return 2 if dtype == torch.bfloat16 else 1
+
+
+def _is_number(index: Any) -> bool:
+    return type(index) is int or (type(index) is torch.Tensor and index.dim() == 0 and index.dtype == torch.int64)
 
 
 def _usual(value: Any) -> Any:

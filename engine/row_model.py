@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -62,16 +61,19 @@ class RowModel:
         native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
         if max(count, picked) > self._room:
             self._make_room(max(count, picked))
-        assert len(batch.positions) == count and int(batch.positions.max()) < len(self._angles), batch.positions
+        tokens, positions, wanted = (
+            np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logit_rows)
+        )
+        assert len(positions) == count and positions.min() >= 0 and positions.max() < len(self._angles), positions
+        assert tokens.min() >= 0 and tokens.max() < self._vocab and (wanted < count).all(), (tokens, wanted)
         logits = torch.empty(picked, self._vocab, dtype=self._model.dtype)
-        requests, kept = request_rows(self._cache, batch.segments, batch.positions)
+        requests, kept = request_rows(self._cache, batch.segments, positions)
         operations = self._operations_of(len(self._model.model.layers))
         self._head.output = logits.data_ptr()
         threads = torch.get_num_threads()
         counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
-        tokens, wanted = (np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.logit_rows))
         job = native.Step(
-            ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, batch.positions.ctypes.data,
+            ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
             count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
         )  # fmt: skip
         if threads == 1 or not on_threads(self._address, ctypes.addressof(job), threads):
@@ -95,7 +97,7 @@ class RowModel:
     def _operations_of(self, layers: int) -> ctypes.Array[Operation]:
         """The operations of the first layers and what follows the last; all of them but for the check of exactness."""
         if layers not in self._prepared:
-            found = list(self._all_operations(layers))
+            found = [self._native.Operation(*each) for each in self._all_operations(layers)]
             self._prepared[layers] = (self._native.Operation * len(found))(*found)
         return self._prepared[layers]
 
@@ -104,7 +106,7 @@ class RowModel:
         native, model = self._native, self._model.model
         table = model.embed_tokens.weight
         panels = type(table) is PanelWeight
-        yield native.EMBED, False, self._keep(native.Embed(table.data_ptr(), panels, table.shape[1], self._at("hidden")))
+        yield native.EMBED, False, self._keep(native.Embed(self._address_of(table), panels, table.shape[1], self._at("hidden")))
         for number in range(layers):
             layer = model.layers[number]
             attention, mlp = layer.self_attn, layer.mlp
@@ -122,7 +124,14 @@ class RowModel:
         yield native.PICKED_LINEAR, True, ctypes.addressof(self._head)
 
     def _at(self, buffer: str) -> int:
-        return self._buffers[buffer].data_ptr()
+        return self._address_of(self._buffers[buffer])
+
+    def _address_of(self, numbers: torch.Tensor | None) -> int:
+        """Where they lie, and stay; 0 for none."""
+        if numbers is None:
+            return 0
+        self._kept.append(numbers)
+        return numbers.data_ptr()
 
     def _keep(self, job: ctypes.Structure) -> int:
         """Its address, which stays."""
@@ -131,7 +140,7 @@ class RowModel:
 
     def _norm(self, norm: Any, source: str, target: str) -> int:
         size, epsilon = norm.weight.shape[0], norm.variance_epsilon
-        return self._keep(self._native.RowNorm(self._at(source), norm.weight.data_ptr(), self._at(target), size, epsilon))
+        return self._keep(self._native.RowNorm(self._at(source), self._address_of(norm.weight), self._at(target), size, epsilon))
 
     def _product(
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""
@@ -145,18 +154,17 @@ class RowModel:
 
         outputs, size = layer.weight.shape
         wide = layer.weight.element_size()
-        biases = [None if each is None or each.bias is None else filled_up(each.bias) for each in (layer, up)]
-        self._kept += biases
-        own, of_up = (0 if bias is None else bias.data_ptr() for bias in biases)
+        bias, up_bias = (None if each is None or each.bias is None else filled_up(each.bias) for each in (layer, up))
         return Linear(
-            self._at(source), size * wide, layer.weight.data_ptr(), own, 0 if up is None else up.weight.data_ptr(), of_up,
+            self._at(source), size * wide, self._address_of(layer.weight), self._address_of(bias),
+            self._address_of(None if up is None else up.weight), self._address_of(up_bias),
             self._at(added) if added else 0, self._at(target), outputs * wide, 0, size, outputs,
         )  # fmt: skip
 
     def _rotate(self, attention: Any, layer: int) -> int:
         shape, kinds = self._cache.shape, ("q_norm", "k_norm")
         query_norm, key_norm = (getattr(attention, kind, None) for kind in kinds)
-        weights = (0 if norm is None else norm.weight.data_ptr() for norm in (query_norm, key_norm))
+        weights = (self._address_of(None if norm is None else norm.weight) for norm in (query_norm, key_norm))
         return self._keep(self._native.Rotate(
             self._at("query"), self._at("key"), self._at("value"), self._model.config.num_attention_heads, shape.kv_heads,
             shape.head_dim, *weights, 0.0 if query_norm is None else query_norm.variance_epsilon, self._angles.data_ptr(),
@@ -170,7 +178,12 @@ class RowModel:
         size = shape.head_dim * self._model.dtype.itemsize
         job = Layer(query=self._at("query"), query_head=size, query_row=heads * size, output=self._at("mixed"))
         job.keys, job.values = self._cache.addresses(layer)
-        job.capacity, job.kv_heads, job.group, job.head_dim = self._cache.capacity, shape.kv_heads, heads // shape.kv_heads, shape.head_dim
+        job.capacity, job.kv_heads, job.group, job.head_dim = (
+            self._cache.capacity,
+            shape.kv_heads,
+            heads // shape.kv_heads,
+            shape.head_dim,
+        )
         job.window, job.scale = self._windows[layer] or 0, attention.scaling
         return self._keep(job)
 

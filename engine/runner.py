@@ -86,7 +86,7 @@ class ModelRunner:
         self._whole = RowModel.over(model, self.cache, windows) if fixed_rows is None else None
 
     def _probe(self, shape: KVShape) -> dict[int, int | None]:
-        """Runs one row, so that a model that cannot be served fails at start and not in a request; returns the layers' windows."""
+        """Runs one row, so that a model that cannot be served fails at start; returns the layers' windows."""
         zero = np.zeros(1, np.int64)
         batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
         try:

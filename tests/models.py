@@ -68,14 +68,14 @@ def llama_config(**changes: object) -> LlamaConfig:
     settings = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": None,
-        "eos_token_id": 0,
+        "eos_token_id": 0, "head_dim": 32,
     }  # fmt: skip
     return LlamaConfig(**{**settings, **changes})
 
 
 # The families whose outputs are proven to be exact. Windows are shorter than the sequences of the tests.
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**_GROUPED, initializer_range=0.1),
+    "llama": LlamaConfig(**_GROUPED, initializer_range=0.1, head_dim=32),
     "mistral": MistralConfig(**_GROUPED, initializer_range=0.1, sliding_window=12),
     "qwen2": Qwen2Config(**_GROUPED, initializer_range=0.1, use_sliding_window=True, **_MIXED),
     "qwen3": Qwen3Config(**_GROUPED, initializer_range=0.1, head_dim=16),

@@ -364,7 +364,7 @@ _give_way = types.ExternalFunction("sched_yield", types.int32())
 
 @compiled
 def wait_for(address: int, number: int) -> None:
-    """Until the int64 counter at an address has reached a number; after some microseconds other threads may have the processor."""
+    """Until the int64 counter at an address has reached a number. After some time in vain others may have the processor."""
     turns = 0
     while counted(address) < number:
         turns += 1

@@ -47,7 +47,12 @@ _AHEAD = 8192  # bytes: what is asked for before it is needed, where several row
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 _FLOAT = np.float32(0)  # names the type
 
-_I32, _I64, _FLOATS, _INTS = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(ir.IntType(32), WIDTH)
+_I32, _I64, _FLOATS, _INTS = (
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.VectorType(ir.FloatType(), WIDTH),
+    ir.VectorType(ir.IntType(32), WIDTH),
+)
 
 
 class Linear(ctypes.Structure):
@@ -147,9 +152,7 @@ def _spread(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
 
 def _same(builder: Any, number: Any, kind: Any) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
-    return builder.shuffle_vector(
-        builder.insert_element(undefined, number, _I32(0)), undefined, ir.Constant(_INTS, [0] * WIDTH)
-    )
+    return builder.shuffle_vector(builder.insert_element(undefined, number, _I32(0)), undefined, ir.Constant(_INTS, [0] * WIDTH))
 
 
 def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[Any, ...], addend: Any) -> Any:

@@ -55,7 +55,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(index: Path, tmp_path_factory: pytest.TempPathFactory) -> PackagedModel:
-    folder = save_model(Path(tmp_path_factory.mktemp("model")), llama_config())
+    folder = save_model(Path(tmp_path_factory.mktemp("model")), llama_config(head_dim=16))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return wheel_of(index, save_gguf(folder / "model.gguf", model, folder))
 
@@ -96,9 +96,7 @@ def test_other_paths_come_back_as_they_are() -> None:
     ]  # fmt: skip
 
 
-def test_it_is_fetched_once(
-    model: PackagedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_fetched_once(model: PackagedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(find_files(NAME))
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("outrider: ")]
     assert f"fetching {NAME} with pip (tiny-model 1.0, Apache-2.0, " in said and f" MB in {folder}" in said
@@ -181,9 +179,7 @@ def test_a_cache_folder_that_cannot_be_written(model: PackagedModel, monkeypatch
     refused(r"cannot be kept in /proc/outrider/models \(.*\): set XDG_CACHE_HOME to a folder that can be written")
 
 
-def test_an_unknown_architecture(
-    model: PackagedModel, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_architecture(model: PackagedModel, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(index / model.wheel) as wheel:
         content = wheel.read(model.gguf)
     (tmp_path / "novel.gguf").write_bytes(content.replace(b"llama", b"novel"))

@@ -7,7 +7,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine import exactness
 from engine.attention import TREE_ATTENTION
@@ -26,7 +34,9 @@ ANGLES = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 QWEN2 = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 256}
 KNOWN: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "llama 3, biases": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ANGLES, tie_word_embeddings=False),
+    "llama 3, biases": LlamaConfig(
+        **COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ANGLES, tie_word_embeddings=False
+    ),
     "mistral": MistralConfig(**COMMON, sliding_window=12),
     "qwen2": Qwen2Config(**QWEN2, sliding_window=10, use_sliding_window=True, max_window_layers=1),
     "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),

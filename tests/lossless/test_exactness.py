@@ -19,9 +19,10 @@ from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import Request, SamplingParams
 from engine import exactness, row_linear
 from engine.attention import TREE_ATTENTION, StepContext
-from engine.batch import Batch
+from engine.batch import Batch, Segment
 from engine.engine import Engine
 from engine.errors import ModelLoadError
+from engine.row_model import RowModel
 from engine.runner import ModelRunner
 from engine.runners import make_runner
 from engine.thin_modules import RowActivation
@@ -204,6 +205,17 @@ FAULTS: dict[str, tuple[tuple[Any, str], Change]] = {
 }
 
 
+Segments = Callable[[Segment], Any]
+WHOLE_FAULTS: dict[str, Segments] = {
+    "another kernel for one row": lambda segment: segment.rows == 1,
+    "pieces that begin somewhere": lambda segment: segment.start % 16 and segment.rows > 16,
+    "long pieces": lambda segment: segment.rows > 256,
+    "trees": lambda segment: segment.mask is not None,
+    "the other slot": lambda segment: segment.slot == 1,
+    "a place behind others": lambda segment: segment.offset > 0,
+}
+
+
 def put_in(monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], change: Change) -> None:
     original = getattr(*where)
     monkeypatch.setattr(*where, lambda *args: change(original, *args))
@@ -212,11 +224,30 @@ def put_in(monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str], change: Chan
 @compiled_only
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_depends_on_company_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = ModelRunner(tiny("llama", "float32", positions=320), 2, 320)
+    runner = ModelRunner(tiny("qwen2", "float32", positions=320), 2, 320)
     assert exactness.check(runner) is None
     put_in(monkeypatch, *FAULTS[fault])
     found = exactness.check(runner)
     assert found is not None and found.endswith("rows were computed otherwise in other company"), found
+
+
+@compiled_only
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+def test_what_depends_on_company_is_noticed_of_a_whole_forward(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(tiny("llama", "float32", positions=320), 2, 320)
+    assert exactness.check(runner) is None
+
+    def change(original: Change, whole: RowModel, batch: Batch) -> Any:
+        """With a norm that is a little larger in batches with segments of some kind."""
+        weight, larger = runner.model.model.layers[0].input_layernorm.weight, any(map(WHOLE_FAULTS[fault], batch.segments))
+        with torch.no_grad():
+            weight.mul_(1 + 2**-6 * larger)
+            found = original(whole, batch)
+            weight.div_(1 + 2**-6 * larger)
+        return found
+
+    put_in(monkeypatch, (RowModel, "forward"), change)
+    assert str(exactness.check(runner)).endswith("rows were computed otherwise in other company")
 
 
 @compiled_only
