@@ -21,6 +21,7 @@ class KVShape:
     device: torch.device
     first_layer: int = 0  # index of the first of the layers, where another process has those before it
     padding: int = 0  # numbers behind those of a head in each entry, which compiled code wants to be whole vectors
+    panel: int = 1  # entries whose keys lie side by side, number by number, as compiled code reads them; 1: as values do
 
     @property
     def entry_size(self) -> int:
@@ -35,7 +36,8 @@ class KVShape:
 class SlotCache:
     """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
 
-    Memory is taken once. A slot needs no clearing: entries are written before they are read.
+    Memory is taken once. A slot needs no clearing: entries are written before they are read. Keys that lie in panels are a
+    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``engine.row_linear``.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
@@ -45,13 +47,17 @@ class SlotCache:
             slots: sequences held at once.
             capacity: entries of one slot; the longest sequence and the draft rows behind it.
         """
-        size = (shape.layers, slots, shape.kv_heads, capacity, shape.entry_size)
+        self.room = -(-capacity // shape.panel) * shape.panel  # entries of a slot that there is memory for
+        size = (shape.layers, slots, shape.kv_heads, self.room, shape.entry_size)
         empty = torch.zeros if shape.padding else torch.empty  # what is behind a head's numbers is read
         self._keys = empty(size, dtype=shape.dtype, device=shape.device)
         self._values = empty(size, dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
+        # [layers, slots, kv_heads, panels, panel, numbers], or pairs of numbers, of keys in panels
+        of_pairs = self._keys.view(torch.int32) if shape.dtype == torch.bfloat16 else self._keys
+        self._in_panels = of_pairs.view(*size[:3], -1, of_pairs.shape[-1], shape.panel).transpose(-1, -2)
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -68,20 +74,34 @@ class SlotCache:
         Returns:
             Views of keys and values, [kv_heads, start + rows, head_dim].
         """
-        end = start + keys.shape[1]
-        at = layer - self._first
+        end, at = start + keys.shape[1], layer - self._first
         size = self.shape.head_dim
-        slot_keys, slot_values = self._keys[at, slot, ..., :size], self._values[at, slot, ..., :size]
-        slot_keys[:, start:end] = keys
+        slot_values = self._values[at, slot, ..., :size]
         slot_values[:, start:end] = values
-        return slot_keys[:, :end], slot_values[:, :end]
+        if self.shape.panel == 1:
+            slot_keys = self._keys[at, slot, ..., :size]
+            slot_keys[:, start:end] = keys
+            return slot_keys[:, :end], slot_values[:, :end]
+        entries = torch.nn.functional.pad(keys, (0, self.shape.padding)).contiguous()
+        self._in_panels[at, slot][:, *self._places(start, end)] = entries.view(self._in_panels.dtype)
+        return self._panel_entries(self._in_panels[at, slot], end), slot_values[:, :end]
+
+    def _places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Panels and places in them of some entries."""
+        entries = torch.arange(start, end, device=self._keys.device)
+        return entries // self.shape.panel, entries % self.shape.panel
+
+    def _panel_entries(self, panels: torch.Tensor, end: int) -> torch.Tensor:
+        """The first keys of some slots, [..., end, head_dim], from [..., panels, panel, numbers]."""
+        keys = panels[..., *self._places(0, end), :].view(self.shape.dtype)
+        return keys[..., : self.shape.head_dim]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values of a layer, [slots, kv_heads, capacity, head_dim] each."""
         return self._keys[layer - self._first], self._values[layer - self._first]
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """Of a layer's keys and values, [slots, kv_heads, capacity, head_dim] each, without gaps."""
+        """Of a layer's keys and values, each of [slots, kv_heads, room, entry_size] numbers."""
         behind = (layer - self._first) * self._keys.stride(0) * self._keys.element_size()
         return self._keys.data_ptr() + behind, self._values.data_ptr() + behind
 
@@ -93,15 +113,29 @@ class SlotCache:
         if rows[-1] == len(rows) - 1:
             return
         source = torch.tensor([start + row for row in rows]).to(self._keys.device, non_blocking=True)
-        for entries in (self._keys[:, slot], self._values[:, slot]):
-            entries[:, :, start : start + len(rows)] = entries.index_select(2, source)
+        self._values[:, slot, :, start : start + len(rows)] = self._values[:, slot].index_select(2, source)
+        if self.shape.panel == 1:
+            self._keys[:, slot, :, start : start + len(rows)] = self._keys[:, slot].index_select(2, source)
+        else:
+            keys, panel = self._in_panels[:, slot], self.shape.panel
+            keys[:, :, *self._places(start, start + len(rows))] = keys[:, :, source // panel, source % panel]
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
         """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""
-        for entries in (self._keys, self._values):
-            entries[:, target, :, start:length] = entries[:, source, :, start:length]
+        self._values[:, target, :, start:length] = self._values[:, source, :, start:length]
+        panel, keys = self.shape.panel, self._in_panels
+        first, last = -(-start // panel), length // panel  # whole panels are copied as they lie
+        if first >= last:
+            parts = [(start, length)]
+        else:
+            keys[:, target, :, first:last] = keys[:, source, :, first:last]
+            parts = [(start, first * panel), (last * panel, length)]
+        for begin, end in parts:
+            if begin < end:
+                places = self._places(begin, end)
+                keys[:, target][:, :, *places] = keys[:, source][:, :, *places]
 
     def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""
-        size = self.shape.head_dim
-        return self._keys[:, slot, :, :length, :size].clone(), self._values[:, slot, :, :length, :size].clone()
+        values = self._values[:, slot, :, :length, : self.shape.head_dim].clone()
+        return self._panel_entries(self._in_panels[:, slot], length).clone(), values

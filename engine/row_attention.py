@@ -100,7 +100,7 @@ class RowStep:
         self._attention = attention
         self._rows, self._kept = request_rows(attention.cache, segments, positions.numpy())
         shape = attention.cache.shape
-        self._layer: Layer = Layer(capacity=attention.cache.capacity, kv_heads=shape.kv_heads, head_dim=shape.entry_size)
+        self._layer: Layer = Layer(capacity=attention.cache.room, kv_heads=shape.kv_heads, head_dim=shape.entry_size)
         self._layer.requests = ctypes.addressof(self._rows)
         self._layer.num_requests = len(segments)
         self._count = sum(segment.rows for segment in segments)

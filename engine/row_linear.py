@@ -17,7 +17,7 @@ from decoding.jit import NATIVE
 from engine.native.threads import on_threads
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_PANEL, _STEPS, _COUNTER = 32, 2, 64  # as those of ``engine.native.linear``, which is imported where numba is installed
+PANEL, _STEPS, _COUNTER = 32, 2, 64  # as those of ``engine.native.linear``, which is imported where numba is installed
 _WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
 
 
@@ -48,7 +48,7 @@ class PanelWeight(torch.Tensor):
         """
         outputs, size = weight.shape[-2:]
         multiple = _STEPS * _pair(weight.dtype)
-        whole = -(-outputs // _PANEL) * _PANEL, -(-max(size, 1) // multiple) * multiple
+        whole = -(-outputs // PANEL) * PANEL, -(-max(size, 1) // multiple) * multiple
         made = weight.new_empty(*weight.shape[:-2], *whole)[..., :outputs, :size].as_subclass(PanelWeight)
         made._write(weight)
         return made
@@ -57,27 +57,27 @@ class PanelWeight(torch.Tensor):
         """[..., panels, size / pair, 32, pair], of all that is in the memory."""
         plain = self.as_subclass(torch.Tensor)
         *leading, wide, _ = plain.stride()
-        pair, count = _pair(plain.dtype), -(-plain.shape[-2] // _PANEL)
-        shape = (*plain.shape[:-2], count, wide // pair, _PANEL, pair)
-        return plain.as_strided(shape, (*leading, _PANEL * wide, _PANEL * pair, pair, 1))
+        pair, count = _pair(plain.dtype), -(-plain.shape[-2] // PANEL)
+        shape = (*plain.shape[:-2], count, wide // pair, PANEL, pair)
+        return plain.as_strided(shape, (*leading, PANEL * wide, PANEL * pair, pair, 1))
 
     def _write(self, weight: torch.Tensor) -> None:
         outputs, size = weight.shape[-2:]
         panels = self._panels()
         *leading, count, steps, _, pair = panels.shape
-        filled = torch.nn.functional.pad(weight, (0, steps * pair - size, 0, count * _PANEL - outputs))
-        panels.copy_(filled.view(*leading, count, _PANEL, steps, pair).transpose(-3, -2))
+        filled = torch.nn.functional.pad(weight, (0, steps * pair - size, 0, count * PANEL - outputs))
+        panels.copy_(filled.view(*leading, count, PANEL, steps, pair).transpose(-3, -2))
 
     def plain(self) -> torch.Tensor:
         """A copy in the usual order."""
         panels = self._panels()
         *leading, count, steps, _, pair = panels.shape
-        filled = panels.transpose(-3, -2).reshape(*leading, count * _PANEL, steps * pair)
+        filled = panels.transpose(-3, -2).reshape(*leading, count * PANEL, steps * pair)
         return filled[..., : self.shape[-2], : self.shape[-1]]
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """[..., size]: what belongs to some outputs of a single matrix, as an embedding."""
-        found = self._panels()[outputs // _PANEL, :, outputs % _PANEL]
+        found = self._panels()[outputs // PANEL, :, outputs % PANEL]
         return found.flatten(-2)[..., : self.shape[1]]
 
     @classmethod
@@ -190,16 +190,17 @@ def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None =
 
 def filled_up(bias: torch.Tensor) -> torch.Tensor:
     """[outputs] with zeros behind them, as many as panels have outputs."""
-    missing = -len(bias) % _PANEL
+    missing = -len(bias) % PANEL
     return torch.nn.functional.pad(bias, (0, missing)) if missing else bias.contiguous()
 
 
 @cache
 def _kernel(dtype: str) -> tuple[Callable[[int], None], int, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.native.linear import COUNTER, PANEL, STEPS, Linear, entry_point
+    from engine.native.linear import COUNTER, STEPS, Linear, entry_point
+    from engine.native.linear import PANEL as panel
 
-    assert (PANEL, STEPS, COUNTER) == (_PANEL, _STEPS, _COUNTER)
+    assert (panel, STEPS, COUNTER) == (PANEL, _STEPS, _COUNTER)
     address: int = entry_point(dtype).address
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address, Linear
 

@@ -168,7 +168,7 @@ class RowModel:
         return self._keep(self._native.Rotate(
             self._at("query"), self._at("key"), self._at("value"), self._model.config.num_attention_heads, shape.kv_heads,
             shape.head_dim, *weights, 0.0 if query_norm is None else query_norm.variance_epsilon, self._angles.data_ptr(),
-            *self._cache.addresses(layer), self._cache.capacity,
+            *self._cache.addresses(layer), self._cache.room,
         ))  # fmt: skip
 
     def _attention(self, attention: Any, layer: int) -> int:
@@ -178,12 +178,8 @@ class RowModel:
         size = shape.head_dim * self._model.dtype.itemsize
         job = Layer(query=self._at("query"), query_head=size, query_row=heads * size, output=self._at("mixed"))
         job.keys, job.values = self._cache.addresses(layer)
-        job.capacity, job.kv_heads, job.group, job.head_dim = (
-            self._cache.capacity,
-            shape.kv_heads,
-            heads // shape.kv_heads,
-            shape.head_dim,
-        )
+        job.capacity, job.kv_heads, job.head_dim = self._cache.room, shape.kv_heads, shape.head_dim
+        job.group = heads // shape.kv_heads
         job.window, job.scale = self._windows[layer] or 0, attention.scaling
         return self._keep(job)
 

@@ -17,7 +17,7 @@ from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
 from engine.row_attention import ENTRY_STEP, RowAttention
 from engine.row_cut import cut
-from engine.row_linear import has_kernels, row_linears
+from engine.row_linear import PANEL, has_kernels, row_linears
 from engine.row_model import RowModel
 from engine.thin_modules import thin_modules
 
@@ -70,7 +70,7 @@ class ModelRunner:
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
         shape = kv_shape(model) if shape is None else shape
         if has_kernels(shape.device, shape.dtype):
-            shape = replace(shape, padding=-shape.head_dim % ENTRY_STEP)
+            shape = replace(shape, padding=-shape.head_dim % ENTRY_STEP, panel=PANEL)
         try:
             self.cache = cache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA

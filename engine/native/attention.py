@@ -15,35 +15,43 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
 from engine.native.lanes import (
+    LONG,
     WIDTH,
+    Generator,
     absolute,
     add,
     address_of,
+    by_count,
     byte_at,
     bytes_of,
     claim,
+    copy_bytes,
     divide,
     exponential,
+    fused,
     int_at,
     keep,
     largest,
     load,
+    load_lanes,
     load_splat,
     maximum,
     multiply,
     multiply_add,
+    primitive,
     sign_of,
     splat,
+    spread_lanes,
     store,
     subtract,
-    total,
-    totals,
     wait_for,
 )
+from engine.native.linear import PANEL, TILE_ROWS, piece_of, products
 
 BLOCK = 16  # rows that go through the keys together
 _ONE, _MINUS_TWO = np.float32(1), np.float32(-2)
@@ -80,9 +88,9 @@ class Layer(ctypes.Structure):
         ("value_head", ctypes.c_int64),
         ("value_row", ctypes.c_int64),
         ("output", ctypes.c_int64),  # [rows, heads, head_dim], contiguous
-        ("keys", ctypes.c_int64),  # [slots, kv_heads, capacity, head_dim], contiguous
-        ("values", ctypes.c_int64),
-        ("capacity", ctypes.c_int64),
+        ("keys", ctypes.c_int64),  # of each slot and KV head, panels as those of ``linear``: an entry is an output
+        ("values", ctypes.c_int64),  # [slots, kv_heads, capacity, head_dim], contiguous
+        ("capacity", ctypes.c_int64),  # a multiple of ``PANEL``
         ("kv_heads", ctypes.c_int64),
         ("group", ctypes.c_int64),  # heads that share a KV head
         ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
@@ -102,79 +110,86 @@ _TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks
 _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 
-@compiled
-def _copy(source: int, source_stride: int, target: int, target_stride: int, rows: int, size: int, like: Any, into: Any) -> None:
-    """Copies rows of ``size`` numbers, from one type to another."""
+_MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS == 8 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
+
+
+def _emit_mixed(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> None:
+    """Adds weighted values to ``_MIX_WIDE`` numbers of some rows; ``at`` has the arguments of ``_mixed``."""
+    b, parts = builder, _MIX_WIDE // WIDTH
+    floats, wide = ir.VectorType(ir.FloatType(), WIDTH), 4 if like == types.float32 else 2
+    before, head, loop, after = b.block, b.append_basic_block("head"), b.append_basic_block("mix"), b.append_basic_block("after")
+    places = [(row, part) for row in range(rows) for part in range(parts)]
+
+    def pointer(row: int, part: int) -> Any:
+        address = b.add(b.add(at["mixed"], b.mul(at["mixed_stride"], LONG(row))), LONG(part * WIDTH * 4))
+        return b.inttoptr(address, floats.as_pointer())
+
+    begun = [b.load(pointer(*place), align=4) for place in places]
+    b.branch(head)
+    b.position_at_end(head)
+    key, sums = b.phi(LONG), [b.phi(floats) for _ in places]
+    b.cbranch(b.icmp_signed("<", key, at["count"]), loop, after)
+    b.position_at_end(loop)
+    value = b.add(at["values"], b.mul(key, at["stride"]))
+    values = [load_lanes(b, b.add(value, LONG(part * WIDTH * wide)), like) for part in range(parts)]
+    added = []
     for row in range(rows):
-        for first in range(0, size, WIDTH):
-            numbers = load(source + row * source_stride + first * bytes_of(like), like)
-            store(target + row * target_stride + first * bytes_of(into), numbers, into)
+        address = b.add(b.add(at["weights"], b.mul(at["weights_stride"], LONG(row))), b.mul(key, LONG(4)))
+        weight = spread_lanes(b, b.load(b.inttoptr(address, ir.FloatType().as_pointer()), align=4))
+        added += [fused(b, weight, values[part], sums[row * parts + part]) for part in range(parts)]
+    key.add_incoming(LONG(0), before)
+    key.add_incoming(b.add(key, LONG(1)), loop)
+    for one, first, new in zip(sums, begun, added, strict=True):
+        one.add_incoming(first, before)
+        one.add_incoming(new, loop)
+    b.branch(head)
+    b.position_at_end(after)
+    for place, total_ in zip(places, sums, strict=True):
+        b.store(total_, pointer(*place), align=4)
+
+
+_MIXED = ("rows", "weights", "weights_stride", "values", "stride", "count", "mixed", "mixed_stride")
+
+
+@primitive
+def _mixed(
+    typing: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
+    mixed_stride: Any, like: Any,
+) -> tuple[Any, Generator]:  # fmt: skip
+    """Adds ``count`` weighted values, in their order, to ``_MIX_WIDE`` numbers of up to ``_MIX_ROWS`` rows."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = dict(zip(_MIXED, args[:-1], strict=True))
+        by_count(builder, at["rows"], _MIX_ROWS, lambda number: _emit_mixed(builder, like, number, at))
+        return context.get_dummy_value()
+
+    return types.void(*([types.int64] * len(_MIXED)), like), generate
 
 
 @compiled
-def _score(query: int, keys: int, stride: int, size: int, scores: int, like: Any) -> None:
-    """Products of a row with sixteen keys. The sums stay in sixteen registers and are added up together."""
-    zero = splat(_FLOAT)
-    s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
-    s8, s9, s10, s11, s12, s13, s14, s15 = zero, zero, zero, zero, zero, zero, zero, zero
-    for first in range(0, size, WIDTH):
-        row, key = load(query + first * 4, _FLOAT), keys + first * bytes_of(like)
-        s0 = multiply_add(row, load(key, like), s0)
-        s1 = multiply_add(row, load(key + stride, like), s1)
-        s2 = multiply_add(row, load(key + 2 * stride, like), s2)
-        s3 = multiply_add(row, load(key + 3 * stride, like), s3)
-        s4 = multiply_add(row, load(key + 4 * stride, like), s4)
-        s5 = multiply_add(row, load(key + 5 * stride, like), s5)
-        s6 = multiply_add(row, load(key + 6 * stride, like), s6)
-        s7 = multiply_add(row, load(key + 7 * stride, like), s7)
-        s8 = multiply_add(row, load(key + 8 * stride, like), s8)
-        s9 = multiply_add(row, load(key + 9 * stride, like), s9)
-        s10 = multiply_add(row, load(key + 10 * stride, like), s10)
-        s11 = multiply_add(row, load(key + 11 * stride, like), s11)
-        s12 = multiply_add(row, load(key + 12 * stride, like), s12)
-        s13 = multiply_add(row, load(key + 13 * stride, like), s13)
-        s14 = multiply_add(row, load(key + 14 * stride, like), s14)
-        s15 = multiply_add(row, load(key + 15 * stride, like), s15)
-    store(scores, totals(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15), _FLOAT)
+def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, like: Any) -> None:
+    """As ``_mixed``, ``WIDTH`` numbers of one row."""
+    numbers = load(mixed, _FLOAT)
+    for key in range(count):
+        numbers = multiply_add(load_splat(weights + key * 4), load(values + key * stride, like), numbers)
+    store(mixed, numbers, _FLOAT)
 
 
 @compiled
-def _score_one(query: int, key: int, size: int, like: Any) -> np.float32:
-    """The product of a row with one key, added up in the order of ``_score``."""
-    products = splat(_FLOAT)
-    for first in range(0, size, WIDTH):
-        products = multiply_add(load(query + first * 4, _FLOAT), load(key + first * bytes_of(like), like), products)
-    return total(products)
-
-
-@compiled
-def _mix(weights: int, values: int, stride: int, count: int, size: int, mixed: int, like: Any) -> None:
-    """Adds ``count`` weighted values to what is mixed already, in their order; four registers at a time hold the sums."""
-    first = 0
-    while first + 4 * WIDTH <= size:
-        at, value = mixed + first * 4, values + first * bytes_of(like)
-        step = WIDTH * bytes_of(like)
-        a, b, c, d = load(at, _FLOAT), load(at + 64, _FLOAT), load(at + 128, _FLOAT), load(at + 192, _FLOAT)
-        for key in range(count):
-            weight = load_splat(weights + key * 4)
-            a = multiply_add(weight, load(value, like), a)
-            b = multiply_add(weight, load(value + step, like), b)
-            c = multiply_add(weight, load(value + 2 * step, like), c)
-            d = multiply_add(weight, load(value + 3 * step, like), d)
-            value += stride
-        store(at, a, _FLOAT)
-        store(at + 64, b, _FLOAT)
-        store(at + 128, c, _FLOAT)
-        store(at + 192, d, _FLOAT)
-        first += 4 * WIDTH
-    while first < size:
-        at, value = mixed + first * 4, values + first * bytes_of(like)
-        a = load(at, _FLOAT)
-        for key in range(count):
-            a = multiply_add(load_splat(weights + key * 4), load(value, like), a)
-            value += stride
-        store(at, a, _FLOAT)
-        first += WIDTH
+def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> None:
+    """Adds up the weighted values of each row."""
+    count, size = mixed.shape
+    stride, wide = size * bytes_of(like), scores.shape[1] * 4
+    for first in range(0, size // _MIX_WIDE * _MIX_WIDE, _MIX_WIDE):
+        for place in range(0, count, _MIX_ROWS):
+            _mixed(
+                min(_MIX_ROWS, count - place), scores.ctypes.data + place * wide, wide, values + first * bytes_of(like), stride,
+                num_keys, mixed.ctypes.data + (place * size + first) * 4, size * 4, like,
+            )  # fmt: skip
+    for first in range(size // _MIX_WIDE * _MIX_WIDE, size, WIDTH):
+        for place in range(count):
+            weights, into = scores.ctypes.data + place * wide, mixed.ctypes.data + (place * size + first) * 4
+            _mix_one(weights, values + first * bytes_of(like), stride, num_keys, into, like)
 
 
 @compiled
@@ -226,56 +241,32 @@ def _lowest(rows: Any, layer: Any) -> int:
     low = rows.start
     for row in range(rows.before, rows.before + rows.rows):
         low = min(low, int_at(rows.positions + row * 8) - layer.window + 1)
-    return max(low, 0) // WIDTH * WIDTH
+    return max(low, 0) // PANEL * PANEL
 
 
 @compiled
-def _read(queries: Any, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
-    """Scaled queries of the places from ``first`` on."""
-    scale, step = splat(np.float32(layer.scale)), bytes_of(like)
-    for place in range(queries.shape[0]):
+def _read(queries: int, count: int, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
+    """Queries of the places from ``first`` on, one after another."""
+    size = layer.head_dim * bytes_of(like)
+    for place in range(count):
         source = layer.query + (head * layer.group + (first + place) // rows.rows) * layer.query_head
         source += (rows.offset + (first + place) % rows.rows) * layer.query_row
-        for at in range(0, queries.shape[1], WIDTH):
-            store(
-                queries.ctypes.data + (place * queries.shape[1] + at) * 4, multiply(load(source + at * step, like), scale), _FLOAT
-            )
+        copy_bytes(source, queries + place * size, size)
 
 
 @compiled
-def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, block: Any, like: Any) -> None:
-    """Products of each query with each key."""
-    count, size = queries.shape
-    stride, wide = size * bytes_of(like), count > 1 and bytes_of(like) == 2  # widened once for all rows
-    for key in range(0, num_keys - WIDTH + 1, WIDTH):
-        if wide:
-            _copy(keys + key * stride, stride, block.ctypes.data, size * 4, WIDTH, size, like, _FLOAT)
-        for place in range(count):
-            query, into = queries.ctypes.data + place * size * 4, scores.ctypes.data + (place * scores.shape[1] + key) * 4
-            if wide:
-                _score(query, block.ctypes.data, size * 4, size, into, _FLOAT)
-            else:
-                _score(query, keys + key * stride, stride, size, into, like)
-    for place in range(count):
-        for key in range(num_keys // WIDTH * WIDTH, num_keys):
-            scores[place, key] = _score_one(queries.ctypes.data + place * size * 4, keys + key * stride, size, like)
-
-
-@compiled
-def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, block: Any, like: Any) -> None:
-    """Adds up the weighted values of each row."""
-    count, size = mixed.shape
-    stride, wide = size * bytes_of(like), count > 1 and bytes_of(like) == 2
-    for key in range(0, num_keys, WIDTH):
-        here = min(WIDTH, num_keys - key)
-        if wide:
-            _copy(values + key * stride, stride, block.ctypes.data, size * 4, here, size, like, _FLOAT)
-        for place in range(count):
-            weights, into = scores.ctypes.data + (place * scores.shape[1] + key) * 4, mixed.ctypes.data + place * size * 4
-            if wide:
-                _mix(weights, block.ctypes.data, size * 4, here, size, into, _FLOAT)
-            else:
-                _mix(weights, values + key * stride, stride, here, size, into, like)
+def _score_all(queries: int, size: int, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
+    """Scaled products of each query with each key, a panel of keys at a time."""
+    count, stride, scales = scores.shape[0], size * bytes_of(like), splat(scale)
+    sums = np.empty(TILE_ROWS * PANEL, np.float32)
+    for key in range(0, num_keys, PANEL):
+        for place in range(0, count, TILE_ROWS):
+            here = min(TILE_ROWS, count - place)
+            products(here, queries + place * stride, stride, keys + key * stride, size, sums.ctypes.data, like)
+            for own in range(here):
+                into = scores.ctypes.data + ((place + own) * scores.shape[1] + key) * 4
+                for half in range(0, PANEL * 4, WIDTH * 4):
+                    store(into + half, multiply(load(sums.ctypes.data + own * PANEL * 4 + half, _FLOAT), scales), _FLOAT)
 
 
 @compiled
@@ -313,12 +304,11 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
         own = first % rows.rows + count
     entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + low) * size * bytes_of(like)
     num_keys = rows.start + own - low
-    padded = (num_keys + WIDTH - 1) // WIDTH * WIDTH
+    padded = (num_keys + PANEL - 1) // PANEL * PANEL
     queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
     scores, shares = scratch[: count * padded].reshape((count, padded)), np.empty(count, np.float32)
-    block = np.empty((WIDTH, size), np.float32)
-    _read(queries, layer, rows, head, first, like)
-    _score_all(queries, layer.keys + entry, num_keys, scores, block, like)
+    _read(queries.ctypes.data, count, layer, rows, head, first, like)
+    _score_all(queries.ctypes.data, size, layer.keys + entry, num_keys, scores, np.float32(layer.scale), like)
     if layer.softcap:
         _bound(scores, np.float32(layer.softcap))
     for place in range(count):
@@ -326,20 +316,29 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
         if own > 1 or layer.window:
             _hide(scores[place], (first + place) % rows.rows, low, own, rows, layer)
         shares[place] = _weigh(scores[place])
-    _mix_all(scores, layer.values + entry, num_keys, mixed, block, like)
+    _mix_all(scores, layer.values + entry, num_keys, mixed, like)
     _write(mixed, shares, layer, rows, head, first, like)
+
+
+@compiled
+def keep_key(source: int, keys: int, entry: int, size: int, like: Any) -> None:
+    """Stores the numbers of a key in the panel of its entry, of a slot's panels of one head."""
+    piece, wide = piece_of(like), size * bytes_of(like)
+    target = keys + entry // PANEL * PANEL * wide + entry % PANEL * piece
+    for at in range(0, wide, piece):
+        copy_bytes(source + at, target + at * PANEL, piece)
 
 
 @compiled
 def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
     """Stores the new keys and values of one KV head of a request."""
-    size = layer.head_dim
-    stride = size * bytes_of(like)
-    entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + rows.start + rows.before) * stride
-    source = layer.key + head * layer.key_head + rows.offset * layer.key_row
-    _copy(source, layer.key_row, layer.keys + entry, stride, rows.rows, size, like, like)
-    source = layer.value + head * layer.value_head + rows.offset * layer.value_row
-    _copy(source, layer.value_row, layer.values + entry, stride, rows.rows, size, like, like)
+    wide = layer.head_dim * bytes_of(like)
+    slot, first = (rows.slot * layer.kv_heads + head) * layer.capacity * wide, rows.start + rows.before
+    for row in range(rows.rows):
+        source = layer.key + head * layer.key_head + (rows.offset + row) * layer.key_row
+        keep_key(source, layer.keys + slot, first + row, layer.head_dim, like)
+        source = layer.value + head * layer.value_head + (rows.offset + row) * layer.value_row
+        copy_bytes(source, layer.values + slot + (first + row) * wide, wide)
 
 
 @compiled
@@ -358,7 +357,7 @@ def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
     for request in range(len(requests)):
         rows = requests[request]
         longest = max(longest, rows.start + rows.before + rows.rows)
-    scratch = np.empty(BLOCK * (longest + 2 * WIDTH), np.float32)
+    scratch = np.empty(BLOCK * (longest + 2 * PANEL), np.float32)
     block, request, begun = claim(taken), 0, 0  # the blocks before those of ``request``
     while request < len(requests):
         rows = requests[request]

@@ -21,7 +21,7 @@ WIDTH = 16
 
 _FLOAT, _INT, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 _FLOATS, _INTS, _HALVES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH), ir.VectorType(_HALF, WIDTH)
-_FLOAT16S, _LONG = ir.VectorType(ir.HalfType(), WIDTH), ir.IntType(64)
+_FLOAT16S, LONG = ir.VectorType(ir.HalfType(), WIDTH), ir.IntType(64)
 _SPINS = 4096
 
 Generator = Callable[[Any, Any, Any, Any], Any]
@@ -61,7 +61,8 @@ def _same(value: int) -> ir.Constant:
     return _ints([value] * WIDTH)
 
 
-def _spread(builder: Any, number: Any) -> Any:
+def spread_lanes(builder: Any, number: Any) -> Any:
+    """Code for ``splat``."""
     undefined = ir.Constant(_FLOATS, ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(undefined, number, _INT(0)), undefined, _same(0))
 
@@ -73,26 +74,41 @@ def _rounded(builder: Any, numbers: Any) -> Any:
     return builder.add(bits, builder.add(odd, _same(0x7FFF)))
 
 
+def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Code for each count from one to the most, of which that of ``count`` is run."""
+    end = builder.append_basic_block("counted")
+    choice = builder.switch(count, end)
+    for number in range(1, most + 1):
+        block = builder.append_basic_block(f"count.{number}")
+        choice.add_case(LONG(number), block)
+        builder.position_at_end(block)
+        emit(number)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
 @primitive
 def bytes_of(typing: Any, like: Any) -> tuple[Any, Generator]:
     """Bytes of one number of a type."""
     size = 4 if like == types.float32 else 2
-    return types.int64(like), lambda context, builder, signature, args: _LONG(size)
+    return types.int64(like), lambda context, builder, signature, args: LONG(size)
 
 
 @primitive
 def load(typing: Any, address: Any, like: Any) -> tuple[Any, Generator]:
     """Sixteen numbers that lie side by side at an address."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if like == types.float32:
-            return builder.load(builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
-        if like == types.int16:
-            return builder.fpext(builder.load(builder.inttoptr(args[0], _FLOAT16S.as_pointer()), align=2), _FLOATS)
-        halves = builder.load(builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
-        return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _same(16)), _FLOATS)
+    return LANES(types.int64, like), lambda context, builder, signature, args: load_lanes(builder, args[0], like)
 
-    return LANES(types.int64, like), generate
+
+def load_lanes(builder: Any, address: Any, like: Any) -> Any:
+    """Code for ``load``."""
+    if like == types.float32:
+        return builder.load(builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+    if like == types.int16:
+        return builder.fpext(builder.load(builder.inttoptr(address, _FLOAT16S.as_pointer()), align=2), _FLOATS)
+    halves = builder.load(builder.inttoptr(address, _HALVES.as_pointer()), align=2)
+    return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _same(16)), _FLOATS)
 
 
 @primitive
@@ -130,7 +146,7 @@ def stored(typing: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
 @primitive
 def splat(typing: Any, number: Any) -> tuple[Any, Generator]:
     """One float32 sixteen times."""
-    return LANES(types.float32), lambda context, builder, signature, args: _spread(builder, args[0])
+    return LANES(types.float32), lambda context, builder, signature, args: spread_lanes(builder, args[0])
 
 
 @primitive
@@ -138,7 +154,7 @@ def load_splat(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The float32 at an address sixteen times."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()), align=4))
+        return spread_lanes(builder, builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()), align=4))
 
     return LANES(types.int64), generate
 
@@ -191,10 +207,11 @@ def sign_of(typing: Any, numbers: Any, signs: Any) -> tuple[Any, Generator]:
 @primitive
 def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> tuple[Any, Generator]:
     """``left * right + addend``, rounded once."""
-    return LANES(LANES, LANES, LANES), lambda context, builder, signature, args: _fused(builder, *args)
+    return LANES(LANES, LANES, LANES), lambda context, builder, signature, args: fused(builder, *args)
 
 
-def _fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    """Code for ``multiply_add``."""
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
     return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{WIDTH}f32", fnty=kind), (left, right, addend))
 
@@ -234,36 +251,6 @@ def largest(typing: Any, numbers: Any) -> tuple[Any, Generator]:
 
 
 @primitive
-def totals(
-    typing: Any, s0: Any, s1: Any, s2: Any, s3: Any, s4: Any, s5: Any, s6: Any, s7: Any,
-    s8: Any, s9: Any, s10: Any, s11: Any, s12: Any, s13: Any, s14: Any, s15: Any,
-) -> tuple[Any, Generator]:  # fmt: skip
-    """The sum of each of sixteen vectors, side by side: a third of the work of ``total`` sixteen times.
-
-    Vectors ``v`` and ``v + half`` become one, whose lanes hold half sums of the one and of the other in turns of ``half`` lanes;
-    after four rounds one vector is left.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vectors, half = list(args), WIDTH // 2
-        while half:
-            lower = [(lane & ~half) + (WIDTH if lane & half else 0) for lane in range(WIDTH)]
-            upper = [lane + half for lane in lower]
-            pairs = list(zip(vectors[:half], vectors[half:], strict=True))
-            vectors = [
-                builder.fadd(
-                    builder.shuffle_vector(left, right, _ints(lower)),
-                    builder.shuffle_vector(left, right, _ints(upper)),
-                )
-                for left, right in pairs
-            ]
-            half //= 2
-        return vectors[0]
-
-    return LANES(*([LANES] * WIDTH)), generate
-
-
-@primitive
 def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
     """e to each number, none of which is positive; 0 below -87, where float32 ends.
 
@@ -284,8 +271,8 @@ def _exponential(builder: Any, numbers: Any) -> Any:
     r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
     series = _floats(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        series = _fused(builder, series, r, _floats(factor))
-    series = _fused(builder, series, builder.fmul(r, r), r)
+        series = fused(builder, series, r, _floats(factor))
+    series = fused(builder, series, builder.fmul(r, r), r)
     series = builder.fadd(series, _floats(1.0))
     scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
     return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
@@ -320,7 +307,7 @@ def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> tuple[Any, 
 @primitive
 def claim(typing: Any, address: Any) -> tuple[Any, Generator]:
     """Takes the next number from the int64 counter at an address; threads never get the same."""
-    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], _LONG(1))
+    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], LONG(1))
 
 
 @primitive
@@ -330,7 +317,7 @@ def count_on(typing: Any, address: Any, number: Any) -> tuple[Any, Generator]:
 
 
 def _count(builder: Any, address: Any, number: Any) -> Any:
-    return builder.atomic_rmw("add", builder.inttoptr(address, _LONG.as_pointer()), number, "acq_rel")
+    return builder.atomic_rmw("add", builder.inttoptr(address, LONG.as_pointer()), number, "acq_rel")
 
 
 @primitive
@@ -338,7 +325,7 @@ def counted(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The int64 counter at an address, as the other threads have left it. What they wrote before they counted is there."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _LONG.as_pointer()), "acquire", align=8)
+        return builder.load_atomic(builder.inttoptr(args[0], LONG.as_pointer()), "acquire", align=8)
 
     return types.int64(types.int64), generate
 
@@ -401,7 +388,7 @@ def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
     """The int64 at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _LONG.as_pointer()))
+        return builder.load(builder.inttoptr(args[0], LONG.as_pointer()))
 
     return types.int64(types.int64), generate
 

@@ -26,6 +26,7 @@ from engine.native.lanes import (
     WIDTH,
     Generator,
     add,
+    by_count,
     bytes_of,
     claim,
     copy_bytes,
@@ -77,7 +78,7 @@ class Linear(ctypes.Structure):
 
 
 def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> None:
-    """Adds up the products of some rows with a panel; ``at`` has the arguments of ``_products``."""
+    """Adds up the products of some rows with a panel; ``at`` has the arguments of ``products``."""
     b = builder
     step_bytes, wide = PANEL * (2 if like == types.int16 else 4), 4 if like != types.int16 else 2
     before, head, loop = b.block, b.append_basic_block("head"), b.append_basic_block("products")
@@ -168,7 +169,7 @@ def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[A
 
 
 @primitive
-def _products(
+def products(
     typing: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, like: Any
 ) -> tuple[Any, Generator]:
     """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``."""
@@ -176,18 +177,16 @@ def _products(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = dict(zip(("rows", "input", "stride", "panel", "size", "sums"), args[:-1], strict=True))
         at["steps"] = builder.lshr(at["size"], _I64(int(like == types.uint16)))
-        end = builder.append_basic_block("tile.end")
-        choice = builder.switch(at["rows"], end)
-        for number in range(1, TILE_ROWS + 1):
-            block = builder.append_basic_block(f"tile.{number}")
-            choice.add_case(_I64(number), block)
-            builder.position_at_end(block)
-            _emit_products(builder, like, number, at)
-            builder.branch(end)
-        builder.position_at_end(end)
+        by_count(builder, at["rows"], TILE_ROWS, lambda number: _emit_products(builder, like, number, at))
         return context.get_dummy_value()
 
     return types.void(*([types.int64] * 6), like), generate
+
+
+@primitive
+def piece_of(typing: Any, like: Any) -> tuple[Any, Generator]:
+    """Bytes of an output that lie side by side in a panel."""
+    return types.int64(like), lambda context, builder, signature, args: _I64(2 if like == types.int16 else 4)
 
 
 @compiled
@@ -249,9 +248,9 @@ def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, li
             for block in range(blocks):
                 row, end = block * rows // blocks, (block + 1) * rows // blocks
                 source = job.input + row * job.input_stride
-                _products(end - row, source, job.input_stride, job.weight + panel * panel_bytes, job.size, sums, like)
+                products(end - row, source, job.input_stride, job.weight + panel * panel_bytes, job.size, sums, like)
                 if job.up:
-                    _products(end - row, source, job.input_stride, job.up + panel * panel_bytes, job.size, ups, like)
+                    products(end - row, source, job.input_stride, job.up + panel * panel_bytes, job.size, ups, like)
                 _finish(job, row, end - row, panel * PANEL, sums, ups, like)
             done += 1
     return done

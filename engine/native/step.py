@@ -14,14 +14,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
-from engine.native.attention import LAYER, ROWS, attend_blocks, blocks_of
+from engine.native.attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
 from engine.native.lanes import (
     WIDTH,
-    Generator,
     add,
     address_of,
     bytes_of,
@@ -31,13 +29,12 @@ from engine.native.lanes import (
     int_at,
     load,
     multiply,
-    primitive,
     store,
     stored,
     subtract,
     wait_for,
 )
-from engine.native.linear import COUNTER, PANEL, Linear, multiply_rows, panels
+from engine.native.linear import COUNTER, PANEL, Linear, multiply_rows, panels, piece_of
 from engine.native.norm import normalise
 
 EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND = range(7)
@@ -80,7 +77,7 @@ class Rotate(ctypes.Structure):
         ("key_norm", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
         ("angles", ctypes.c_int64),  # [positions, 2, head_dim]: cosines and sines
-        ("keys", ctypes.c_int64),  # [slots, kv_heads, capacity, head_dim]
+        ("keys", ctypes.c_int64),  # as those of ``attention.Layer``, and the next two
         ("values", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
     )
@@ -131,22 +128,15 @@ def _embed(job: Any, token: int, row: int, like: Any) -> None:
     if not job.panels:
         copy_bytes(job.weight + token * wide, target, wide)
         return
-    piece = _piece(like)
+    piece = piece_of(like)
     source = job.weight + token // PANEL * PANEL * wide + token % PANEL * piece
     for at in range(0, wide, piece):
         copy_bytes(source + at * PANEL, target + at, piece)
 
 
-@primitive
-def _piece(typing: Any, like: Any) -> tuple[Any, Generator]:
-    """Bytes of an output that lie side by side in a panel."""
-    size = 2 if like == types.int16 else 4
-    return types.int64(like), lambda context, builder, signature, args: ir.IntType(64)(size)
-
-
 @compiled
-def _turn(head: int, norm: int, epsilon: float, angles: int, size: int, target: int, like: Any) -> None:
-    """One head: ``x * cos + (-x2, x1) * sin`` with x1 and x2 its halves, each product rounded."""
+def _turn(head: int, norm: int, epsilon: float, angles: int, size: int, like: Any) -> None:
+    """One head, in place: ``x * cos + (-x2, x1) * sin`` with x1 and x2 its halves, each product rounded."""
     wide, half = bytes_of(like), size // 2
     if norm:
         normalise(head, norm, head, size, epsilon, like)
@@ -157,8 +147,8 @@ def _turn(head: int, norm: int, epsilon: float, angles: int, size: int, target: 
         b = stored(multiply(other, load(angles + size * wide + low, like)), like)
         c = stored(multiply(other, load(angles + high, like)), like)
         d = stored(multiply(one, load(angles + size * wide + high, like)), like)
-        store(target + low, subtract(a, b), like)
-        store(target + high, add(c, d), like)
+        store(head + low, subtract(a, b), like)
+        store(head + high, add(c, d), like)
 
 
 @compiled
@@ -168,11 +158,12 @@ def _rotate(job: Any, row: int, position: int, slot: int, entry: int, like: Any)
     angles = job.angles + position * 2 * wide
     for head in range(job.heads):
         at = job.query + (row * job.heads + head) * wide
-        _turn(at, job.query_norm, job.epsilon, angles, job.head_dim, at, like)
+        _turn(at, job.query_norm, job.epsilon, angles, job.head_dim, like)
     for head in range(job.kv_heads):
-        at, kept = (row * job.kv_heads + head) * wide, ((slot * job.kv_heads + head) * job.capacity + entry) * wide
-        _turn(job.key + at, job.key_norm, job.epsilon, angles, job.head_dim, job.keys + kept, like)
-        copy_bytes(job.value + at, job.values + kept, wide)
+        at, kept = (row * job.kv_heads + head) * wide, (slot * job.kv_heads + head) * job.capacity * wide
+        _turn(job.key + at, job.key_norm, job.epsilon, angles, job.head_dim, like)
+        keep_key(job.key + at, job.keys + kept, entry, job.head_dim, like)
+        copy_bytes(job.value + at, job.values + kept + entry * wide, wide)
 
 
 @compiled
