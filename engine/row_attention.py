@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,15 +12,22 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Segment
-from engine.kv_cache import SlotCache
+from engine.kv_cache import KVShape, SlotCache
 from engine.native.threads import on_threads
-from engine.row_linear import DTYPES, has_kernels
+from engine.row_linear import DTYPES, PANEL, has_kernels
 
 if TYPE_CHECKING:  # it imports numba
     from engine.native.attention import Layer, Rows
 
 ENTRY_STEP = 16  # numbers of a vector
 _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
+
+
+def laid_out(shape: KVShape) -> KVShape:
+    """How the slots of a model lie for compiled code, where there is such code."""
+    if not has_kernels(shape.device, shape.dtype):
+        return shape
+    return replace(shape, padding=-shape.head_dim % ENTRY_STEP, panel=PANEL)
 
 
 class RowAttention:
@@ -31,7 +39,7 @@ class RowAttention:
 
     @staticmethod
     def over(cache: SlotCache) -> RowAttention | None:
-        """For the slots of a model on a CPU, in bfloat16, float16 or float32, with entries of whole vectors; None for others.
+        """For slots that are ``laid_out`` for compiled code; None for others.
 
         The first time on a machine it compiles, which takes some seconds.
 
@@ -39,7 +47,7 @@ class RowAttention:
             cache: the slots.
         """
         shape = cache.shape
-        if not has_kernels(shape.device, shape.dtype) or shape.entry_size % ENTRY_STEP:
+        if shape.panel != PANEL:
             return None
         from engine.native.attention import entry_point
 

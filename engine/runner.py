@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
 from engine.grammar import Grammars
 from engine.kv_cache import KVShape, SlotCache
-from engine.row_attention import ENTRY_STEP, RowAttention
+from engine.row_attention import RowAttention, laid_out
 from engine.row_cut import cut
-from engine.row_linear import PANEL, has_kernels, row_linears
+from engine.row_linear import row_linears
 from engine.row_model import RowModel
 from engine.thin_modules import thin_modules
 
@@ -68,9 +67,7 @@ class ModelRunner:
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.device.type == "cpu":
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
-        shape = kv_shape(model) if shape is None else shape
-        if has_kernels(shape.device, shape.dtype):
-            shape = replace(shape, padding=-shape.head_dim % ENTRY_STEP, panel=PANEL)
+        shape = laid_out(kv_shape(model) if shape is None else shape)
         try:
             self.cache = cache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA

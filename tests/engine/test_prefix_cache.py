@@ -95,12 +95,17 @@ def test_check_integrity_finds_more_entries_than_there_are() -> None:
         cache.check_integrity(39)
 
 
-def test_copied_entries_are_those_of_the_source_and_no_others() -> None:
-    cache = SlotCache(KVShape(2, 3, 4, torch.float32, torch.device("cpu")), 3, 10)
+@pytest.mark.parametrize(("panel", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (8, torch.float32), (8, torch.bfloat16)])
+def test_copied_and_moved_entries_are_those_of_the_source_and_no_others(panel: int, dtype: torch.dtype) -> None:
+    cache = SlotCache(KVShape(2, 3, 4, dtype, torch.device("cpu"), panel=panel), 3, 10)
     generator = torch.Generator().manual_seed(1)
     for layer in range(2):
         for slot in range(3):
-            cache.write(layer, slot, 0, *torch.rand((2, 3, 10, 4), generator=generator))
+            written = torch.rand((2, 3, 10, 4), generator=generator).to(dtype)
+            keys, values = cache.write(layer, slot, 0, *written)
+            assert torch.equal(torch.stack((keys, values)), written)
+            keys, values = cache.write(layer, slot, 7, *written[:, :, 7:9])
+            assert torch.equal(torch.stack((keys, values)), written[:, :, :9])
     before = [cache.entries(slot, 10) for slot in range(3)]
     cache.copy(2, 0, 7, 3)
     for kind in range(2):
@@ -110,6 +115,11 @@ def test_copied_entries_are_those_of_the_source_and_no_others() -> None:
             copied[:, :, 7:], before[0][kind][:, :, 7:]
         )
         assert all(torch.equal(cache.entries(slot, 10)[kind], before[slot][kind]) for slot in (1, 2))
+    cache.compact(1, 2, (0, 3, 6))
+    for kind in range(2):
+        expected = before[1][kind].clone()
+        expected[:, :, 2:5] = before[1][kind][:, :, [2, 5, 8]]
+        assert torch.equal(cache.entries(1, 10)[kind], expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

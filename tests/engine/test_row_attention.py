@@ -14,7 +14,7 @@ from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.batch import Segment, Work, pack
 from engine.kv_cache import KVShape, SlotCache
-from engine.row_attention import RowAttention, RowStep
+from engine.row_attention import RowAttention, RowStep, laid_out
 from engine.row_linear import has_kernels
 from engine.runner import ModelRunner
 from tests.models import CONTEXT, VOCAB, tiny_model
@@ -47,17 +47,32 @@ def tree_mask(rng: np.random.Generator, rows: int) -> np.ndarray:
     return mask
 
 
+def slots(layers: int, kv_heads: int, size: int, dtype: torch.dtype, number: int, capacity: int = CAPACITY) -> SlotCache:
+    return SlotCache(laid_out(KVShape(layers, kv_heads, size, dtype, torch.device("cpu"))), number, capacity)
+
+
+def filled(layers: int, kv_heads: int, size: int, dtype: torch.dtype, number: int) -> SlotCache:
+    """Slots with random entries."""
+    cache = slots(layers, kv_heads, size, dtype, number)
+    for layer in range(layers):
+        for slot in range(number):
+            cache.write(layer, slot, 0, *torch.randn(2, kv_heads, CAPACITY, size).to(dtype))
+    return cache
+
+
+def all_entries(cache: SlotCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """[layers, slots, kv_heads, capacity, head_dim] each."""
+    keys, values = zip(*(cache.entries(slot, CAPACITY) for slot in range(cache.slots)), strict=True)
+    return torch.stack(keys, 1), torch.stack(values, 1)
+
+
 class Case:
     """A cache with random entries, and a step of ``REQUESTS``; every other one has a tree."""
 
     def __init__(self, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
         torch.manual_seed(1)
         rng = np.random.default_rng(1)
-        shape = KVShape(LAYERS, kv_heads, size, dtype, torch.device("cpu"), padding=-size % 16)
-        self.cache = SlotCache(shape, SLOTS, CAPACITY)
-        for entries in (self.cache._keys, self.cache._values):
-            entries.normal_()
-            entries[..., size:] = 0
+        self.cache = filled(LAYERS, kv_heads, size, dtype, SLOTS)
         self.segments, positions, offset = [], [], 0
         for number, (start, rows) in enumerate(REQUESTS):
             mask = tree_mask(rng, rows) if number % 2 and rows > 1 else None
@@ -108,7 +123,7 @@ def test_it_is_attention(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, window: int | None, softcap: float | None
 ) -> None:
     case = Case(dtype, heads, kv_heads, size)
-    keys, values = case.cache._keys.clone(), case.cache._values.clone()
+    keys, values = all_entries(case.cache)
     output = case.attend(case.segments, 1, window, softcap)
     for segment in case.segments:
         rows = slice(segment.offset, segment.offset + segment.rows)
@@ -118,8 +133,8 @@ def test_it_is_attention(
         keys[1, segment.slot, :, segment.start : end, :size] = case.key[0, :, rows]
         values[1, segment.slot, :, segment.start : end, :size] = case.value[0, :, rows]
     # These entries and no others; behind an entry's numbers there are zeros.
-    written = [(case.cache._keys, keys), (case.cache._values, values)]
-    assert all(torch.equal(ours[..., :size], theirs[..., :size]) and not ours[..., size:].any() for ours, theirs in written)
+    assert all(torch.equal(*pair) for pair in zip(all_entries(case.cache), (keys, values), strict=True))
+    assert not case.cache._values[..., size:].any() and not case.cache._in_panels.contiguous().view(dtype)[..., size:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,11 +157,11 @@ def test_a_row_has_the_same_bits_in_every_batch(
 def test_a_prompt_at_once_and_in_pieces_has_the_same_bits(dtype: torch.dtype, window: int | None, two_threads: None) -> None:
     """Threads share the blocks of a long one; pieces of other sizes begin at other places, beside others or alone."""
     torch.manual_seed(2)
-    length, shape = 331, KVShape(1, 2, 32, dtype, torch.device("cpu"))
+    length = 331
     query, key, value = (torch.randn(1, heads, length, 32).to(dtype) for heads in (4, 2, 2))
     found = []
     for cuts in ((), (1,), (160,), (16, 17, 150, 330), tuple(range(1, length))):
-        attention = RowAttention.over(SlotCache(shape, 2, length))
+        attention = RowAttention.over(slots(1, 2, 32, dtype, 2, length))
         assert attention is not None
         bounds, outputs = (0, *cuts, length), []
         for start, end in pairwise(bounds):
@@ -163,9 +178,7 @@ def test_trees_of_many_requests_have_the_bits_of_their_paths(dtype: torch.dtype,
     rng, requests, size, context = np.random.default_rng(3), 9, 16, (0, 1, 15, 16, 40, 63, 64, 90, 100)
     masks = [tree_mask(rng, int(rows)) for rows in rng.integers(2, 33, requests)]
     total = sum(map(len, masks))
-    cache = SlotCache(KVShape(1, 2, size, dtype, torch.device("cpu")), requests + 1, CAPACITY)
-    for entries in (cache._keys, cache._values):
-        entries.normal_()
+    cache = filled(1, 2, size, dtype, requests + 1)
     attention = RowAttention.over(cache)
     assert attention is not None
     query, key, value = (torch.randn(1, heads, total, size).to(dtype) for heads in (6, 2, 2))
@@ -194,12 +207,8 @@ def test_inputs_that_are_not_laid_out_by_head() -> None:
 
 @needs_numba
 def test_what_it_takes() -> None:
-    def cache(dtype: torch.dtype, size: int) -> SlotCache:
-        return SlotCache(KVShape(1, 2, size, dtype, torch.device("cpu")), 1, 8)
-
-    for dtype, size in ((torch.float64, 16), (torch.float32, 12)):
-        assert RowAttention.over(cache(dtype, size)) is None
-    attention = RowAttention.over(cache(torch.float32, 32))
+    assert RowAttention.over(slots(1, 2, 16, torch.float64, 1)) is None
+    attention = RowAttention.over(slots(1, 2, 32, torch.float32, 1, 8))
     assert attention is not None
     rows = torch.zeros(1, 4, 3, 32)
     assert attention.fits(rows, rows[:, :2], rows[:, :2])
