@@ -31,7 +31,7 @@ from engine.outputs import Outputs
 from engine.planner import StepPlanner
 from engine.runner import ModelRunner
 from engine.runners import RunnerMaker, make_runner
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, check_options
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
 
@@ -86,7 +86,8 @@ class Engine:
         self,
         executor: Executor,
         drafter: Drafter,
-        scheduler: Scheduler,
+        options: EngineOptions,
+        max_draft_rows: int,
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
         grammars: Grammars | None = None,
@@ -95,19 +96,23 @@ class Engine:
         Args:
             executor: computes steps.
             drafter: guesses continuations.
-            scheduler: new; the engine owns it.
+            options: of the step loop.
+            max_draft_rows: see ``Scheduler``.
             info: of the model.
             tokenizer: without one, outputs carry token ids and no text, and stop strings are refused.
             grammars: of the model; without them requests with a grammar are refused.
+
+        Raises:
+            ValueError: an option outside its range.
         """
         self._grammars = grammars
         self.info, self.tokenizer = info, tokenizer
-        self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
-        self._admission = Admission(executor, drafter.memory, scheduler.options.prefix_caching)
-        scheduler.place = self._admission.place
+        self._executor, self._drafter = executor, drafter
+        self._admission = Admission(executor, drafter.memory, options.prefix_caching)
+        self._scheduler = Scheduler(options, max_draft_rows, self._admission.place)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
-        self._planner = StepPlanner(scheduler, drafter, info, self._outputs)
+        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs)
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger: EnergyLedger | None = None
         self._metrics = EngineMetrics(info.max_model_len)
@@ -142,7 +147,7 @@ class Engine:
         others = tuple(parse_strategy(text).name for text in speculation.strategies)
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
-        scheduler = Scheduler(options, speculation.max_draft_tokens)
+        check_options(options)
         loaded = load_model(model)
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
         runner = runner_over(loaded, options, speculation, world_size, make)
@@ -152,7 +157,7 @@ class Engine:
             slots, rows = options.max_running, options.max_step_tokens
             drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(computes, drafter, scheduler, info, loaded.tokenizer, runner.grammars)
+        return cls(computes, drafter, options, speculation.max_draft_tokens, info, loaded.tokenizer, runner.grammars)
 
     @property
     def has_work(self) -> bool:
@@ -316,6 +321,7 @@ class Engine:
     def _release(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._scheduler.remove(request)
+        self._executor.end(request)
         del self._requests[request.request_id]
         self._outputs.end(request)
         if not request.plain:

@@ -12,7 +12,7 @@ from decoding.drafters.base import TargetRows
 from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
 from decoding.ranking import argmax_rows, compile_ranking
-from decoding.request import Acceptance, Request, RequestState, TokenLogprob
+from decoding.request import Acceptance, Request, TokenLogprob
 from decoding.row_draw import compile_draws
 from decoding.rules import Rule
 from decoding.sampling import choose, token_logprobs
@@ -55,6 +55,10 @@ class Executor(Protocol):
         """
         ...
 
+    def end(self, request: Request) -> None:
+        """Forgets a request that has ended, whether it ever ran or not. Its id may be another's from now on."""
+        ...
+
     def check_integrity(self, running: Sequence[Request]) -> None:
         """Asserts that what is known of the slots is right, between steps.
 
@@ -90,7 +94,7 @@ class Verifier:
             grammars: of the model; without them requests have none.
         """
         self._grammars = grammars
-        self._rules: dict[str, tuple[Request, LogitRules]] = {}
+        self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
     def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
         """What the target keeps of a tree.
@@ -151,17 +155,18 @@ class Verifier:
 
     def _rules_of(self, request: Request) -> LogitRules:
         """The request's rules, with its committed tokens pushed."""
-        held = self._rules.get(request.request_id)
-        if held is None or held[0] is not request:
-            # Requests end without a word to the executor: the finished are forgotten when the next one comes.
-            self._rules = {key: pair for key, pair in self._rules.items() if pair[0].state is not RequestState.FINISHED}
+        rules = self._rules.get(request.request_id)
+        if rules is None:
             if request.params.grammar is not None and request.grammar is None:  # of another rank's engine
                 assert self._grammars is not None, request.request_id
                 request.grammar = self._grammars.start(request.params.grammar)
-            rules = LogitRules(request.params, request.prompt_ids, request.grammar)
-            held = self._rules[request.request_id] = request, rules
-        held[1].catch_up(request.output_ids)
-        return held[1]
+            rules = self._rules[request.request_id] = LogitRules(request.params, request.prompt_ids, request.grammar)
+        rules.catch_up(request.output_ids)
+        return rules
+
+    def end(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._rules.pop(request.request_id, None)
 
 
 class LocalExecutor:
@@ -183,6 +188,10 @@ class LocalExecutor:
         if found.source is not None:
             self._cache.copy(found.source, found.slot, found.length, found.start)
         return found.slot, found.length
+
+    def end(self, request: Request) -> None:
+        """See ``Executor``."""
+        self._verifier.end(request)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""

@@ -23,8 +23,27 @@ class Share:
     draft_rows: int
 
 
-def _oldest_slot(request: Request, free: Sequence[int]) -> tuple[int, int]:
-    return free[0], request.num_computed
+# Which of some slots a request gets, its own if it has one, and how many of its first tokens are computed there by now.
+Place = Callable[[Request, Sequence[int]], tuple[int, int]]
+
+
+def check_options(options: EngineOptions) -> None:
+    """Says whether a scheduler can do with some options.
+
+    Raises:
+        ValueError: a value below 1, or too few rows for all requests to decode in one step.
+    """
+    if options.max_running < 1:
+        raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
+    if options.max_waiting < 0:
+        raise ValueError(f"engine.max_waiting must not be negative, got {options.max_waiting}")
+    if options.max_wait_s < 0:
+        raise ValueError(f"engine.max_wait_s must not be negative, got {options.max_wait_s}")
+    if options.max_step_tokens < 2 * options.max_running:
+        raise ValueError(
+            f"engine.max_step_tokens must be at least twice engine.max_running, "
+            f"got {options.max_step_tokens} and {options.max_running}"
+        )
 
 
 class Scheduler:
@@ -43,28 +62,21 @@ class Scheduler:
     are alike urgent, and nobody is preempted.
     """
 
-    def __init__(self, options: EngineOptions, max_draft_rows: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, options: EngineOptions, max_draft_rows: int, place: Place, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """
         Args:
             options: of the engine.
             max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
+            place: see ``Place``.
             clock: seconds, by which waits are measured.
 
         Raises:
-            ValueError: a value below 1, or too few rows for all requests to decode in one step.
+            ValueError: see ``check_options``.
         """
-        if options.max_running < 1:
-            raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
-        if options.max_waiting < 0:
-            raise ValueError(f"engine.max_waiting must not be negative, got {options.max_waiting}")
-        if options.max_wait_s < 0:
-            raise ValueError(f"engine.max_wait_s must not be negative, got {options.max_wait_s}")
-        if options.max_step_tokens < 2 * options.max_running:
-            raise ValueError(
-                f"engine.max_step_tokens must be at least twice engine.max_running, "
-                f"got {options.max_step_tokens} and {options.max_running}"
-            )
-        self.options, self._max_draft_rows, self._clock = options, max_draft_rows, clock
+        check_options(options)
+        self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
         self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival)
         self._arrivals = 0
@@ -73,8 +85,6 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
-        # Which of some slots a request gets, its own if it has one, and how many of its first tokens are computed there by now.
-        self.place: Callable[[Request, Sequence[int]], tuple[int, int]] = _oldest_slot
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +157,7 @@ class Scheduler:
         """
         for request in self._followers:
             if request.slot is not None and request.scope is not None:
-                request.num_computed = self.place(request, (request.slot,))[1]
+                request.num_computed = self._place(request, (request.slot,))[1]
         self._followers = []
         if self._waiting:
             self._admit()
@@ -193,7 +203,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
             else:
                 self._withdraw(request)
-            slot, computed = self.place(request, self._free_slots)
+            slot, computed = self._place(request, self._free_slots)
             self._free_slots.remove(slot)
             request.slot, request.num_computed, request.state = slot, computed, RequestState.RUNNING
             request.waited_s += now - request.queued_s
@@ -225,8 +235,8 @@ class Scheduler:
         for request in waiting:
             assert request.state is RequestState.WAITING, (request.request_id, request.state)
             assert request.slot is None and not request.num_computed, (request.request_id, request.slot, request.num_computed)
-        everyone = {id(request) for request in (*self.running, *waiting)}
-        assert len(everyone) == len(self.running) + len(waiting), [request.request_id for request in (*self.running, *waiting)]
+        everyone = [request.request_id for request in (*self.running, *waiting)]
+        assert len(set(everyone)) == len(everyone), everyone
         assert len(waiting) <= self.options.max_waiting + self.options.max_running, len(waiting)
 
 
