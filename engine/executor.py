@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from decoding.drafters.base import TargetRows
+from decoding.logit_rows import HostRows, LogitRows
 from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
 from decoding.ranking import argmax_rows, compile_ranking
@@ -17,7 +18,7 @@ from decoding.row_draw import compile_draws
 from decoding.rules import Rule
 from decoding.sampling import choose, token_logprobs
 from decoding.target_laws import TargetLaws
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import DraftTree
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
 from engine import prompt_scores
@@ -81,6 +82,11 @@ class Executor(Protocol):
         ...
 
 
+def _reads_logits(work: Work) -> bool:
+    """Whether a tree is verified by more than the likeliest token below each row."""
+    return not work.request.argmax or work.rule is not None or work.request.params.logprobs is not None
+
+
 class Verifier:
     """Walks computed trees, and keeps what the penalties of its requests count and where their grammars stand.
 
@@ -96,34 +102,39 @@ class Verifier:
         self._grammars = grammars
         self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
-    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
+    def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
         """What the target keeps of a tree.
 
         Args:
             work: with a tree.
-            logits: [n, vocab] of the tree's rows, as the model gave them.
-            greedy: [n] the argmax of each.
+            target: what the model said below the tree's rows.
+            root: [vocab] the logits below the root, on the host, where they are read and are on another device.
         """
-        request, tree, params = work.request, work.tree, work.request.params
+        request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
-        if work.rule is not None or not params.greedy or params.alters_logits or params.logprobs is not None:
-            logits = logits.cpu()  # of a GPU, at once: what follows looks at row after row
+        if _reads_logits(work):
+            return self._read(work, tree, target, target.logits if root is None else HostRows(target.logits, root))
+        if len(ids) == 1:
+            return Outcome(tree, Acceptance((), int(ids[0])), target)
+        return Outcome(tree, verify_exact(tree, ids.tolist().__getitem__, request.remaining, work.end_tokens), target)
+
+    def _read(self, work: Work, tree: DraftTree, target: TargetRows, logits: LogitRows) -> Outcome:
+        """As ``verify``, with a look at the logits."""
+        request, count = work.request, work.request.params.logprobs
         if work.rule is not None:
             acceptance = self._by_rule(work.rule, work, tree, logits)
-        elif params.greedy and not params.alters_logits and len(greedy) == 1:
-            acceptance = Acceptance((), int(greedy[0]))
-        elif params.greedy and not params.alters_logits:
-            acceptance = verify_exact(tree, greedy.tolist().__getitem__, request.remaining, work.end_tokens)
+        elif request.argmax:
+            acceptance = verify_exact(tree, target.ids.tolist().__getitem__, request.remaining, work.end_tokens)
         else:
             acceptance = self._walk(work, tree, logits)
         logprobs = None
-        if params.logprobs is not None:
-            visited = torch.tensor((0, *acceptance.rows), device=logits.device)
+        if count is not None:
+            visited = torch.stack([logits[row] for row in (0, *acceptance.rows)])
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
-            logprobs = token_logprobs(logits[visited], emitted, params.logprobs)
-        return Outcome(tree, acceptance, TargetRows(greedy, logits), logprobs)
+            logprobs = token_logprobs(visited, emitted, count)
+        return Outcome(tree, acceptance, target, logprobs)
 
-    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
         """What another rule than ``verify_exact`` keeps of a tree."""
         request = work.request
         rules = self._rules_of(request) if request.params.alters_logits else None
@@ -133,7 +144,7 @@ class Verifier:
         assert 1 <= acceptance.count <= request.remaining, (request.request_id, acceptance, request.remaining)
         return acceptance
 
-    def _walk(self, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+    def _walk(self, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
         """Row by row, each with the prefix that leads to it."""
         request, params = work.request, work.request.params
         rules = self._rules_of(request) if params.alters_logits else None
@@ -215,7 +226,7 @@ class LocalExecutor:
             logits = both[:wanted]
         else:
             logits = self.runner.forward(batch)
-        greedy = argmax_rows(logits)
+        greedy, roots = argmax_rows(logits), _roots(works, batch.logit_starts, logits)
         outcomes: list[Outcome | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
             # Not beyond ``end``: what is accepted here may not be what a group of ranks commits.
@@ -224,12 +235,23 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            own, best = logits, greedy
-            if len(works) > 1:
-                rows = slice(first, first + len(work.tree))
-                own, best = logits[rows], greedy[rows]
-            outcome = self._verifier.verify(work, own, best)
+            target = TargetRows(greedy[first : first + len(work.tree)], logits, None, first)
+            outcome = self._verifier.verify(work, target, roots.get(first))
             # Entries behind ``end - 1``: the root's, then the tree's rows in order.
             self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes
+
+
+def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
+    """[vocab] logits below the roots of the works that read them, copied to the host together, by row; none where they are there.
+
+    Args:
+        works: of the step.
+        starts: of each work, the row of its root; None without a tree.
+        logits: [m, vocab] of the step.
+    """
+    if logits.is_cpu:
+        return {}
+    rows = [first for work, first in zip(works, starts, strict=True) if first is not None and _reads_logits(work)]
+    return dict(zip(rows, logits[rows].cpu(), strict=True)) if rows else {}
