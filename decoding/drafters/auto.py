@@ -213,11 +213,11 @@ class AutoDrafter(Drafter):
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self._ranks]
         ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
+        logs = state.log.without(-1), tenant.without(owner), public.without(-1)
+        measures = chances, self._weights, _HISTORY_WEIGHT, self._caps
+        limits = budget, min(self._max_depth, request.remaining - 1), least_chance
         count = grow(
-            state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
-            public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, chances, self._weights,
-            _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), least_chance, self._pool,
-            rows[:],
+            logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
         )  # fmt: skip
         return rows.first(count)
 
@@ -246,8 +246,8 @@ class AutoDrafter(Drafter):
         if not len(rows.chances):
             state.features, tree = _ROOT_FEATURES, DraftTree.chain(request.root, ())
         else:
-            state.features = rows.features
-            tree = DraftTree(rows.tokens, rows.parents, _SOURCE_OF_KIND[rows.kinds], len(rows.tokens))
+            tokens, parents, kinds, state.features, _ = rows.numbers
+            tree = DraftTree(tokens, parents, _SOURCE_OF_KIND[kinds], len(tokens))
         if request.grammar is not None:
             request.grammar.catch_up(request.output_ids)
             forced = request.grammar.forced()[: min(budget, _MAX_FORCED)]
