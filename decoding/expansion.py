@@ -106,7 +106,8 @@ class Rows:
     @property
     def depths(self) -> Int32Array:
         """[n + 1]."""
-        return self.numbers[4]
+        depths: Int32Array = self.numbers[4]
+        return depths
 
     def first(self, count: int) -> Rows:
         """The root and the first rows below it."""
