@@ -177,7 +177,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
-        return self.params.max_tokens - self.num_output
+        return len(self._buffer) - self._length
 
     @property
     def root(self) -> int:
@@ -193,9 +193,10 @@ class Request:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends emitted tokens; the caller keeps within ``remaining``."""
-        assert len(token_ids) <= self.remaining, (len(token_ids), self.remaining)
-        self._buffer[self._length : self._length + len(token_ids)] = token_ids
-        self._length += len(token_ids)
+        end = self._length + len(token_ids)
+        assert end <= len(self._buffer), (len(token_ids), self.remaining)
+        self._buffer[self._length : end] = token_ids
+        self._length = end
 
 
 def _check(

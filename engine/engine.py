@@ -290,14 +290,15 @@ class Engine:
         if request.grammar is not None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
             self._release(request, FinishReason.ERROR)
             return StepOutput(request.request_id, (), "", FinishReason.ERROR, request.grammar.fault, request.stats)
-        tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
+        tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)
         kept, text = len(pieces), "".join(pieces)
-        report = step_report(request, tree, acceptance.rows[:kept], pieces, self.memory) if request.report else None
-        request.commit(tokens[:kept])
+        emitted, accepted = tuple(tokens[:kept]), acceptance.rows[:kept]
+        report = step_report(request, tree, accepted, pieces, self.memory) if request.report else None
+        request.commit(emitted)
         request.num_computed = work.end + len(acceptance.rows)
-        self._count(request, tree, acceptance.rows[:kept], kept)
-        emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
+        self._count(request, tree, accepted, kept)
+        logprobs = None if outcome.logprobs is None else outcome.logprobs[:kept]
         scores = None if request.prompt_logprobs is None else request.take_prompt_scores()
         if reason is None:
             if not request.plain:

@@ -151,7 +151,7 @@ class EngineMetrics:
             span = work.end - work.start
             rows += span
             if work.tree is not None:
-                rows += len(work.tree) - 1
+                rows += len(work.tree.tokens) - 1
             if work.tree is None or span > 1:
                 computed += span
         self._steps += 1

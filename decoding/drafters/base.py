@@ -171,7 +171,7 @@ class Drafter(ABC):
     def rule(self, request: Request) -> Rule | None:
         """How the tree that was last proposed for a request is to be verified; None: by ``verify_exact``, which keeps the output.
 
-        Asked once for each request of a ``propose``, right after it.
+        Asked right after a ``propose``, once for each request that it drafted for.
         """
         return None
 
