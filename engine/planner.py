@@ -65,9 +65,10 @@ class StepPlanner:
         for share, tree in zip(shares, trees, strict=True):
             request = share.request
             request.stats.propose_s += propose_s
+            drafts[request.request_id] = tree
             if len(tree.tokens) == 1:  # the target's own choice under every rule
                 continue
-            kept = tree.clipped(
+            kept = drafts[request.request_id] = tree.clipped(
                 share.draft_rows + 1,
                 request.remaining - 1,
                 self._info.vocab_size,
@@ -78,8 +79,7 @@ class StepPlanner:
                 rules[request.request_id] = rule
             elif request.grammar is not None:  # a rule counts on all that was drawn
                 request.grammar.catch_up(request.output_ids)
-                kept = permitted(kept, request.grammar)
-            drafts[request.request_id] = kept
+                drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts, rules
 
 

@@ -44,14 +44,15 @@ _ANY = SamplingParams(max_tokens=8)
 class _RequestState:
     """What is kept for one request."""
 
-    def __init__(self, request: Request, frequent: Int32Array, edition: object) -> None:
+    def __init__(self, request: Request, history: History | None, frequent: Int32Array) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
         self.log = TokenLog(blocks * BLOCK)
         for reference in request.references:
             self.log.add(reference)
+        self.history = history  # of the tenant
         self.frequent = frequent
-        self.edition = edition  # of the tenant's history when it was last looked at
+        self.edition = None if history is None else history.edition  # when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
         self.told = 0  # tokens of the output that the tenant's history was told
         self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
@@ -192,7 +193,7 @@ class AutoDrafter(Drafter):
             self._selection.timed(seconds)
 
     def _grow(self, request: Request, state: _RequestState, budget: int, least_chance: float) -> Rows:
-        history = self._history(request)
+        history = state.history
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
@@ -226,15 +227,14 @@ class AutoDrafter(Drafter):
 
     def _state(self, request: Request) -> _RequestState:
         """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
-        state, history = self._states.get(request.request_id), self._history(request)
-        edition = None if history is None else history.edition
+        state = self._states.get(request.request_id)
         if state is None:
+            history = self._history(request)
             if history is not None:
                 history.start(request.text)
-                edition = history.edition
-            state = self._states[request.request_id] = _RequestState(request, self._frequent(request, history), edition)
-        elif state.edition is not edition:
-            state.edition, state.frequent = edition, self._frequent(request, history)
+            state = self._states[request.request_id] = _RequestState(request, history, self._frequent(request, history))
+        elif state.history is not None and state.edition is not state.history.edition:
+            state.edition, state.frequent = state.history.edition, self._frequent(request, state.history)
         return state
 
     def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
@@ -294,9 +294,8 @@ class AutoDrafter(Drafter):
         if self._recycled is not None:
             self._recycled.finish(request)
         state = self._states.pop(request.request_id, None)
-        history = self._history(request)
-        if state is not None and history is not None:
-            self._tell(request, state, history, final=True)
+        if state is not None and state.history is not None:
+            self._tell(request, state, state.history, final=True)
 
 
 def _holds(tree: DraftTree, tokens: Sequence[int]) -> bool:
