@@ -271,7 +271,8 @@ class Engine:
             return []
         started = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
-        forward_s = time.perf_counter() - started
+        ended = time.perf_counter()
+        forward_s = ended - started
         if self._ledger is not None:
             self._ledger.computed(works)
         outputs = []
@@ -280,11 +281,11 @@ class Engine:
             if outcome is None:
                 work.request.num_computed = work.end
             else:
-                outputs.append(self._commit(work, outcome))
+                outputs.append(self._commit(work, outcome, ended))
         self._metrics.stepped(works, forward_s)
         return outputs
 
-    def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
+    def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         if request.grammar is not None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
@@ -297,7 +298,7 @@ class Engine:
         report = step_report(request, tree, accepted, pieces, self.memory) if request.report else None
         request.commit(emitted)
         request.num_computed = work.end + len(acceptance.rows)
-        self._count(request, tree, accepted, kept)
+        self._count(request, tree, accepted, kept, now_s)
         logprobs = None if outcome.logprobs is None else outcome.logprobs[:kept]
         scores = None if request.prompt_logprobs is None else request.take_prompt_scores()
         if reason is None:
@@ -307,16 +308,14 @@ class Engine:
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs, report, scores)
 
-    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int) -> None:
-        stats, now = request.stats, time.perf_counter()
+    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int, now_s: float) -> None:
+        stats = request.stats
         assert request.admitted_s is not None, request.request_id
-        self._metrics.emitted(request, emitted, tree.num_candidates - 1, len(accepted), now)
-        if tree.num_candidates > 1:
-            self._metrics.drafted(tree)
+        self._metrics.emitted(request, tree, emitted, len(accepted), now_s)
         if request.first_token_s is None:
-            request.first_token_s = now
-            stats.prefill_s = now - request.admitted_s
-        stats.decode_s = now - request.first_token_s
+            request.first_token_s = now_s
+            stats.prefill_s = now_s - request.admitted_s
+        stats.decode_s = now_s - request.first_token_s
         count_step(stats, tree, accepted)
 
     def _release(self, request: Request, reason: FinishReason) -> None:

@@ -168,7 +168,7 @@ class Scheduler:
         draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
         drafts = [_bounded(request, draft_rows) for request in decoding]
         shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
-        return shares + self._prefill_shares(budget - len(decoding) - sum(drafts))
+        return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
 
     def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
         """The shares of ``schedule`` with more rows for prefills, where fewer rows were drafted than there was room for.
@@ -179,13 +179,13 @@ class Scheduler:
             shares: what ``schedule`` returned last.
             drafted: rows that each rank computes of the drafts.
         """
+        if not self._prefilling:
+            return list(shares)
         decoding = list(shares[: len(self.running) - len(self._prefilling)])
         return decoding + self._prefill_shares(self.options.max_step_tokens - len(decoding) - drafted)
 
     def _prefill_shares(self, budget: int) -> list[Share]:
         prefilling = self._prefilling
-        if not prefilling:
-            return []
         rows = _prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
         return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]

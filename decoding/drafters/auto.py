@@ -269,20 +269,20 @@ class AutoDrafter(Drafter):
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
-        state = self._states.get(request.request_id)
+        state, size = self._states.get(request.request_id), len(tree.tokens)
         if state is not None:
             state.accepted = len(acceptance.rows)
-            if len(tree) == len(state.features):
+            if size == len(state.features):
                 if self._selection is not None:
                     self._selection.emitted(acceptance.count)
                 self._tables.of(request.tenant).observe(tree.parents, state.features, acceptance.rows)
-        if self._recycled is None or (len(tree) == 1 and self._proposed > _LEARNING_REQUESTS):
+        if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
-            rows = range(len(tree) - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
+            rows = range(size - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
             table.learn(tree.tokens[::-1], target.top_k(rows, table.width))
 
     def held(self) -> Collection[str]:
