@@ -112,26 +112,23 @@ class Verifier:
         """
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
+        logits: LogitRows | None = None
         if _reads_logits(work):
-            return self._read(work, tree, target, target.logits if root is None else HostRows(target.logits, root))
-        if len(ids) == 1:
-            return Outcome(tree, Acceptance((), int(ids[0])), target)
-        return Outcome(tree, verify_exact(tree, ids.tolist().__getitem__, request.remaining, work.end_tokens), target)
-
-    def _read(self, work: Work, tree: DraftTree, target: TargetRows, logits: LogitRows) -> Outcome:
-        """As ``verify``, with a look at the logits."""
-        request, count = work.request, work.request.params.logprobs
-        if work.rule is not None:
+            logits = target.logits if root is None else HostRows(target.logits, root)
+        if logits is None or (request.argmax and work.rule is None):
+            if len(ids) == 1:
+                acceptance = Acceptance((), int(ids[0]))
+            else:
+                acceptance = verify_exact(tree, ids.tolist().__getitem__, request.remaining, work.end_tokens)
+        elif work.rule is not None:
             acceptance = self._by_rule(work.rule, work, tree, logits)
-        elif request.argmax:
-            acceptance = verify_exact(tree, target.ids.tolist().__getitem__, request.remaining, work.end_tokens)
         else:
             acceptance = self._walk(work, tree, logits)
         logprobs = None
-        if count is not None:
+        if logits is not None and request.params.logprobs is not None:
             visited = torch.stack([logits[row] for row in (0, *acceptance.rows)])
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
-            logprobs = token_logprobs(visited, emitted, count)
+            logprobs = token_logprobs(visited, emitted, request.params.logprobs)
         return Outcome(tree, acceptance, target, logprobs)
 
     def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
