@@ -170,6 +170,13 @@ class LookaheadParallelExecutor:
             self._held.place(request, computed)
         return slot, computed
 
+    def end(self, request: Request) -> None:
+        """See ``Executor``. The ranks are told with the next message."""
+        with self._lock:
+            self._local.end(request)
+            for holdings in (self._held, *(seat.holdings for seat in self._roster.seats.values())):
+                holdings.end(request)
+
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""
         with self._lock:
@@ -182,7 +189,6 @@ class LookaheadParallelExecutor:
         with self._lock:
             began = time.perf_counter()
             self._roster.change()
-            self._held.release()
             seats = self._roster.ready(works)
             shared = self._choice is None or self._choice.shared
             parts = [[] if work.tree is None else _parts(work.tree, 1 + len(seats), shared) for work in works]

@@ -71,7 +71,7 @@ class Rank:
 
     def _close(self, number: int) -> None:
         request, _ = self._requests.pop(number)
-        request.state = RequestState.FINISHED
+        self._executor.end(request)
 
     def _work(self, work: WorkMessage) -> Work | None:
         """The work of a message; None where all of it is here already, and no tree."""

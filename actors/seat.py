@@ -47,8 +47,9 @@ class Holdings:
     """The requests that one rank holds."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Held] = {}  # by the identity of the request: ids may be used again
+        self._held: dict[str, Held] = {}  # by the id of a live request
         self._numbers = itertools.count()
+        self._ended: list[int] = []  # numbers that the rank knows of requests that have ended
 
     def align(self, work: Work) -> Held:
         """The request of a work, with nothing computed if it is new, or if it was preempted since."""
@@ -61,39 +62,41 @@ class Holdings:
         self._of(request).computed = computed
 
     def _of(self, request: Request) -> Held:
-        held = self._held.get(id(request))
+        held = self._held.get(request.request_id)
         if held is None:
-            held = self._held[id(request)] = Held(request, next(self._numbers))
+            held = self._held[request.request_id] = Held(request, next(self._numbers))
         if held.preemptions != request.stats.preemptions:  # it has had another slot, or the same one after others had it
             held.computed, held.preemptions = 0, request.stats.preemptions
         return held
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Asserts that no more of a running request counts as computed than there is, and that who has ended is let go of."""
-        alive = {id(request) for request in running}
-        for held in self._held.values():
+        """Asserts that no more of a request counts as computed than there is, and that who has ended is let go of."""
+        alive = {request.request_id: request for request in running}
+        for name, held in self._held.items():
             request = held.request
-            assert request.state is not RequestState.RUNNING or id(request) in alive, request.request_id
-            assert held.computed <= request.num_tokens, (request.request_id, held.computed, request.num_tokens)
+            assert alive.get(name) is request or request.state is RequestState.WAITING, name
+            assert held.computed <= request.num_tokens, (name, held.computed, request.num_tokens)
 
     @property
     def live(self) -> bool:
-        """Whether any of the requests has not ended."""
-        return any(held.request.state is not RequestState.FINISHED for held in self._held.values())
+        """Whether any request is held."""
+        return bool(self._held)
 
-    def release(self) -> tuple[int, ...]:
-        """Lets go of the requests that have ended; the numbers of those that the rank knows."""
-        ended = [held for held in self._held.values() if held.request.state is RequestState.FINISHED]
-        return self._drop(ended)
+    def end(self, request: Request) -> None:
+        """Lets go of a request that has ended, if it is held."""
+        held = self._held.pop(request.request_id, None)
+        if held is not None and held.told >= 0:
+            self._ended.append(held.number)
 
-    def release_all(self) -> tuple[int, ...]:
-        """Lets go of everything; the numbers of the requests that the rank knows."""
-        return self._drop(list(self._held.values()))
+    def take_ended(self) -> tuple[int, ...]:
+        """The numbers of the requests that the rank knows and that have ended since the last call."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
 
-    def _drop(self, ended: Sequence[Held]) -> tuple[int, ...]:
-        for held in ended:
-            del self._held[id(held.request)]
-        return tuple(held.number for held in ended if held.told >= 0)
+    def clear(self) -> None:
+        """Lets go of everything."""
+        for held in list(self._held.values()):
+            self.end(held.request)
 
 
 class Seat:
@@ -159,9 +162,10 @@ class Seat:
 
     def leave(self) -> None:
         """Tells the rank that it is not needed; raises as ``Link.send`` does."""
-        numbers = self.holdings.release_all()
+        self.holdings.clear()
+        ended = self.holdings.take_ended()
         if not self._joins:
-            self.link.send(StepMessage(next(self._sequences), (), numbers, (), 0))
+            self.link.send(StepMessage(next(self._sequences), (), ended, (), 0))
 
     def _chunk(self, work: Work, held: Held, end: int, tree: DraftTree | None = None, compare: bool = False) -> WorkMessage:
         request = work.request
@@ -188,5 +192,5 @@ class Seat:
             held.computed, held.told = end, work.request.num_output
         sequence = next(self._sequences)
         self.unanswered.append((sequence, time.monotonic()))
-        self.link.send(StepMessage(sequence, opened, self.holdings.release(), tuple(messages), top_k, self._joins))
+        self.link.send(StepMessage(sequence, opened, self.holdings.take_ended(), tuple(messages), top_k, self._joins))
         self._joins = False

@@ -34,6 +34,9 @@ class LogArrays(NamedTuple):
 
 # ``LogArrays`` as a plain tuple, which is passed to compiled code in half the time.
 PlainArrays = tuple[Int32Array, Int32Array, Int64Array, Int64Array, Int64Array, UInt8Array, Int64Array]
+# A log as it is read: its arrays, its first position that is still there, -1 where there is none, and the number of a text in it
+# that is passed over, -1 for none.
+Log = tuple[PlainArrays, int, int]
 
 
 @compiled

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.chains import BLOCK, Int64Array, LogArrays, PlainArrays, follower, gather, unigram_bucket
+from decoding.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
 from decoding.evidence import (
     BIGRAM,
     MATCH_BUCKETS,
@@ -84,27 +84,34 @@ class Ranked(NamedTuple):
     bigrams: Int32Array  # [vocab, k] what the target ranks after each token alone; [0, 0] without
 
 
-class Rows(NamedTuple):
-    """A grown tree: the first five begin with its root, so that they are the arrays of a ``DraftTree``."""
+class Rows:
+    """A grown tree."""
 
-    tokens: Int32Array  # [budget + 1]
-    parents: Int32Array  # [budget + 1]
-    kinds: Int32Array  # [budget + 1] evidence; NUM_KINDS for the root
-    features: Int32Array  # [budget + 1]; 0 for the root
-    depths: Int32Array  # [budget + 1]
-    chances: Float64Array  # [budget] of the rows below the root, non-increasing
+    __slots__ = ("chances", "numbers")
+
+    def __init__(self, numbers: Int32Array, chances: Float64Array) -> None:
+        """
+        Args:
+            numbers: [5, n + 1] of each row, the root first: token, row of the parent, kind of evidence (``NUM_KINDS`` for the
+                root), feature (0 for the root) and depth.
+            chances: [n] of the rows below the root, non-increasing.
+        """
+        self.numbers, self.chances = numbers, chances
 
     @classmethod
     def empty(cls, budget: int) -> Rows:
         """Memory for trees of up to ``budget`` rows below the root."""
-        tokens, parents, kinds, features, depths = np.empty((5, budget + 1), np.int32)
-        return cls(tokens, parents, kinds, features, depths, np.empty(budget))
+        return cls(np.empty((5, budget + 1), np.int32), np.empty(budget))
+
+    @property
+    def depths(self) -> Int32Array:
+        """[n + 1]."""
+        depths: Int32Array = self.numbers[4]
+        return depths
 
     def first(self, count: int) -> Rows:
         """The root and the first rows below it."""
-        end = count + 1
-        ints = (self.tokens[:end], self.parents[:end], self.kinds[:end], self.features[:end], self.depths[:end])
-        return Rows(*ints, self.chances[:count])
+        return Rows(self.numbers[:, : count + 1], self.chances[:count])
 
 
 # The same as plain tuples, which are passed to compiled code in a tenth of the time.
@@ -113,19 +120,26 @@ PlainPool = tuple[
     Int32Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array,
 ]  # fmt: skip
 PlainRanked = tuple[Int32Array, Int32Array, Int32Array]
-PlainRows = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array]
+# The chance of a child given its parent, [NUM_FEATURES]; the weight of an occurrence by length of agreement, [w], where longer
+# ones weigh like the last; the factor on occurrences that are not in the request's own texts; the most occurrences to gather from
+# each log by 1-, 2-, 4-grams, and for each node below the root, [4].
+Measures = tuple[Float64Array, Float64Array, float, Int64Array]
+Limits = tuple[int, int, float]  # the most rows below the root and edges from it, and the least chance of a row
+LogTokens = tuple[Int32Array, Int32Array, Int32Array]  # of the three logs
 
 
 @compiled
 def fresh_occurrences(
-    log: LogArrays, oldest: int, token: int, parent_token: int, cap: int, source: int, owner: int, depth: int, first: int,
-    used: int, pool: Pool,
-) -> tuple[int, int]:  # fmt: skip
+    plain_log: Log, source: int, token: int, parent_token: int, cap: int, depth: int, first: int, used: int, pool: Pool
+) -> tuple[int, int]:
     """Adds the latest occurrences of a node's token that do not follow its parent's token (those came with the parent).
 
     Returns:
         The new head of the node's list of occurrences, and how many entries are used in all.
     """
+    log, oldest, owner = LogArrays(*plain_log[0]), plain_log[1], plain_log[2]
+    if oldest < 0:
+        return first, used
     tokens = log.tokens
     mask = len(tokens) - 1
     p = log.heads1[unigram_bucket(token, len(log.heads1))]
@@ -147,14 +161,14 @@ def fresh_occurrences(
 
 @compiled
 def branch(
-    own: Int32Array, tenant: Int32Array, public: Int32Array, weights: Float64Array, history_weight: float, first: int, depth: int,
-    row: int, count: int, pool: Pool,
-) -> tuple[int, float, int]:  # fmt: skip
-    """Makes the children that a node's occurrences give; ``own``, ``tenant`` and ``public`` are the tokens of the three logs.
+    logs: LogTokens, measures: Measures, first: int, depth: int, row: int, count: int, pool: Pool
+) -> tuple[int, float, int]:
+    """Makes the children that a node's occurrences give.
 
     Returns:
         Candidates in use, the weight of all occurrences, and the longest agreement at the node.
     """
+    _, weights, history_weight, _ = measures
     total, longest, begin = 0.0, 0, count
     at = first
     while at >= 0:
@@ -164,7 +178,7 @@ def branch(
         weight = weights[min(length, len(weights) - 1)] * (history_weight if source else 1.0)
         total += weight
         longest = max(longest, length)
-        log_tokens = own if source == 0 else (tenant if source == 1 else public)
+        log_tokens = logs[0] if source == 0 else (logs[1] if source == 1 else logs[2])
         token = follower(log_tokens, pool.positions[at] + 1 + below)
         if token >= 0:
             slot = slot_of(token, pool.slots, pool.tokens)
@@ -208,40 +222,43 @@ def add_ranked(
 
 
 @compiled
-def open_root(
-    own: LogArrays, own_oldest: int, tenant: LogArrays, tenant_oldest: int, owner: int, public: LogArrays, public_oldest: int,
-    context: Int32Array, caps: Int64Array, pool: Pool,
-) -> tuple[int, int]:  # fmt: skip
-    """Lists the occurrences of the end of ``context`` in the three logs; arguments as in ``grow``.
+def list_occurrences(log: Log, source: int, context: Int32Array, caps: Int64Array, used: int, pool: Pool) -> int:
+    """Lists those in one log behind so many entries; how many entries are used then."""
+    plain, oldest, owner = log
+    if oldest < 0:
+        return used
+    end = gather(LogArrays(*plain), oldest, owner, context, caps, used, pool.positions, pool.lengths)
+    pool.sources[used:end] = source
+    return end
+
+
+@compiled
+def open_root(logs: tuple[Log, Log, Log], context: Int32Array, caps: Int64Array, pool: Pool) -> tuple[int, int]:
+    """Lists the occurrences of the end of ``context`` in the three logs.
 
     Returns:
         The head of the list, -1 for none, and how many entries are used.
     """
-    own_used = gather(own, own_oldest, -1, context, caps, 0, pool.positions, pool.lengths)
-    tenant_used = gather(tenant, tenant_oldest, owner, context, caps, own_used, pool.positions, pool.lengths)
-    used = tenant_used
-    if public_oldest >= 0:
-        used = gather(public, public_oldest, -1, context, caps, used, pool.positions, pool.lengths)
-    first = -1
-    for at in range(used - 1, -1, -1):
-        pool.sources[at] = 0 if at < own_used else (1 if at < tenant_used else 2)
-        pool.starts[at], pool.links[at] = 0, first
-        first = at
-    return first, used
+    used = list_occurrences(logs[0], 0, context, caps, 0, pool)
+    used = list_occurrences(logs[1], 1, context, caps, used, pool)
+    used = list_occurrences(logs[2], 2, context, caps, used, pool)
+    for at in range(used):
+        pool.starts[at], pool.links[at] = 0, at + 1 if at + 1 < used else -1
+    return 0 if used else -1, used
 
 
 @compiled
 def open_node(
-    own: Int32Array, tenant: Int32Array, public: Int32Array, ranked: Ranked, table: Float64Array, weights: Float64Array,
-    history_weight: float, first: int, token: int, depth: int, row: int, chance: float, count: int, pool: Pool,
+    logs: LogTokens, ranked: Ranked, measures: Measures, first: int, token: int, depth: int, row: int, chance: float, count: int,
+    pool: Pool,
 ) -> int:  # fmt: skip
     """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its token.
 
     Returns:
         Candidates in use.
     """
-    begin = count
-    count, total, longest = branch(own, tenant, public, weights, history_weight, first, depth, row, count, pool)
+    begin, table = count, measures[0]
+    count, total, longest = branch(logs, measures, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])
         pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
@@ -259,47 +276,35 @@ def open_node(
 
 @compiled
 def grow(
-    own_log: PlainArrays, own_oldest: int, tenant_log: PlainArrays, tenant_oldest: int, owner: int, public_log: PlainArrays,
-    public_oldest: int, context: Int32Array, plain_ranked: PlainRanked, table: Float64Array, weights: Float64Array,
-    history_weight: float, caps: Int64Array, budget: int, max_depth: int, least_chance: float, plain_pool: PlainPool,
-    plain_rows: PlainRows,
+    logs: tuple[Log, Log, Log], context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
+    plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
     """Grows a tree below the end of ``context``, the best chances first.
 
     Args:
-        own_log: log of the request's texts; its positions before ``own_oldest`` are gone.
-        tenant_log: log of the outputs of the request's tenant, an empty one without a tenant; blocks of ``owner`` are passed
-            over.
-        public_log: log of what every tenant drafts from; not looked into with a ``public_oldest`` of -1.
+        logs: the request's texts, the outputs of its tenant and what every tenant drafts from.
         context: [c] the last committed tokens, the root is the last one.
-        table: [NUM_FEATURES] chance of a child given its parent.
-        weights: [w] weight of an occurrence by length of agreement; longer ones weigh like the last entry.
-        history_weight: factor on occurrences in the tenant's and the public log.
-        caps: [4] the most occurrences to gather from each log by 1-, 2-, 4-grams, and for each node below the root.
-        max_depth: of rows.
-        least_chance: nodes of less are left out.
         plain_ranked: see ``Ranked``.
+        measures: see ``Measures``.
+        limits: see ``Limits``.
         plain_pool: see ``Pool``.
-        plain_rows: see ``Rows``; out.
+        numbers: out; see ``Rows``, which has room for as many rows as the limits allow.
+        row_chances: out; as ``numbers``.
 
     Returns:
         How many rows were grown below the root.
     """
-    own, tenant, public = LogArrays(*own_log), LogArrays(*tenant_log), LogArrays(*public_log)
-    ranked, pool, rows = Ranked(*plain_ranked), Pool(*plain_pool), Rows(*plain_rows)
-    first, used = open_root(
-        own, own_oldest, tenant, tenant_oldest, owner, public, public_oldest, context, caps, pool
-    )  # fmt: skip
+    ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
+    tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    log_tokens, (budget, max_depth, least_chance), caps = (logs[0][0][0], logs[1][0][0], logs[2][0][0]), limits, measures[3]
+    first, used = open_root(logs, context, caps, pool)
     count = size = grown = depth = row = 0
     chance, token = 1.0, context[-1]
-    rows.tokens[0], rows.parents[0], rows.kinds[0], rows.features[0], rows.depths[0] = token, -1, NUM_KINDS, 0, 0
+    tokens[0], parents[0], kinds[0], features[0], depths[0] = token, -1, NUM_KINDS, 0, 0
     while True:
         if depth < max_depth:
             begin = count
-            count = open_node(
-                own.tokens, tenant.tokens, public.tokens, ranked, table, weights, history_weight, first, token, depth, row,
-                chance, count, pool,
-            )  # fmt: skip
+            count = open_node(log_tokens, ranked, measures, first, token, depth, row, chance, count, pool)
             for child in range(begin, count):
                 if pool.chances[child] >= least_chance:
                     size = push(pool.heap, size, pool.chances, child)
@@ -307,15 +312,13 @@ def grow(
             return grown
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
-        rows.chances[grown] = pool.chances[best]
+        row_chances[grown] = pool.chances[best]
         grown += 1
-        rows.tokens[grown], rows.parents[grown], rows.kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
-        rows.features[grown], rows.depths[grown] = pool.features[best], pool.depths[best]
-        parent = rows.tokens[pool.parents[best]]
+        tokens[grown], parents[grown], kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
+        features[grown], depths[grown] = pool.features[best], pool.depths[best]
+        parent = tokens[pool.parents[best]]
         row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]
         if depth < max_depth:
-            cap = caps[3]
-            first, used = fresh_occurrences(own, own_oldest, token, parent, cap, 0, -1, depth, first, used, pool)
-            first, used = fresh_occurrences(tenant, tenant_oldest, token, parent, cap, 1, owner, depth, first, used, pool)
-            if public_oldest >= 0:
-                first, used = fresh_occurrences(public, public_oldest, token, parent, cap, 2, -1, depth, first, used, pool)
+            first, used = fresh_occurrences(logs[0], 0, token, parent, caps[3], depth, first, used, pool)
+            first, used = fresh_occurrences(logs[1], 1, token, parent, caps[3], depth, first, used, pool)
+            first, used = fresh_occurrences(logs[2], 2, token, parent, caps[3], depth, first, used, pool)

@@ -147,7 +147,7 @@ def argmax_rows(logits: torch.Tensor) -> Int32Array:
     best: Int32Array
     if not logits.is_cpu:
         best = torch.argmax(logits, dim=-1).to("cpu", torch.int32).numpy()
-    elif (kind := _kind(logits)) is not None and len(logits):
+    elif (kind := _kind(logits)) is not None and logits.shape[0]:
         count, vocab = logits.shape
         best = np.empty(count, np.int32)
         _fill_first_largest(logits.data_ptr(), *kind, logits.stride()[0], vocab, best)
@@ -176,7 +176,7 @@ def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int) -> Int32Array:
         best = logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
         return best
     vocab, (zero, _, sign) = logits.shape[1], kind
-    assert k <= vocab and max(rows) < len(logits) and min(rows) >= 0, (k, vocab, rows, len(logits))
+    assert k <= vocab and max(rows) < logits.shape[0] and min(rows) >= 0, (k, vocab, rows, logits.shape)
     _fill_ranks(logits.data_ptr(), zero, sign, logits.stride()[0], vocab, np.array(rows, np.int64), best)
     return best
 

@@ -92,7 +92,7 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "admitted_s", "arrival", "arrived_s", "finish_reason", "first_token_s", "grammar",
+        "_buffer", "_length", "admitted_s", "argmax", "arrival", "arrived_s", "finish_reason", "first_token_s", "grammar",
         "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
         "prompt_logprobs", "prompt_scores",
         "public", "queued_s", "references", "report", "request_id", "scope", "siblings", "slot", "state", "stats",
@@ -121,6 +121,7 @@ class Request:
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
+        self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
         self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed
         self.text = text_key(request_id)  # key of its output in histories
@@ -176,7 +177,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
-        return self.params.max_tokens - self.num_output
+        return len(self._buffer) - self._length
 
     @property
     def root(self) -> int:
@@ -192,9 +193,10 @@ class Request:
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends emitted tokens; the caller keeps within ``remaining``."""
-        assert len(token_ids) <= self.remaining, (len(token_ids), self.remaining)
-        self._buffer[self._length : self._length + len(token_ids)] = token_ids
-        self._length += len(token_ids)
+        end = self._length + len(token_ids)
+        assert end <= len(self._buffer), (len(token_ids), self.remaining)
+        self._buffer[self._length : end] = token_ids
+        self._length = end
 
 
 def _check(

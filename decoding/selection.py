@@ -58,26 +58,24 @@ class Selection:
         self._pricing.plan(load)
         explored = self._explorer.pick(pauses, self._number)
         asked = [at for at, pause in enumerate(pauses) if pause.asked() or at == explored]
-        grown = [_NO_ROWS] * count
+        rows = [_NO_ROWS] * count
         self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
         if not asked:
-            return grown
+            return rows
         self._least_chance = self._pricing.least_chance()
         least = _NEAR * self._least_chance
-        for at in asked:
-            grown[at] = grow(at, 0.0 if at == explored else least)
-        depths = [rows.depths[1:] for rows in grown] if self._ranks > 1 else ()
+        grown = [grow(at, 0.0 if at == explored else least) for at in asked]
+        depths = [one.depths[1:] for one in grown] if self._ranks > 1 else ()
         self._requests_asked += len(asked)
-        counts, saved = self._pricing.rows_to_draft([rows.chances for rows in grown], depths, accepted)
-        for at in asked:
-            pauses[at].drafted(counts[at], count, self._number, saved[at], self._asking_s)
-            drafted = max(counts[at], EXPLORED_ROWS) if at == explored else counts[at]
-            found = len(grown[at].chances)
+        counts, saved = self._pricing.rows_to_draft([one.chances for one in grown], depths, accepted)
+        for at, one, paying, saved_s in zip(asked, grown, counts, saved, strict=True):
+            pauses[at].drafted(paying, count, self._number, saved_s, self._asking_s)
+            drafted = max(paying, EXPLORED_ROWS) if at == explored else paying
+            found = len(one.chances)
             self._offered += found
             self._granted += min(drafted, found)
-            if drafted < found:
-                grown[at] = grown[at].first(drafted)
-        return grown
+            rows[at] = one.first(drafted) if drafted < found else one
+        return rows
 
     def counts(self) -> BudgetCounts:
         """What was decided so far; from any thread."""

@@ -9,6 +9,7 @@ import torch
 
 from decoding.jit import NATIVE
 from decoding.laws import ACCEPT, RESIDUAL, Float64Array, pick, uniform
+from decoding.logit_rows import LogitRows
 from decoding.nucleus import survivors
 from decoding.penalties import LogitRules
 from decoding.ranking import argmax_rows
@@ -27,7 +28,7 @@ class TargetLaws:
         self,
         request: Request,
         tree: DraftTree,
-        logits: torch.Tensor,
+        logits: LogitRows,
         end_tokens: frozenset[int],
         rules: LogitRules | None = None,
     ) -> None:
@@ -35,7 +36,7 @@ class TargetLaws:
         Args:
             request: whose tree it is; the root of the tree is its last committed token.
             tree: as it was computed.
-            logits: [n, vocab] of the tree's rows, as the model gave them.
+            logits: of the tree's n rows, as the model gave them.
             end_tokens: tokens that end the request.
             rules: of the request, with counts of its committed output, where it ``alters_logits``. The counts move with the rows
                 that are asked for: see ``settle``.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.chains import BLOCK, COPIED, MOVED, LogArrays, UInt8Array, append
+from decoding.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
 from decoding.log_arrays import empty_arrays, enlarged
 from decoding.survivors import append_counted, survivors
 from decoding.tree import Int32Array
@@ -78,6 +78,10 @@ class TokenLog:
     def oldest(self) -> int:
         """The first position that is still there."""
         return max(0, self.end - len(self.arrays.tokens))
+
+    def without(self, owner: int) -> Log:
+        """As it is read by one who passes over the text of a number; -1 for none."""
+        return self.plain, self.oldest if self.end else -1, owner
 
     @property
     def nbytes(self) -> int:

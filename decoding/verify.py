@@ -30,7 +30,6 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     if tree.num_candidates == 1:
         return Acceptance((), choose(0))
     tokens, parents, last = tree.tokens.tolist(), tree.parents.tolist(), int(tree.num_candidates)
-    tokens, parents, last = tree.tokens.tolist(), tree.parents.tolist(), int(tree.num_candidates)
     reached, depth = [0], 0  # rows of the same path: parallel branches may begin alike
     while True:
         token = choose(reached[0])

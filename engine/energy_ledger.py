@@ -43,7 +43,7 @@ class EnergyLedger:
             clock: seconds, by which readings are spaced.
         """
         self._meter, self._clock = meter, clock
-        self._rows: dict[int, tuple[Request, int]] = {}  # of the window, by the request's identity
+        self._rows: dict[str, tuple[Request, int]] = {}  # of the window, by the id of a live request
         self._nobodys_rows = 0  # of the window, of requests that have ended
         self._open = False
         self._read_s: float | None = None  # when the window began, None while nothing can be read, and the counter there
@@ -72,9 +72,9 @@ class EnergyLedger:
             return
         for work in works:
             rows = work.end - work.start + (0 if work.tree is None else len(work.tree) - 1)
-            key = id(work.request)
-            before = self._rows.get(key)
-            self._rows[key] = work.request, rows + (0 if before is None else before[1])
+            request = work.request
+            _, before = self._rows.get(request.request_id, (request, 0))
+            self._rows[request.request_id] = request, before + rows
         if self._clock() - self._read_s >= READ_S:
             self._book()
 
@@ -82,7 +82,7 @@ class EnergyLedger:
         """Books what can be booked: a request has ended, and its figure is final. ``last``: no other is left; the window ends."""
         if self._open and self._read_s is not None and (last or self._clock() - self._read_s >= FRESH_S):
             self._book()
-        _, rows = self._rows.pop(id(request), (request, 0))
+        _, rows = self._rows.pop(request.request_id, (request, 0))
         self._nobodys_rows += rows
         if last:
             self._open = False

@@ -31,7 +31,7 @@ from engine.outputs import Outputs
 from engine.planner import StepPlanner
 from engine.runner import ModelRunner
 from engine.runners import RunnerMaker, make_runner
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, check_options
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
 
@@ -86,7 +86,8 @@ class Engine:
         self,
         executor: Executor,
         drafter: Drafter,
-        scheduler: Scheduler,
+        options: EngineOptions,
+        max_draft_rows: int,
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
         grammars: Grammars | None = None,
@@ -95,19 +96,23 @@ class Engine:
         Args:
             executor: computes steps.
             drafter: guesses continuations.
-            scheduler: new; the engine owns it.
+            options: of the step loop.
+            max_draft_rows: see ``Scheduler``.
             info: of the model.
             tokenizer: without one, outputs carry token ids and no text, and stop strings are refused.
             grammars: of the model; without them requests with a grammar are refused.
+
+        Raises:
+            ValueError: an option outside its range.
         """
         self._grammars = grammars
         self.info, self.tokenizer = info, tokenizer
-        self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
-        self._admission = Admission(executor, drafter.memory, scheduler.options.prefix_caching)
-        scheduler.place = self._admission.place
+        self._executor, self._drafter = executor, drafter
+        self._admission = Admission(executor, drafter.memory, options.prefix_caching)
+        self._scheduler = Scheduler(options, max_draft_rows, self._admission.place)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
-        self._planner = StepPlanner(scheduler, drafter, info, self._outputs)
+        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs)
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger: EnergyLedger | None = None
         self._metrics = EngineMetrics(info.max_model_len)
@@ -142,7 +147,7 @@ class Engine:
         others = tuple(parse_strategy(text).name for text in speculation.strategies)
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
-        scheduler = Scheduler(options, speculation.max_draft_tokens)
+        check_options(options)
         loaded = load_model(model)
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
         runner = runner_over(loaded, options, speculation, world_size, make)
@@ -152,7 +157,7 @@ class Engine:
             slots, rows = options.max_running, options.max_step_tokens
             drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(computes, drafter, scheduler, info, loaded.tokenizer, runner.grammars)
+        return cls(computes, drafter, options, speculation.max_draft_tokens, info, loaded.tokenizer, runner.grammars)
 
     @property
     def has_work(self) -> bool:
@@ -266,7 +271,8 @@ class Engine:
             return []
         started = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
-        forward_s = time.perf_counter() - started
+        ended = time.perf_counter()
+        forward_s = ended - started
         if self._ledger is not None:
             self._ledger.computed(works)
         outputs = []
@@ -275,24 +281,25 @@ class Engine:
             if outcome is None:
                 work.request.num_computed = work.end
             else:
-                outputs.append(self._commit(work, outcome))
+                outputs.append(self._commit(work, outcome, ended))
         self._metrics.stepped(works, forward_s)
         return outputs
 
-    def _commit(self, work: Work, outcome: Outcome) -> StepOutput:
+    def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
         if request.grammar is not None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
             self._release(request, FinishReason.ERROR)
             return StepOutput(request.request_id, (), "", FinishReason.ERROR, request.grammar.fault, request.stats)
-        tokens = [*(int(tree.tokens[row]) for row in acceptance.rows), acceptance.next_token]
+        tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)
         kept, text = len(pieces), "".join(pieces)
-        report = step_report(request, tree, acceptance.rows[:kept], pieces, self.memory) if request.report else None
-        request.commit(tokens[:kept])
+        emitted, accepted = tuple(tokens[:kept]), acceptance.rows[:kept]
+        report = step_report(request, tree, accepted, pieces, self.memory) if request.report else None
+        request.commit(emitted)
         request.num_computed = work.end + len(acceptance.rows)
-        self._count(request, tree, acceptance.rows[:kept], kept)
-        emitted, logprobs = tuple(tokens[:kept]), None if outcome.logprobs is None else outcome.logprobs[:kept]
+        self._count(request, tree, accepted, kept, now_s)
+        logprobs = None if outcome.logprobs is None else outcome.logprobs[:kept]
         scores = None if request.prompt_logprobs is None else request.take_prompt_scores()
         if reason is None:
             if not request.plain:
@@ -301,21 +308,20 @@ class Engine:
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs, report, scores)
 
-    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int) -> None:
-        stats, now = request.stats, time.perf_counter()
+    def _count(self, request: Request, tree: DraftTree, accepted: tuple[int, ...], emitted: int, now_s: float) -> None:
+        stats = request.stats
         assert request.admitted_s is not None, request.request_id
-        self._metrics.emitted(request, emitted, tree.num_candidates - 1, len(accepted), now)
-        if tree.num_candidates > 1:
-            self._metrics.drafted(tree)
+        self._metrics.emitted(request, tree, emitted, len(accepted), now_s)
         if request.first_token_s is None:
-            request.first_token_s = now
-            stats.prefill_s = now - request.admitted_s
-        stats.decode_s = now - request.first_token_s
+            request.first_token_s = now_s
+            stats.prefill_s = now_s - request.admitted_s
+        stats.decode_s = now_s - request.first_token_s
         count_step(stats, tree, accepted)
 
     def _release(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._scheduler.remove(request)
+        self._executor.end(request)
         del self._requests[request.request_id]
         self._outputs.end(request)
         if not request.plain:

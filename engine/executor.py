@@ -9,15 +9,16 @@ from typing import Protocol
 import torch
 
 from decoding.drafters.base import TargetRows
+from decoding.logit_rows import HostRows, LogitRows
 from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
 from decoding.ranking import argmax_rows, compile_ranking
-from decoding.request import Acceptance, Request, RequestState, TokenLogprob
+from decoding.request import Acceptance, Request, TokenLogprob
 from decoding.row_draw import compile_draws
 from decoding.rules import Rule
 from decoding.sampling import choose, token_logprobs
 from decoding.target_laws import TargetLaws
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import DraftTree
 from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
 from engine import prompt_scores
@@ -26,7 +27,7 @@ from engine.grammar import Grammars
 from engine.runner import ModelRunner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
 class Outcome:
     """What became of one request's tree."""
 
@@ -55,6 +56,10 @@ class Executor(Protocol):
         """
         ...
 
+    def end(self, request: Request) -> None:
+        """Forgets a request that has ended, whether it ever ran or not. Its id may be another's from now on."""
+        ...
+
     def check_integrity(self, running: Sequence[Request]) -> None:
         """Asserts that what is known of the slots is right, between steps.
 
@@ -77,6 +82,11 @@ class Executor(Protocol):
         ...
 
 
+def _reads_logits(work: Work) -> bool:
+    """Whether a tree is verified by more than the likeliest token below each row."""
+    return not work.request.argmax or work.rule is not None or work.request.params.logprobs is not None
+
+
 class Verifier:
     """Walks computed trees, and keeps what the penalties of its requests count and where their grammars stand.
 
@@ -90,36 +100,38 @@ class Verifier:
             grammars: of the model; without them requests have none.
         """
         self._grammars = grammars
-        self._rules: dict[str, tuple[Request, LogitRules]] = {}
+        self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
-    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
+    def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
         """What the target keeps of a tree.
 
         Args:
             work: with a tree.
-            logits: [n, vocab] of the tree's rows, as the model gave them.
-            greedy: [n] the argmax of each.
+            target: what the model said below the tree's rows.
+            root: [vocab] the logits below the root, on the host, where they are read and are on another device.
         """
-        request, tree, params = work.request, work.tree, work.request.params
+        request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
-        if work.rule is not None or not params.greedy or params.alters_logits or params.logprobs is not None:
-            logits = logits.cpu()  # of a GPU, at once: what follows looks at row after row
-        if work.rule is not None:
+        logits: LogitRows | None = None
+        if _reads_logits(work):
+            logits = target.logits if root is None else HostRows(target.logits, root)
+        if logits is None or (request.argmax and work.rule is None):
+            if len(ids) == 1:
+                acceptance = Acceptance((), int(ids[0]))
+            else:
+                acceptance = verify_exact(tree, ids.tolist().__getitem__, request.remaining, work.end_tokens)
+        elif work.rule is not None:
             acceptance = self._by_rule(work.rule, work, tree, logits)
-        elif params.greedy and not params.alters_logits and len(greedy) == 1:
-            acceptance = Acceptance((), int(greedy[0]))
-        elif params.greedy and not params.alters_logits:
-            acceptance = verify_exact(tree, greedy.tolist().__getitem__, request.remaining, work.end_tokens)
         else:
             acceptance = self._walk(work, tree, logits)
         logprobs = None
-        if params.logprobs is not None:
-            visited = torch.tensor((0, *acceptance.rows), device=logits.device)
+        if logits is not None and request.params.logprobs is not None:
+            visited = torch.stack([logits[row] for row in (0, *acceptance.rows)])
             emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
-            logprobs = token_logprobs(logits[visited], emitted, params.logprobs)
-        return Outcome(tree, acceptance, TargetRows(greedy, logits), logprobs)
+            logprobs = token_logprobs(visited, emitted, request.params.logprobs)
+        return Outcome(tree, acceptance, target, logprobs)
 
-    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+    def _by_rule(self, rule: Rule, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
         """What another rule than ``verify_exact`` keeps of a tree."""
         request = work.request
         rules = self._rules_of(request) if request.params.alters_logits else None
@@ -129,7 +141,7 @@ class Verifier:
         assert 1 <= acceptance.count <= request.remaining, (request.request_id, acceptance, request.remaining)
         return acceptance
 
-    def _walk(self, work: Work, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+    def _walk(self, work: Work, tree: DraftTree, logits: LogitRows) -> Acceptance:
         """Row by row, each with the prefix that leads to it."""
         request, params = work.request, work.request.params
         rules = self._rules_of(request) if params.alters_logits else None
@@ -151,17 +163,18 @@ class Verifier:
 
     def _rules_of(self, request: Request) -> LogitRules:
         """The request's rules, with its committed tokens pushed."""
-        held = self._rules.get(request.request_id)
-        if held is None or held[0] is not request:
-            # Requests end without a word to the executor: the finished are forgotten when the next one comes.
-            self._rules = {key: pair for key, pair in self._rules.items() if pair[0].state is not RequestState.FINISHED}
+        rules = self._rules.get(request.request_id)
+        if rules is None:
             if request.params.grammar is not None and request.grammar is None:  # of another rank's engine
                 assert self._grammars is not None, request.request_id
                 request.grammar = self._grammars.start(request.params.grammar)
-            rules = LogitRules(request.params, request.prompt_ids, request.grammar)
-            held = self._rules[request.request_id] = request, rules
-        held[1].catch_up(request.output_ids)
-        return held[1]
+            rules = self._rules[request.request_id] = LogitRules(request.params, request.prompt_ids, request.grammar)
+        rules.catch_up(request.output_ids)
+        return rules
+
+    def end(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        self._rules.pop(request.request_id, None)
 
 
 class LocalExecutor:
@@ -183,6 +196,10 @@ class LocalExecutor:
         if found.source is not None:
             self._cache.copy(found.source, found.slot, found.length, found.start)
         return found.slot, found.length
+
+    def end(self, request: Request) -> None:
+        """See ``Executor``."""
+        self._verifier.end(request)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""
@@ -206,7 +223,7 @@ class LocalExecutor:
             logits = both[:wanted]
         else:
             logits = self.runner.forward(batch)
-        greedy = argmax_rows(logits)
+        greedy, roots = argmax_rows(logits), _roots(works, batch.logit_starts, logits)
         outcomes: list[Outcome | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
             # Not beyond ``end``: what is accepted here may not be what a group of ranks commits.
@@ -215,12 +232,23 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            own, best = logits, greedy
-            if len(works) > 1:
-                rows = slice(first, first + len(work.tree))
-                own, best = logits[rows], greedy[rows]
-            outcome = self._verifier.verify(work, own, best)
-            # Entries behind ``end - 1``: the root's, then the tree's rows in order.
-            self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
+            target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first)
+            outcome = self._verifier.verify(work, target, roots.get(first))
+            if outcome.acceptance.rows:  # entries behind ``end - 1``: the root's, then the tree's rows in order
+                self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes
+
+
+def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
+    """[vocab] logits below the roots of the works that read them, copied to the host together, by row; none where they are there.
+
+    Args:
+        works: of the step.
+        starts: of each work, the row of its root; None without a tree.
+        logits: [m, vocab] of the step.
+    """
+    if logits.is_cpu:
+        return {}
+    rows = [first for work, first in zip(works, starts, strict=True) if first is not None and _reads_logits(work)]
+    return dict(zip(rows, logits[rows].cpu(), strict=True)) if rows else {}

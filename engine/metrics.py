@@ -106,16 +106,16 @@ class EngineMetrics:
             "iteration_tokens_total": self._iteration,
         }
 
-    def emitted(self, request: Request, tokens: int, drafted: int, accepted: int, now_s: float) -> None:
+    def emitted(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
         """Counts what a step gave a request, before the request's own times say so.
 
         A request that began elsewhere has had its first token there: its prompt and its time to first token do not count again.
 
         Args:
             request: as it was before the step, but for its tokens.
+            tree: of the step; rows of a jacobi window are no draft tokens.
             tokens: emitted, at least one.
-            drafted: draft tokens of the tree; rows of a jacobi window are none.
-            accepted: of these, tokens that were emitted.
+            accepted: of these, draft tokens.
             now_s: the engine's clock.
         """
         self._generation_tokens += tokens
@@ -125,15 +125,16 @@ class EngineMetrics:
         elif not request.num_given:
             self._prompt_tokens += request.num_prompt
             self._first_token.observe(now_s - request.arrived_s)
-        if drafted:
-            self._draft_tokens += drafted
-            lengths = self._accepted_lengths
-            if accepted >= len(lengths):
-                lengths.extend([0] * (accepted + 1 - len(lengths)))
-            lengths[accepted] += 1
+        if tree.num_candidates > 1:
+            self._drafted(tree, accepted)
 
-    def drafted(self, tree: DraftTree) -> None:
-        """Counts who drafted the tokens of a tree that holds any."""
+    def _drafted(self, tree: DraftTree, accepted: int) -> None:
+        """Counts the tokens of a tree that holds any, who drafted them, and how many were accepted."""
+        self._draft_tokens += tree.num_candidates - 1
+        lengths = self._accepted_lengths
+        if accepted >= len(lengths):
+            lengths.extend([0] * (accepted + 1 - len(lengths)))
+        lengths[accepted] += 1
         sources = tree.sources[1 : tree.num_candidates].tolist()
         for source in set(sources):  # one or two of them: faster than arrays
             self._drafted_by_source[source] += sources.count(source)
@@ -151,7 +152,7 @@ class EngineMetrics:
             span = work.end - work.start
             rows += span
             if work.tree is not None:
-                rows += len(work.tree) - 1
+                rows += len(work.tree.tokens) - 1
             if work.tree is None or span > 1:
                 computed += span
         self._steps += 1

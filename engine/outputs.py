@@ -20,28 +20,25 @@ class Outputs:
             eos_token_ids: the model's own, each of which ends a text.
         """
         self._tokenizer, self._eos_token_ids = tokenizer, tuple(eos_token_ids)
-        self._end_tokens: dict[str, frozenset[int]] = {}
-        self._detokenizers: dict[str, Detokenizer] = {}
+        self._live: dict[str, tuple[frozenset[int], Detokenizer | None]] = {}  # by request id: its end tokens, and its text
 
     def begin(self, request: Request) -> None:
         """A request that is new here."""
         own = () if request.params.ignore_eos else self._eos_token_ids
-        self._end_tokens[request.request_id] = frozenset((*own, *request.params.stop_token_ids))
+        params, detokenizer = request.params, None
         if self._tokenizer is not None:
-            params = request.params
             detokenizer = Detokenizer(self._tokenizer, params.stop, params.include_stop, params.skip_special_tokens)
-            self._detokenizers[request.request_id] = detokenizer
             for token in request.output_ids.tolist():  # emitted elsewhere, and shown
                 detokenizer.push(token)
+        self._live[request.request_id] = frozenset((*own, *params.stop_token_ids)), detokenizer
 
     def end(self, request: Request) -> None:
         """A request that is live no more."""
-        del self._end_tokens[request.request_id]
-        self._detokenizers.pop(request.request_id, None)
+        del self._live[request.request_id]
 
     def end_tokens(self, request: Request) -> frozenset[int]:
         """The tokens that end a live request."""
-        return self._end_tokens[request.request_id]
+        return self._live[request.request_id][0]
 
     def read(self, request: Request, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
         """The text that each emitted token releases, and why the output ends, if it does: then the tokens behind are not of it.
@@ -55,7 +52,7 @@ class Outputs:
         Returns:
             A piece of text, be it empty, for each token that belongs to the output.
         """
-        end_tokens, detokenizer = self._end_tokens[request.request_id], self._detokenizers.get(request.request_id)
+        (end_tokens, detokenizer), room = self._live[request.request_id], request.remaining
         pieces: list[str] = []
         reason: FinishReason | None = None
         for token in tokens:
@@ -70,7 +67,7 @@ class Outputs:
                 return pieces, FinishReason.STOP
             if reason is not None:
                 break
-            if len(pieces) == request.remaining:
+            if len(pieces) == room:
                 reason = FinishReason.LENGTH
                 break
         if reason is not None and detokenizer is not None:
@@ -79,5 +76,4 @@ class Outputs:
 
     def check_integrity(self, live: Collection[str]) -> None:
         """Asserts that nothing is kept but of these requests, by their ids."""
-        assert self._end_tokens.keys() == set(live), (self._end_tokens.keys(), live)
-        assert self._detokenizers.keys() == (set() if self._tokenizer is None else set(live)), self._detokenizers.keys()
+        assert self._live.keys() == set(live), (self._live.keys(), live)

@@ -42,7 +42,7 @@ class StepPlanner:
         shares, now = self._scheduler.schedule(width), time.perf_counter()
         self._drafter.plan(_load(shares))
         drafts, rules = self._draft([share for share in shares if share.draft_rows > 0], now)
-        rows = sum(-(-(len(tree) - 1) // width) for tree in drafts.values())
+        rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
         works = []
         for share in self._scheduler.top_up(shares, rows):
             request = share.request
@@ -64,19 +64,22 @@ class StepPlanner:
         rules: dict[str, Rule] = {}
         for share, tree in zip(shares, trees, strict=True):
             request = share.request
-            drafts[request.request_id] = kept = tree.clipped(
+            request.stats.propose_s += propose_s
+            drafts[request.request_id] = tree
+            if len(tree.tokens) == 1:  # the target's own choice under every rule
+                continue
+            kept = drafts[request.request_id] = tree.clipped(
                 share.draft_rows + 1,
                 request.remaining - 1,
                 self._info.vocab_size,
                 self._info.max_model_len - request.num_tokens,
             )
             rule = self._drafter.rule(request)
-            if rule is not None and len(kept) > 1:  # a root alone is the target's own choice under every rule
+            if rule is not None and len(kept) > 1:
                 rules[request.request_id] = rule
             elif request.grammar is not None:  # a rule counts on all that was drawn
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
-            request.stats.propose_s += propose_s
         return drafts, rules
 
 

@@ -84,7 +84,7 @@ class GroupSteps:
             accepted = list(outcome.acceptance.rows)
             request.commit([*outcome.tree.tokens[accepted].tolist(), outcome.acceptance.next_token])
             request.num_computed = work.end + len(accepted)
-        request.state = RequestState.FINISHED
+        self._executor.end(request)
         return [(times.exchange_s + max(times.rank_s), max(times.rank_s)) for times in self._executor.times]
 
     def close(self) -> None:

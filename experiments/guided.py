@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.drafters.base import TargetRows
-from decoding.tree import Int32Array
 from engine.attention import TREE_ATTENTION
 from engine.batch import Work
 from engine.executor import LocalExecutor, Outcome, Verifier
@@ -68,10 +67,10 @@ class GuidedVerifier(Verifier):
         self.ranked = True  # whether drafters may ask what the target ranked; else its logits are left alone, and not told
 
     @torch.inference_mode()
-    def verify(self, work: Work, logits: torch.Tensor, greedy: Int32Array) -> Outcome:
-        """See ``Verifier``. The logits are changed in place, so that drafters learn from them what was committed."""
+    def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
+        """See ``Verifier``. What the target said is changed in place, so that drafters learn from it what was committed."""
         assert work.tree is not None
-        greedy, rows, tokens = greedy.copy(), [], []
+        greedy, rows, tokens = target.ids, [], []
         reached = [0]
         for token in self._known[work.request.request_id][work.request.num_output :]:
             greedy[reached] = token
@@ -81,10 +80,10 @@ class GuidedVerifier(Verifier):
             if not reached:
                 break
         if not self.ranked:
-            return dataclasses.replace(super().verify(work, logits, greedy), target=TargetRows(greedy, None))
-        at = torch.tensor([rows, tokens], device=logits.device)
-        logits[at[0], at[1]] = _CERTAIN
-        return super().verify(work, logits, greedy)
+            return dataclasses.replace(super().verify(work, target), target=TargetRows(greedy, None))
+        at = torch.tensor([rows, tokens], device=target.logits.device)
+        target.logits[at[0], at[1]] = _CERTAIN
+        return super().verify(work, target)
 
 
 class GuidedExecutor(LocalExecutor):

@@ -38,7 +38,6 @@ from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import ModelInfo, load_weights
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
 from experiments.bench_models import LIBRARY_FAULTS, calm
 from experiments.competition import progress_bar
 from experiments.contestants import Contestant, Prompt, Run
@@ -74,7 +73,7 @@ class PlainEngine:
             eos_token_ids=(), strategy=ENGINE, lossless=True, model_revision="", tokenizer_revision="",
         )  # fmt: skip
         executor = LocalExecutor(ModelRunner(model, options.max_running, context))
-        self._engine = Engine(executor, build_drafter(ENGINE, {}), Scheduler(options, 0), info)
+        self._engine = Engine(executor, build_drafter(ENGINE, {}), options, 0, info)
         self._max_tokens = max_tokens
 
     def renew(self) -> None:

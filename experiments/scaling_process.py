@@ -18,7 +18,6 @@ from configs.slices import EngineOptions
 from decoding.drafters import LOSSLESS
 from engine.engine import Engine
 from engine.errors import ModelLoadError, one_line
-from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.contestants import Prompt, Run, make_request, run_requests
 from experiments.guided import GuidedExecutor
@@ -115,7 +114,7 @@ class Engines:
         drafter.prepare(self._target)
         info = dataclasses.replace(self._place.info, strategy=entry.label, lossless=entry.strategy.name in LOSSLESS)
         options = EngineOptions(max_running=1, prefix_caching=False)  # every prompt is computed anew, by every form
-        return Engine(self._place.executor, drafter, Scheduler(options, entry.budget), info)
+        return Engine(self._place.executor, drafter, options, entry.budget, info)
 
 
 def _serve(pipe: Connection, form: Form, setting: Setting) -> None:

@@ -37,7 +37,6 @@ from configs.slices import Dtype, EngineOptions
 from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel
-from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.competition import progress_bar
 from experiments.contestants import Prompt
@@ -151,7 +150,7 @@ def _turn(
     drafter = choice.build()
     drafter.prepare(target)
     executor = group.ranks[0] if world == 1 else group.leader
-    engine = Engine(executor, drafter, Scheduler(EngineOptions(max_running=1), budget), loaded.info(choice.label, True))
+    engine = Engine(executor, drafter, EngineOptions(max_running=1), budget, loaded.info(choice.label, True))
     total = Prediction()
     for prompt in prompts:
         one = follow(group, engine, drafter, world, prompt, exchange_s)

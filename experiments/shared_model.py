@@ -12,7 +12,6 @@ from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import LoadedModel
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.guided import GuidedExecutor
 
@@ -59,4 +58,4 @@ class SharedModel:
         drafter.prepare(self._target)
         guide = self.executor if isinstance(self.executor, GuidedExecutor) else None
         executor = self._new_executor(guide is not None, {} if guide is None else guide.known)
-        return Engine(executor, drafter, Scheduler(self._options, self._budget), info)
+        return Engine(executor, drafter, self._options, self._budget, info)

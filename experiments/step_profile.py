@@ -37,7 +37,6 @@ from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.loading import LoadedModel, load_model, load_tokenizer
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.guided import SIZES, random_model
 from experiments.record import ROOT, write_record
@@ -56,19 +55,19 @@ class PhaseClock:
     """
 
     def __init__(
-        self, engine: Engine, executor: LocalExecutor, drafter: Drafter, scheduler: Scheduler, clock: Callable[[], float]
+        self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]
     ) -> None:
         """
         Args:
             engine: whose steps are timed by ``step``.
-            executor: the engine's, as drafter and scheduler.
+            executor: the engine's, as the drafter.
             clock: seconds.
         """
         self._engine, self._clock = engine, clock
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._works: Sequence[Work] = ()  # of the step
         for name, piece, method in (
-            ("schedule", scheduler, "schedule"),
+            ("schedule", engine._scheduler, "schedule"),
             ("execute", executor, "execute"),
             ("forward", executor.runner, "forward"),
             ("observe", drafter, "observe"),
@@ -142,16 +141,15 @@ class Bench:
         """Median milliseconds of each phase, and their share of the step, with a fresh drafter."""
         loaded, runner = self.loaded, self.runner
         drafter = build_drafter(strategy, {})
-        scheduler = Scheduler(EngineOptions(max_running=batch), args.budget)
         executor = LocalExecutor(runner)
         info = loaded.info(strategy, strategy in LOSSLESS)
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        engine = Engine(executor, drafter, scheduler, info, loaded.tokenizer)
+        engine = Engine(executor, drafter, EngineOptions(max_running=batch), args.budget, info, loaded.tokenizer)
         if args.waiting_ms is not None:
             rows = EngineOptions().max_step_tokens + batch * args.budget
             waiting = WaitingForward(self.tokens, loaded.vocab_size, rows, args.waiting_ms / 1e3)
             setattr(runner, "forward", waiting)  # noqa: B010 - mypy: a method
-        clock = PhaseClock(engine, executor, drafter, scheduler, time.thread_time if args.cpu_time else time.perf_counter)
+        clock = PhaseClock(engine, executor, drafter, time.thread_time if args.cpu_time else time.perf_counter)
         shape = SAMPLED if sampled else SamplingParams()
         params = SamplingParams(self.max_tokens, shape.temperature, top_p=shape.top_p, seed=shape.seed, ignore_eos=True)
         found: list[dict[str, float]] = []

@@ -41,7 +41,6 @@ from engine.executor import Executor, LocalExecutor
 from engine.loading import ModelInfo
 from engine.model_tables import bigram_table, unigram_ranking
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
 
 END = "<|endoftext|>"
 VOCAB = 320
@@ -209,8 +208,7 @@ def engine_over(
     options = EngineOptions(
         max_running=batch, max_step_tokens=step_tokens, scheduling_policy="priority", prefix_caching=prefix_caching
     )
-    scheduler = Scheduler(options, MAX_DRAFT)
-    return Engine(executor or LocalExecutor(runner), drafter, scheduler, info)
+    return Engine(executor or LocalExecutor(runner), drafter, options, MAX_DRAFT, info)
 
 
 def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:

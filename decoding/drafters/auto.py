@@ -44,14 +44,15 @@ _ANY = SamplingParams(max_tokens=8)
 class _RequestState:
     """What is kept for one request."""
 
-    def __init__(self, request: Request, frequent: Int32Array, edition: object) -> None:
+    def __init__(self, request: Request, history: History | None, frequent: Int32Array) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
         self.log = TokenLog(blocks * BLOCK)
         for reference in request.references:
             self.log.add(reference)
+        self.history = history  # of the tenant
         self.frequent = frequent
-        self.edition = edition  # of the tenant's history when it was last looked at
+        self.edition = None if history is None else history.edition  # when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
         self.told = 0  # tokens of the output that the tenant's history was told
         self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
@@ -192,7 +193,7 @@ class AutoDrafter(Drafter):
             self._selection.timed(seconds)
 
     def _grow(self, request: Request, state: _RequestState, budget: int, least_chance: float) -> Rows:
-        history = self._history(request)
+        history = state.history
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
         edition, owner, tenant, public = None, -1, self._nothing, self._nothing
@@ -213,11 +214,11 @@ class AutoDrafter(Drafter):
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self._ranks]
         ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
+        logs = state.log.without(-1), tenant.without(owner), public.without(-1)
+        measures = chances, self._weights, _HISTORY_WEIGHT, self._caps
+        limits = budget, min(self._max_depth, request.remaining - 1), least_chance
         count = grow(
-            state.log.plain, state.log.oldest, tenant.plain, tenant.oldest, owner, public.plain,
-            public.oldest if public.end else -1, request.tokens[-MAX_MATCH:], ranked, chances, self._weights,
-            _HISTORY_WEIGHT, self._caps, budget, min(self._max_depth, request.remaining - 1), least_chance, self._pool,
-            rows[:],
+            logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
         )  # fmt: skip
         return rows.first(count)
 
@@ -226,15 +227,14 @@ class AutoDrafter(Drafter):
 
     def _state(self, request: Request) -> _RequestState:
         """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
-        state, history = self._states.get(request.request_id), self._history(request)
-        edition = None if history is None else history.edition
+        state = self._states.get(request.request_id)
         if state is None:
+            history = self._history(request)
             if history is not None:
                 history.start(request.text)
-                edition = history.edition
-            state = self._states[request.request_id] = _RequestState(request, self._frequent(request, history), edition)
-        elif state.edition is not edition:
-            state.edition, state.frequent = edition, self._frequent(request, history)
+            state = self._states[request.request_id] = _RequestState(request, history, self._frequent(request, history))
+        elif state.history is not None and state.edition is not state.history.edition:
+            state.edition, state.frequent = state.history.edition, self._frequent(request, state.history)
         return state
 
     def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
@@ -246,8 +246,8 @@ class AutoDrafter(Drafter):
         if not len(rows.chances):
             state.features, tree = _ROOT_FEATURES, DraftTree.chain(request.root, ())
         else:
-            state.features = rows.features
-            tree = DraftTree(rows.tokens, rows.parents, _SOURCE_OF_KIND[rows.kinds], len(rows.tokens))
+            tokens, parents, kinds, state.features, _ = rows.numbers
+            tree = DraftTree(tokens, parents, _SOURCE_OF_KIND[kinds], len(tokens))
         if request.grammar is not None:
             request.grammar.catch_up(request.output_ids)
             forced = request.grammar.forced()[: min(budget, _MAX_FORCED)]
@@ -269,20 +269,20 @@ class AutoDrafter(Drafter):
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
-        state = self._states.get(request.request_id)
+        state, size = self._states.get(request.request_id), len(tree.tokens)
         if state is not None:
             state.accepted = len(acceptance.rows)
-            if len(tree) == len(state.features):
+            if size == len(state.features):
                 if self._selection is not None:
                     self._selection.emitted(acceptance.count)
                 self._tables.of(request.tenant).observe(tree.parents, state.features, acceptance.rows)
-        if self._recycled is None or (len(tree) == 1 and self._proposed > _LEARNING_REQUESTS):
+        if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
-            rows = range(len(tree) - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
+            rows = range(size - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
             table.learn(tree.tokens[::-1], target.top_k(rows, table.width))
 
     def held(self) -> Collection[str]:
@@ -294,9 +294,8 @@ class AutoDrafter(Drafter):
         if self._recycled is not None:
             self._recycled.finish(request)
         state = self._states.pop(request.request_id, None)
-        history = self._history(request)
-        if state is not None and history is not None:
-            self._tell(request, state, history, final=True)
+        if state is not None and state.history is not None:
+            self._tell(request, state, state.history, final=True)
 
 
 def _holds(tree: DraftTree, tokens: Sequence[int]) -> bool:

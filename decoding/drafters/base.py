@@ -47,21 +47,29 @@ def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> 
 class TargetRows:
     """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
 
-    __slots__ = ("_logits", "_ranked", "ids")
+    __slots__ = ("_first", "_logits", "_ranked", "ids")
 
-    def __init__(self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None) -> None:
+    def __init__(
+        self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None, first: int = 0
+    ) -> None:
         """
         Args:
             ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
                 replay of known outputs (see ``decoding.replay``) only the accepted path is known: -1 elsewhere.
-            logits: [n, vocab] of the same rows, as the model gave them; None in a replay, and where the logits are on other
-                ranks.
+            logits: [>= first + n, vocab] with those of the same rows from ``first`` on, as the model gave them; None in a replay,
+                and where the logits are on other ranks.
             ranked: [n, k] the k most likely tokens after each of the same rows, the most likely first, where the ranks that
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
+            first: the root's row of the logits.
         """
-        assert logits is None or len(ids) == len(logits), (len(ids), len(logits))
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
-        self.ids, self._logits, self._ranked = ids, logits, ranked
+        self.ids, self._logits, self._ranked, self._first = ids, logits, ranked, first
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[n, vocab] of the rows, where they are."""
+        assert self._logits is not None
+        return self._logits[self._first : self._first + len(self.ids)]
 
     @property
     def has_logits(self) -> bool:
@@ -82,7 +90,7 @@ class TargetRows:
             return self._ranked[list(rows), :k]
         from decoding.ranking import top_rows  # needs torch, which is there where logits are
 
-        return top_rows(self._logits, rows, k)
+        return top_rows(self._logits, [self._first + row for row in rows], k)
 
 
 class Target(Protocol):
@@ -163,7 +171,7 @@ class Drafter(ABC):
     def rule(self, request: Request) -> Rule | None:
         """How the tree that was last proposed for a request is to be verified; None: by ``verify_exact``, which keeps the output.
 
-        Asked once for each request of a ``propose``, right after it.
+        Asked right after a ``propose``, once for each request that it drafted for.
         """
         return None
 

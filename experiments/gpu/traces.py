@@ -12,7 +12,6 @@ from engine.engine import Engine
 from engine.executor import LocalExecutor, Outcome
 from engine.loading import LoadedModel
 from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
 from engine.target import LocalTarget
 from experiments.contestants import EngineContestant
 from experiments.guided import GuidedExecutor
@@ -56,9 +55,8 @@ class Engines:
         """A new engine, with a new drafter where none is given."""
         drafter = self.drafter(strategy) if drafter is None else drafter
         options = EngineOptions(max_running=1, prefix_caching=False)
-        scheduler = Scheduler(options, SpeculationOptions().max_draft_tokens)
         info = self.loaded.info(strategy, strategy in LOSSLESS)
-        return Engine(self.executor, drafter, scheduler, info)
+        return Engine(self.executor, drafter, options, SpeculationOptions().max_draft_tokens, info)
 
     def contestant(self, strategy: str, max_tokens: int) -> EngineContestant:
         """Such an engine as it runs prompts."""

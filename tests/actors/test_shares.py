@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.seat import Held
+from actors.seat import Held, Holdings
 from actors.shares import Share, merge
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Part
+from engine.batch import Work
 
 # Root 7 with the branches 1 2 3 and 4 5.
 TREE = DraftTree(
@@ -71,3 +72,18 @@ def test_rows_that_nobody_computed_are_not_in_the_outcome() -> None:
     assert outcome.tree.sources.tolist() == [0, 4, 5]
     assert outcome.acceptance.rows == (1, 2)
     assert outcome.target.ids.tolist() == [50, 61, 62]
+
+
+def test_who_ends_is_let_go_of_and_its_id_is_free() -> None:
+    holdings, request = Holdings(), Request("r", [1, 2], SamplingParams())
+    work = Work(request, 0, 2, None, frozenset())
+    holdings.align(work).told = 0
+    assert holdings.live and holdings.take_ended() == ()
+    holdings.end(request)
+    assert not holdings.live
+    again = holdings.align(Work(Request("r", [1, 2], SamplingParams()), 0, 2, None, frozenset()))
+    assert (again.number, again.told) == (1, -1)
+    holdings.clear()  # of the second one the rank was never told
+    assert holdings.take_ended() == (0,) and holdings.take_ended() == ()
+    holdings.end(request)  # harmless
+    assert holdings.take_ended() == ()

@@ -121,27 +121,22 @@ def grown(
     rows = Rows.empty(budget)
     ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
     count = grow(
-        own.plain, own.oldest, shared.plain, shared.oldest, owner, public.plain, public.oldest if known.public else -1,
-        np.array(known.context, np.int32), ranked[:], table() if chances is None else chances, WEIGHTS, history, caps, budget,
-        max_depth, least, (pool or Pool.empty())[:], rows[:],
+        (own.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32), ranked[:],
+        (table() if chances is None else chances, WEIGHTS, history, caps), (budget, max_depth, least),
+        (pool or Pool.empty())[:], rows.numbers, rows.chances,
     )  # fmt: skip
     assert 0 <= count <= budget
     rows = rows.first(count)
     paths: list[Path] = [()]
-    assert (rows.tokens[0], rows.parents[0], rows.kinds[0], rows.features[0], rows.depths[0]) == (
-        known.context[-1],
-        -1,
-        NUM_KINDS,
-        0,
-        0,
-    )
-    for row, (token, parent) in enumerate(zip(rows.tokens[1:].tolist(), rows.parents[1:].tolist(), strict=True), start=1):
+    assert rows.numbers[:, 0].tolist() == [known.context[-1], -1, NUM_KINDS, 0, 0]
+    tokens, parents, kinds, features, _ = rows.numbers[:, 1:].tolist()
+    for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
         assert 0 <= parent < row
         paths.append((*paths[parent], token))
     assert len(set(paths)) == len(paths)
     assert all(len(path) <= max_depth for path in paths)
     assert (np.diff(rows.chances) <= 0).all() and (rows.chances >= least).all()
-    return Grown(paths[1:], rows.chances.tolist(), rows.kinds[1:].tolist(), rows.features[1:].tolist())
+    return Grown(paths[1:], rows.chances.tolist(), kinds, features)
 
 
 def agreement(text: Sequence[int], at: int, path: Sequence[int]) -> int:
@@ -345,12 +340,12 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), NOTHING)
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
-    count = grow(
-        own.plain, 0, shared.plain, 0, -1, own.plain, 0, context, ranked[:], np.ones(NUM_FEATURES), WEIGHTS, 0.5,
-        np.full(4, 5000, np.int64), 2000, 8, 1e-4, Pool.empty()[:], rows[:],
-    )  # fmt: skip
+    measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.full(4, 5000, np.int64)
+    logs = own.without(-1), shared.without(-1), own.without(-1)
+    count = grow(logs, context, ranked[:], measures, (2000, 8, 1e-4), Pool.empty()[:], rows.numbers, rows.chances)
     assert count == 2000
-    assert len(set(zip(rows.parents[1:].tolist(), rows.tokens[1:].tolist(), strict=True))) == 2000
+    tokens, parents, *_ = rows.numbers[:, 1:].tolist()
+    assert len(set(zip(parents, tokens, strict=True))) == 2000
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))

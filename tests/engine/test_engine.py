@@ -49,6 +49,20 @@ def greedy(engine: Engine, **changes: object) -> Request:
     return request
 
 
+def test_what_the_executor_knows_of_a_request_ends_with_it(folder: str) -> None:
+    engine = load(folder)
+    for name in ("ended", "aborted"):
+        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=5 if name == "ended" else 40, frequency_penalty=0.5)))
+    engine.step()
+    rules = engine._executor._verifier._rules  # type: ignore[attr-defined]
+    assert rules.keys() == {"ended", "aborted"}
+    engine.abort("aborted")
+    assert rules.keys() == {"ended"}
+    while engine.has_work:
+        engine.step()
+    assert not rules
+
+
 def test_last_output_carries_reason_and_counters(folder: str) -> None:
     request = Request("a", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
     outputs = run(load(folder), request)["a"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from decoding.drafters import build_drafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from decoding.tree import DraftTree
 from engine.engine import Engine
 from engine.histogram import REQUEST_S, Histogram, one_two_five
 from engine.metrics import EngineMetrics, MetricsCounts
@@ -67,8 +68,8 @@ def test_acceptance_by_depth(trees: list[tuple[int, int]]) -> None:
     trees = [(max(drafted, accepted), accepted) for drafted, accepted in trees]
     metrics, asked = EngineMetrics(128), request("a")
     for drafted, accepted in trees:
-        metrics.emitted(asked, accepted + 1, drafted, accepted, 0.0)
-    metrics.emitted(asked, 1, 0, 0, 0.0)  # nothing drafted: no tree
+        metrics.emitted(asked, DraftTree.chain(1, [2] * drafted, 1), accepted + 1, accepted, 0.0)
+    metrics.emitted(asked, DraftTree.chain(1, ()), 1, 0, 0.0)  # nothing drafted: no tree
     counts = metrics.read()
     deepest = max((accepted for _, accepted in trees), default=0)
     assert counts.accepted_per_position == tuple(sum(n > depth for _, n in trees) for depth in range(deepest))

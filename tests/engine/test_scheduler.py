@@ -11,7 +11,7 @@ import pytest
 from configs.slices import EngineOptions
 from decoding.request import Request, RequestState, SamplingParams
 from engine.errors import QueueFullError, RequestError
-from engine.scheduler import Scheduler
+from engine.scheduler import Place, Scheduler
 
 
 def request(name: str, prompt: int = 4, priority: int = 0, max_tokens: int = 50) -> Request:
@@ -28,6 +28,10 @@ class Clock:
         return self.now_s
 
 
+def oldest_slot(request: Request, free: Sequence[int]) -> tuple[int, int]:
+    return free[0], request.num_computed
+
+
 def scheduler(
     running: int = 2,
     step_tokens: int = 16,
@@ -35,9 +39,10 @@ def scheduler(
     drafts: int = 3,
     clock: Clock | None = None,
     max_wait_s: float = 30.0,
+    place: Place | None = None,
 ) -> Scheduler:
     options = EngineOptions(running, step_tokens, waiting, scheduling_policy="priority", max_wait_s=max_wait_s)
-    return Scheduler(options, drafts, clock or Clock())
+    return Scheduler(options, drafts, place or oldest_slot, clock or Clock())
 
 
 def plan(of: Scheduler) -> dict[str, tuple[int, int]]:
@@ -244,11 +249,11 @@ def test_a_waiting_request_can_be_removed() -> None:
 )
 def test_options_out_of_range_name_the_field(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=field):
-        Scheduler(EngineOptions(**options), 4)
+        Scheduler(EngineOptions(**options), 4, oldest_slot)
 
 
 def test_first_come_first_served_knows_no_priorities() -> None:
-    s = Scheduler(EngineOptions(max_running=1), 3)
+    s = Scheduler(EngineOptions(max_running=1), 3, oldest_slot)
     s.add(request("a"))
     with pytest.raises(RequestError, match="scheduling_policy") as refused:
         s.add(request("b", priority=-1))
@@ -370,14 +375,13 @@ def test_a_request_bounds_its_own_drafts() -> None:
 
 
 def test_slots_are_given_by_whom_knows_what_they_hold() -> None:
-    s = scheduler(running=3)
     asked: list[tuple[str, list[int]]] = []
 
     def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
         asked.append((one.request_id, list(free)))
         return free[-1], one.num_prompt - 2
 
-    s.place = place
+    s = scheduler(running=3, place=place)
     for name in "abc":
         s.add(request(name, prompt=10))
     assert compute(s) == {"a": (10, 0), "b": (10, 0), "c": (10, 0)}  # two rows each
@@ -390,7 +394,6 @@ def test_slots_are_given_by_whom_knows_what_they_hold() -> None:
 
 
 def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
-    s = scheduler(running=4, step_tokens=32)
     asked: list[tuple[str, int | None]] = []
 
     def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
@@ -398,7 +401,7 @@ def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
         others = [other.num_computed for other in s.running if other is not one and other.scope == one.scope]
         return free[0], max([one.num_computed, *(min(count, 69) for count in others)])
 
-    s.place = place
+    s = scheduler(running=4, step_tokens=32, place=place)
     for name, scope in (("a", "s"), ("b", "s"), ("c", "t")):
         one = request(name, prompt=70)
         one.scope = scope
