@@ -22,7 +22,7 @@ from tests.models import CONTEXT, VOCAB, tiny_model
 CAPACITY, SLOTS, LAYERS = 150, 4, 2
 # Entries before the rows, and rows: full blocks of sixteen keys and rests, blocks of sixteen rows and rests, an empty slot.
 REQUESTS = ((16, 1), (93, 1), (0, 5), (40, 37))
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not has_kernels(torch.device("cpu"), dtype), reason="no code for it here"))
     for dtype in TOLERANCE
