@@ -159,7 +159,7 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def peers(results: Mapping[str, Any], out: Path) -> Path:
-    """Results of ``experiments.peers``: tokens per second of each contestant at 1, 8 and 32 requests, a row a model, with spreads.
+    """Results of ``experiments.peers``: tokens per second of each contestant at 1, 8 and 32 requests, with spreads.
 
     With one request it is decoding alone, after the first token; with more, all of the time counts.
 

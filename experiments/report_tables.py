@@ -155,9 +155,8 @@ def peers(results: Results) -> Table:
         kinds = (("1", "decode"), ("8", "all"), ("32", "all"), ("1", "prefill"))
         values = [(found[level] or {}).get(f"{kind}_tokens_per_s") for level, kind in kinds]
         if any(values):
-            rows.append(
-                [Cell(_PEERS.get(name, "transformers, its batching")), *(repeats(v, 0) if v else Cell("n/a") for v in values)]
-            )
+            title = _PEERS.get(name, "transformers; at 8 and 32 its continuous batching")
+            rows.append([Cell(title), *(repeats(value, 0) if value else Cell("n/a") for value in values)])
     titles = ("tokens per second", "1 at once, after the first", "8 at once", "32 at once", "prompts")
     return table_of("", titles, rows)
 

@@ -5,9 +5,9 @@
     python -m experiments.peers --workloads DIR --http    # besides, vllm bench serve and aiperf at our server and vLLM's
 
 The yardstick of what is claimed about speed. Systems are installed once, in environments of their own, with pinned versions; one
-that cannot be had is named in a line, and ``n/a`` in the record. Each loads its model once and waits while others have their turns.
-The memory's roof is read before and after every turn. Turns are kept in ``--kept`` as they come, so that a run which is cut off
-goes on; another setting or revision needs another file. The record has all rounds, and a line for every goal.
+that cannot be had is named in a line, and ``n/a`` in the record. Each loads its model once, and waits while others run. The
+memory's roof is read before and after every turn. Turns are kept in ``--kept`` as they come, so that a run which is cut off goes
+on; another setting or revision needs another file. The record has all rounds, and a line for every goal.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
-
 from cluster.prompt_file import PromptFileError
 from decoding.jit import cache_folder
 from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
-from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting
+from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.gguf_file import packaged_file, write_gguf
 from experiments.peers.goals import Speeds, goals, shown, summary
@@ -96,28 +94,17 @@ def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
         pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
         fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, args.prompt_tokens))
         chosen.append([pair for pair, _ in zip(fitting, range(args.records), strict=False)])
-    found = [
-        Prompt(record.id, record.workload or "", ids, [tokenizer.encode(text, add_special_tokens=False) for text in record.references])
-        for record, ids in interleaved(chosen)
-    ]  # fmt: skip
+    found = []
+    for record, ids in interleaved(chosen):
+        references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
+        found.append(Prompt(record.id, record.workload or "", ids, references))
     if not found:
         raise PromptFileError(f"no record of {args.workloads} fits --prompt-tokens {args.prompt_tokens}")
     return found
 
 
-def end_tokens(model: str) -> tuple[int, ...]:
-    """Those of a folder, as its generation configuration says, or else its configuration."""
-    try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        ends = AutoConfig.from_pretrained(model).eos_token_id
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-
-
 @contextmanager
-def running(
-    name: str, args: argparse.Namespace, made: Environments, progress: Progress
-) -> Iterator[tuple[Field, list[Prompt], Setting]]:
+def running(name: str, args: argparse.Namespace, made: Environments, progress: Progress) -> Iterator[tuple[Field, list[Prompt]]]:
     """The field of a model, which is loaded by whom it is asked of.
 
     Raises:
@@ -150,7 +137,7 @@ def running(
             return file
 
         with Field(setting, made, gguf, folder / "logs") as field:
-            yield field, prompts, setting
+            yield field, prompts
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -196,7 +183,7 @@ def _measure_model(
     roof: Roof,
     progress: Progress,
 ) -> dict[str, Any]:
-    with running(name, args, made, progress) as (field, prompts, setting):
+    with running(name, args, made, progress) as (field, prompts):
 
         def bench() -> dict[str, Any]:
             file = made.llama() / "llama-bench"

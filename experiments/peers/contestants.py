@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from transformers import AutoConfig, GenerationConfig
 
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.worker import SINGLE
@@ -74,6 +75,15 @@ class Setting:
             "model": self.model, "dtype": self.dtype, "threads": self.threads, "context": self.context, "running": self.running,
             "ends": list(self.ends),
         }  # fmt: skip
+
+
+def end_tokens(model: str) -> tuple[int, ...]:
+    """Those of a folder, as its generation configuration says, or else its configuration."""
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ends = AutoConfig.from_pretrained(model).eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 class Field:
@@ -156,7 +166,8 @@ def vllm_environment() -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 Below a folder: ``vllm`` and ``aiperf`` are virtual environments, ``llama/bin`` holds llama.cpp's server and bench, and
 ``vllm-extras`` what vLLM's suffix decoding and its bench need besides, on the path behind whichever vLLM is used. All of it comes
-from PyPI: llama.cpp out of the sources of ``llama-cpp-python``, the suffix trees out of those of ``arctic-inference``, whose other
-parts want a GPU's toolchain.
+from PyPI: llama.cpp out of the sources of ``llama-cpp-python``, the suffix trees out of those of ``arctic-inference``, whose
+other parts want a GPU's toolchain.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Environments:
     def _make_extras(self, folder: Path) -> None:
         """The package's Python files for suffix trees, and their compiled part: the rest of it is for GPUs."""
         vllm, tools = self.vllm(), self._tools()
-        sources = self._sources("arctic-inference", SUFFIX, tools)
+        sources = self._sources("arctic-inference", SUFFIX, vllm)  # its build wants torch, which is there
         self._pip("vllm-extras", vllm, "--no-deps", "--target", str(folder), "--upgrade", *_EXTRAS)
         build = self._folder / "build" / "suffix-build"
         python = f"-DPython_EXECUTABLE={vllm}"
@@ -160,14 +160,14 @@ class Environments:
         self._run(name, [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
 
     def _sources(self, package: str, version: str, python: Path) -> Path:
-        """The unpacked sources of a package."""
+        """The unpacked sources of a package, for which pip asks its build what it is: with what ``python`` has."""
         build = self._folder / "build"
         stem = f"{package.replace('-', '_')}-{version}"
         if not (build / stem).is_dir():
             build.mkdir(parents=True, exist_ok=True)
-            pip = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package, "--dest", str(build)]
+            pip = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", package]
             if not (build / f"{stem}.tar.gz").is_file():
-                self._run(package, [*pip, f"{package}=={version}"])
+                self._run(package, [*pip, "--dest", str(build), f"{package}=={version}"])
             with tarfile.open(build / f"{stem}.tar.gz") as archive:
                 archive.extractall(build, filter="data")
         return build / stem
@@ -207,5 +207,6 @@ class Environments:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("WARNING")]
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["it said nothing"])[-1]

@@ -99,8 +99,8 @@ def goals(
         missing: by system why it could not be had.
 
     Returns:
-        ``goal``, ``figure`` (the median over rounds), ``lowest``, ``highest`` and ``met``; of one that cannot be judged, ``figure`` and
-        ``met`` are None, and ``why`` says so.
+        ``goal``, ``figure`` (the median over rounds), ``lowest``, ``highest`` and ``met``; of one that cannot be judged,
+        ``figure`` and ``met`` are None, and ``why`` says so.
     """
     why = "; ".join(dict.fromkeys(missing.values())) or "not run"
     rows: list[dict[str, Any]] = []
@@ -155,7 +155,7 @@ def _host_shares(speeds: Speeds) -> list[float]:
 
 
 def _worst_workload(speeds: Speeds, workloads: Mapping[str, str]) -> tuple[str, list[float]]:
-    """The workload on which ``auto`` is furthest behind one of our own strategies by the median over rounds; its name, the ratios."""
+    """Where ``auto`` is furthest behind one of our own strategies, by the median over rounds: the names, and the ratios."""
     worst: tuple[str, list[float]] = ("", [])
     for workload in sorted(set(workloads.values())):
         within = {key for key, of in workloads.items() if of == workload}
@@ -167,7 +167,7 @@ def _worst_workload(speeds: Speeds, workloads: Mapping[str, str]) -> tuple[str, 
 
 
 def summary(speeds: Speeds, names: Iterable[str], levels: Sequence[int]) -> dict[str, Any]:
-    """By contestant and level: tokens per second of each round, of each kind that there is, and answers that are plain's at one."""
+    """By contestant and level: tokens per second of each round, of each kind, and how many answers are plain's at one."""
     plain = {key: answer for turn in speeds.of("plain", 1) for key, answer in zip(turn["asks"], turn["answers"], strict=True)}
     found: dict[str, Any] = {}
     for name in names:

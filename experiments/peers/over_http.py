@@ -32,8 +32,8 @@ def measure(
     """All rounds of a model.
 
     Returns:
-        By tool, server and clients: ``tokens_per_s``, ``ttft_ms`` and ``tpot_ms`` (medians of the tool), a number a round; and why what
-        is missing is missing.
+        By tool, server and clients: ``tokens_per_s``, ``ttft_ms`` and ``tpot_ms`` (the tool's medians), a number a round; and why
+        what is missing is missing.
 
     Raises:
         MissingPeerError: our own server does not start.
@@ -48,7 +48,10 @@ def measure(
             for server in SERVERS[:: -1 if number % 2 else 1]:
                 cells = [(tool, clients) for tool in TOOLS for clients in args.clients if tool not in missing]
                 turns: list[Turn] = [
-                    {"model": name, "round": number, "level": clients, "part": tool, "contestant": f"{server} over HTTP", "tool": tool}
+                    {
+                        "model": name, "round": number, "level": clients, "part": tool, "tool": tool,
+                        "contestant": f"{server} over HTTP",
+                    }
                     for tool, clients in cells
                 ]  # fmt: skip
                 left = [turn for turn in turns if not kept.has(turn)]
@@ -69,8 +72,8 @@ def measure(
 
 
 def _turn(
-    turn: Turn, url: str, model: Path, files: dict[str, Path], args: argparse.Namespace, made: Environments, kept: Kept, roof: Roof,
-    say: Say, missing: dict[str, str],
+    turn: Turn, url: str, model: Path, files: dict[str, Path], args: argparse.Namespace, made: Environments, kept: Kept,
+    roof: Roof, say: Say, missing: dict[str, str],
 ) -> None:  # fmt: skip
     tool, clients = turn["tool"], turn["level"]
     say(f"{turn['model']}, round {turn['round'] + 1}: {tool} at {turn['contestant']}, {clients} at once")
@@ -109,8 +112,8 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
     running = max(args.clients)
     if server == "ours":
         settings = [
-            f"model.dtype={args.dtype}", "model.device=cpu", f"model.threads={args.threads}", f"model.max_model_len={args.context}",
-            f"model.served_name={_NAME}", f"engine.max_running={running}", "engine.prefix_caching=false",
+            f"model.dtype={args.dtype}", "model.device=cpu", f"model.threads={args.threads}",
+            f"model.max_model_len={args.context}", f"model.served_name={_NAME}", f"engine.max_running={running}", "engine.prefix_caching=false",
         ]  # fmt: skip
         with served(str(model), settings) as ours:
             yield ours.url

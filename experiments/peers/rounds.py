@@ -168,7 +168,7 @@ class Rounds:
                 self._say(f"n/a: {error}")
 
     def _measured(self, turn: Turn, contestant: Contestant | None, prompts: Sequence[Prompt]) -> Turn:
-        """What a turn adds: numbers by prompt, the roof before and after, and hashes of the answers, by which they can be compared."""
+        """What a turn adds: numbers by prompt, the roof before and after, and hashes of the answers, to be compared by."""
         if contestant is None:
             before = self._roof.read()
             job = {"mode": "rows", "repeats": ROW_REPEATS, "prompt_tokens": ROW_CONTEXT}

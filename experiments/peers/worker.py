@@ -1,13 +1,13 @@
-"""Our engine, or transformers, in a process of its own that stays up: a JSON line with a job on stdin, one with what came on stdout.
+"""Our engine, or transformers, in a process that stays up: a JSON line with a job on stdin, one with what came on stdout.
 
     python -m experiments.peers.worker ours|transformers
 
-The first line is the setting: ``model`` (a folder), ``dtype``, ``threads``, ``context`` (tokens of prompt and output), ``running``
-(most requests at once) and ``ends`` (the end tokens). It is answered with ``{"ready": true, ...}`` once the model is there. A job is
-``{"mode", "running", "max_tokens", "asks": [[id, prompt, references], ...], "fresh"}``: all are asked greedily, ``running`` at a
-time, each the next one as soon as one has ended. Its answer has, in the order of the asks, ``tokens`` (ids), ``first_s`` and
-``last_s`` (seconds from when a request was sent to its first and its last token), and ``wall_s`` of all. ``fresh`` names a tenant:
-what requests of another one taught is not drafted from.
+The first line is the setting: ``model`` (a folder), ``dtype``, ``threads``, ``context`` (tokens of prompt and output),
+``running`` (most requests at once) and ``ends`` (the end tokens). It is answered with ``{"ready": true, ...}`` once the model is
+there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, references], ...], "fresh"}``: all are asked greedily,
+``running`` at a time, each the next one as soon as one has ended. Its answer has, in the order of the asks, ``tokens`` (ids),
+``first_s`` and ``last_s`` (seconds from when a request was sent to its first and its last token), and ``wall_s`` of all. ``fresh``
+names a tenant: what requests of another one taught is not drafted from.
 """
 
 from __future__ import annotations
@@ -186,8 +186,7 @@ class Transformers:
             ModelLoadError: the model cannot be used.
         """
         calm(setting["threads"])
-        dtype = "auto" if setting["dtype"] == "auto" else getattr(torch, setting["dtype"])
-        self._model = load_weights(setting["model"], dtype, "sdpa").eval()
+        self._model = load_weights(setting["model"], getattr(torch, setting["dtype"]), "sdpa").eval()
         self._context, self._ends = setting["context"], tuple(setting["ends"])
         self._model.generation_config.eos_token_id = list(self._ends) or None
 
