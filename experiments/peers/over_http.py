@@ -113,7 +113,8 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
     if server == "ours":
         settings = [
             f"model.dtype={args.dtype}", "model.device=cpu", f"model.threads={args.threads}",
-            f"model.max_model_len={args.context}", f"model.served_name={_NAME}", f"engine.max_running={running}", "engine.prefix_caching=false",
+            f"model.max_model_len={args.context}", f"model.served_name={_NAME}", f"engine.max_running={running}",
+            "engine.prefix_caching=false",
         ]  # fmt: skip
         with served(str(model), settings) as ours:
             yield ours.url

@@ -6,8 +6,8 @@ The first line is the setting: ``model`` (a folder), ``dtype``, ``threads``, ``c
 ``running`` (most requests at once) and ``ends`` (the end tokens). It is answered with ``{"ready": true, ...}`` once the model is
 there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, references], ...], "fresh"}``: all are asked greedily,
 ``running`` at a time, each the next one as soon as one has ended. Its answer has, in the order of the asks, ``tokens`` (ids),
-``first_s`` and ``last_s`` (seconds from when a request was sent to its first and its last token), and ``wall_s`` of all. ``fresh``
-names a tenant: what requests of another one taught is not drafted from.
+``first_s`` and ``last_s`` (seconds from when a request was sent to its first and its last token), and ``wall_s`` of all.
+``fresh`` names a tenant: what requests of another one taught is not drafted from.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class OurEngine:
         self._options = EngineOptions(setting["running"], max_waiting=1 << 20, prefix_caching=False)
         self._engines: dict[str, tuple[Engine, ModelRunner]] = {}
         self._rows: ModelRunner | None = None
-        self._engine("auto")
+        self._engine("plain")
 
     def _engine(self, mode: str) -> tuple[Engine, ModelRunner]:
         """Plain decoding and ``auto`` have engines as a user has them; the single strategies are one engine's, by request."""
@@ -128,7 +128,7 @@ class OurEngine:
 
     def ready(self) -> Reply:
         """Bytes of the weights that a step reads; a table of embeddings that is no output layer as well is only looked up."""
-        engine, runner = self._engine("auto")
+        engine, runner = self._engine("plain")
         model = runner.model
         read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
