@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,8 @@ class Field:
         log = self._log / f"{system.replace(' ', '-')}.log"
         if name == "llama":
             more = LLAMA_LOOKUP if way == "lookup" else ()
-            return llama_server(
-                self._environments.llama(), self._gguf("q4_1" if way == "q4_1" else "bf16"), self._setting, more, log
-            )
+            setting = self._setting if way == "bf16" else replace(self._setting, running=1)  # the others are asked one at a time
+            return llama_server(self._environments.llama(), self._gguf("q4_1" if way == "q4_1" else "bf16"), setting, more, log)
         told = self._setting.told()
         if name == "vllm":
             command, environment = vllm_command(self._environments, way)
