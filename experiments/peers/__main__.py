@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.gguf_file import packaged_file, write_gguf
+from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
 from experiments.peers.goals import Speeds, goals, shown, summary
 from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, llama_bench, turns_of
 from experiments.plots import peers as draw
@@ -113,7 +114,7 @@ def running(name: str, args: argparse.Namespace, made: Environments, progress: P
     """
     folder: Path = args.environments
     naming = argparse.Namespace(**vars(args) | {"model": name})
-    with model_folder(naming) as path:
+    with model_folder(naming) as path, tempfile.TemporaryDirectory() as scratch:
         prompts = read_prompts(args, path)
         longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
         if longest > args.context:
@@ -124,11 +125,9 @@ def running(name: str, args: argparse.Namespace, made: Environments, progress: P
             if args.dtype != "bfloat16":
                 raise MissingPeerError(f"llama.cpp's files are written in bf16 and Q4_1, not in --dtype {args.dtype}")
             packaged = packaged_file(folder / "models")
-            if kind == "q4_1" and name in packaged.name:
+            if kind == "q4_1" and name == PACKAGED:
                 return packaged
-            file = (
-                Path(path) / f"{kind}.gguf" if Path(path).parent.name != "models" else folder / "models" / f"{name}.{kind}.gguf"
-            )
+            file = (folder / "models" if name == PACKAGED else Path(scratch)) / f"{Path(name).name}.{kind}.gguf"
             if not file.is_file():
                 progress.say(f"writing {name} as {file.name}")
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -266,6 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = measure(args, progress)
     except (PromptFileError, ModelLoadError, MissingPeerError, ValueError) as error:
         return refused(error)
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on with what is in {args.kept.name}", file=sys.stderr)
+        return 130
     config = vars(args) | {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
     config |= {"contestants_all": [asdict(one) for one in CONTESTANTS]}
     config["versions"] = {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
