@@ -17,6 +17,7 @@ from experiments.exact_outputs import model_folder
 from experiments.peers.contestants import free_port, started, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.rounds import Kept, Roof, Say, Turn
+from experiments.record import ROOT
 from experiments.served import served
 from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
 
@@ -24,6 +25,7 @@ SERVERS = ("ours", "vLLM")
 TOOLS = ("vllm bench serve", "aiperf")
 _NAME = "served"  # of the model, at both servers
 _TOOL_S = 3600.0
+_VLLM = str(ROOT / "experiments" / "client_scripts" / "vllm_command.py")
 
 
 def measure(
@@ -121,7 +123,7 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
         return
     port, log = free_port(), args.environments / "logs" / "vllm-server.log"
     command = [
-        str(made.vllm()), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        str(made.vllm()), _VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
         "--served-model-name", _NAME, "--dtype", args.dtype, "--max-model-len", str(args.context), "--max-num-seqs", str(running),
         "--no-enable-prefix-caching",
     ]  # fmt: skip
@@ -133,7 +135,7 @@ def _vllm_bench(made: Environments, url: str, model: Path, prompts: Path, client
     python, extras = made.vllm(), made.vllm_extras()
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat", "--base-url", url,
+            str(python), _VLLM, "bench", "serve", "--backend", "openai-chat", "--base-url", url,
             "--endpoint", "/v1/chat/completions", "--model", _NAME, "--tokenizer", str(model), "--dataset-name", "custom",
             "--dataset-path", str(prompts), "--custom-output-len", str(most), "--disable-shuffle", "--skip-chat-template",
             "--num-prompts", str(count), "--max-concurrency", str(clients), "--temperature", "0", "--save-result", "--result-dir",
