@@ -42,6 +42,8 @@ from engine.engine import Engine, load_runner
 from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
 from experiments.guided import SIZES, random_model
+from experiments.peers.contestants import Field, Setting, end_tokens
+from experiments.peers.environments import Environments, MissingPeerError
 from experiments.record import ROOT, git_state, write_record
 from experiments.run_options import DTYPES, parsed, refused, run_parser
 from experiments.workloads import fits, interleaved, prompt_ids, read_workloads, run_engine
@@ -50,6 +52,7 @@ DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "se
 DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
 NEXT_TURN = "Say that again in one sentence."
 _ids = count()
+_PEER_TURN = 16  # asks of a job for another system: answers are kept job by job
 Say = Callable[[str], None]
 
 
@@ -263,55 +266,44 @@ def compared(kept: Kept, case: str, with_case: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def transformers_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
-    """transformers against itself: greedy alone, with prompt lookup, and in padded batches of eight."""
-    greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
-    wanted = "transformers", "transformers, prompt lookup", "transformers at 8"
-    if any(kept.missing(name, greedy) for name in wanted):
-        from engine.loading import load_weights  # imported here: revisions that speeds are compared with need not have it
+PEERS = {  # by case: the system of ``experiments.peers``, its mode, requests at once; the first of a system is its reference
+    "transformers": ("transformers", "greedy", 1),
+    "transformers, prompt lookup": ("transformers", "lookup", 1),
+    "transformers at 8": ("transformers", "greedy", 8),
+    "vLLM": ("vllm", "vllm", 1),
+    "vLLM at 8": ("vllm", "vllm", 8),
+    "vLLM, ngram": ("vllm ngram", "vllm", 1),
+}
 
-        model = load_weights(args.path, "auto" if args.dtype == "auto" else getattr(torch, args.dtype), "sdpa").eval()
-        settings: dict[str, Any] = {"max_new_tokens": args.max_tokens, "do_sample": False, "pad_token_id": 0}
-        for name in wanted:
-            together, more = (8 if name.endswith("8") else 1), ({"prompt_lookup_num_tokens": 10} if "lookup" in name else {})
+
+def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
+    """transformers, and vLLM where a Python has it, each against itself: greedy alone, with drafts alone, and eight at once.
+
+    Raises:
+        MissingPeerError: a system cannot run here.
+    """
+    greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
+    made = Environments(args.kept.parent, {"vllm": args.vllm}, False, say)
+    longest = args.prompt_tokens + args.max_tokens
+    setting = Setting(args.path, args.dtype, args.threads, args.context, longest, 8, end_tokens(args.path))
+    rows, references = [], dict[str, str]()
+    with Field(setting, made, gguf=Path, log=Path(tempfile.gettempdir()) / "outrider-peers") as field:
+        for name, (system, mode, running) in PEERS.items():
+            of = system.split()[0]
+            if of == "vllm" and args.vllm is None:
+                continue
             missing = kept.missing(name, greedy)
-            for first in range(0, len(missing), together):
-                group = missing[first : first + together]
-                width = max(len(ask.prompt) for ask in group)
-                ids, mask = torch.zeros(len(group), width, dtype=torch.long), torch.zeros(len(group), width, dtype=torch.long)
-                for row, ask in enumerate(group):
-                    ids[row, width - len(ask.prompt) :] = torch.tensor(ask.prompt)
-                    mask[row, width - len(ask.prompt) :] = 1
-                given = model.generate(input_ids=ids, attention_mask=mask, **settings, **more)[:, width:].tolist()
-                for ask, tokens in zip(group, given, strict=True):
-                    kept.add(name, ask.key, _until_end(tokens, model.generation_config.eos_token_id))
+            for first in range(0, len(missing), _PEER_TURN):
+                group = missing[first : first + _PEER_TURN]
+                told = [[ask.key, list(ask.prompt), []] for ask in group]
+                job = {"mode": mode, "running": running, "max_tokens": args.max_tokens, "asks": told, "fresh": name}
+                for ask, tokens in zip(group, field.ask(system, job)["tokens"], strict=True):
+                    kept.add(name, ask.key, tokens)
                 say(f"{name}: {first + len(group)} of {len(missing)}")
-    return [compared(kept, name, wanted[0]) for name in wanted[1:]]
-
-
-def _until_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
-    """Up to the first end token, which is the last."""
-    those = {ends} if isinstance(ends, int) else set(ends or ())
-    at = next((at for at, token in enumerate(tokens) if token in those), None)
-    return tokens if at is None else tokens[: at + 1]
-
-
-def vllm_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> list[dict[str, Any]]:
-    """vLLM against itself: plain alone, plain at eight, and with its n-gram drafts alone."""
-    greedy = [ask for ask in asks if ask.draw == 0][: args.peer_asks]
-    wanted = {"vLLM": (1, False), "vLLM at 8": (8, False), "vLLM, ngram": (1, True)}
-    for name, (running, drafts) in wanted.items():
-        missing = kept.missing(name, greedy)
-        if missing:
-            job = {"model": args.path, "dtype": args.dtype, "context": args.context, "max_tokens": args.max_tokens}
-            job |= {"running": running, "drafts": drafts, "prompts": {ask.key: list(ask.prompt) for ask in missing}}
-            script = ROOT / "experiments" / "client_scripts" / "vllm_answers.py"
-            command = [str(args.vllm), str(script)]
-            done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True)
-            for key, tokens in json.loads(done.stdout.splitlines()[-1]).items():
-                kept.add(name, key, tokens)
-            say(f"{name}: {len(missing)} of {len(missing)}")
-    return [compared(kept, name, "vLLM") for name in list(wanted)[1:]]
+            reference = references.setdefault(of, name)
+            if name != reference:
+                rows.append(compared(kept, name, reference))
+    return rows
 
 
 TIMED = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
@@ -450,9 +442,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         reference = "plain, second turn" if case.turn else "plain at 1"
         rows.append(compared(kept, case.name, reference))
     check_s = time_check(args)
-    peers = transformers_answers(asks, args, kept, say) if args.peer_asks else []
-    if args.vllm is not None:
-        peers += vllm_answers(asks, args, kept, say)
+    peers = peer_answers(asks, args, kept, say) if args.peer_asks else []
     return {
         "model": args.model,
         "asks": len(asks),
@@ -503,7 +493,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with model_folder(args) as args.path:
             results = measure(args)
-    except (PromptFileError, ModelLoadError, GroupError, ValueError) as error:
+    except (PromptFileError, ModelLoadError, GroupError, MissingPeerError, ValueError) as error:
         return refused(error)
     print_tables(results)
     config = {key: value for key, value in vars(args).items() if key != "path"}

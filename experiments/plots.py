@@ -158,31 +158,33 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
     return save_figure(figure, out)
 
 
-def plain_decoding(results: Mapping[str, Any], out: Path) -> Path:
-    """Results of ``experiments.plain_decoding``: tokens per second against batch size, a line a contestant, with spreads.
+def peers(results: Mapping[str, Any], out: Path) -> Path:
+    """Results of ``experiments.peers``: tokens per second of each contestant at 1, 8 and 32 requests, with spreads.
+
+    With one request it is decoding alone, after the first token; with more, all of the time counts.
 
     Args:
         results: the ``results`` of a record.
         out: the file; its name says which kind of picture.
     """
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained", facecolor="white")
-    axes = figure.subplots()
-    for number, (name, by_batch) in enumerate(results["tokens_per_s"].items()):
-        rates = list(by_batch.values())
-        medians = [statistics.median(rate) for rate in rates]
-        spread = [
-            [m - min(r) for m, r in zip(medians, rates, strict=True)],
-            [max(r) - m for m, r in zip(medians, rates, strict=True)],
-        ]
-        colour = matplotlib.colormaps["tab10"](number % 10)
-        axes.errorbar(list(map(int, by_batch)), medians, yerr=spread, fmt="o-", capsize=3, color=colour, label=name)
-    batches = sorted({int(batch) for by_batch in results["tokens_per_s"].values() for batch in by_batch})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(batches, list(map(str, batches)))
-    axes.set_xlabel("requests at a time")
-    axes.set_ylabel("tokens per second after the first")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    models = results["models"]
+    levels = sorted({int(level) for found in models.values() for row in found["speeds"].values() for level in row})
+    figure = Figure(figsize=(4.2 * len(levels), 4.4 * len(models)), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(models), len(levels), squeeze=False)
+    for line, (model, found) in zip(panels, models.items(), strict=True):
+        for axes, level in zip(line, levels, strict=True):
+            kind = "decode" if level == 1 else "all"
+            rates = {name: row[str(level)][f"{kind}_tokens_per_s"] for name, row in found["speeds"].items() if str(level) in row}
+            rates = {name: values for name, values in rates.items() if values}
+            medians = [statistics.median(values) for values in rates.values()]
+            below = [median - min(values) for median, values in zip(medians, rates.values(), strict=True)]
+            above = [max(values) - median for median, values in zip(medians, rates.values(), strict=True)]
+            colours = [_ANSWERS if name in ("plain", "auto") else _LOSS for name in rates]
+            axes.barh(range(len(rates)), medians, xerr=[below, above], capsize=2, color=colours)
+            axes.set_yticks(range(len(rates)), list(rates), fontsize=7)
+            axes.invert_yaxis()
+            axes.set_title(f"{model}, {level} at once", fontsize=9)
+            axes.set_xlabel("tokens per second" + (" after the first" if level == 1 else ""), fontsize=8)
     return save_figure(figure, out)
 
 

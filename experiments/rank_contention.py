@@ -38,20 +38,15 @@ _START_S = 300.0  # to make the models
 
 
 class StepTimer:
-    """Forwards of a random model over so many rows of one request, a root and branches below it."""
+    """Forwards of a model over so many rows of one request, a root and branches below it."""
 
-    def __init__(self, size: str, vocab_size: int, context: int, most_rows: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, context: int) -> None:
         """
         Args:
-            size: a key of ``SIZES``.
-            vocab_size: of the output layer.
+            runner: of the model, without requests; its first slot is taken.
             context: tokens before the rows.
-            most_rows: that will be asked for.
-            dtype: of weights and activations.
-            seed: of the weights.
         """
-        model = random_model(size, vocab_size, context + most_rows + 1, dtype, seed)
-        self.runner = ModelRunner(model, 1, context + most_rows)
+        self.runner = runner
         self._request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
         self._request.slot = 0
         self.runner.forward(pack([Work(self._request, 0, context, DraftTree.chain(0, ()), frozenset())]))
@@ -173,7 +168,9 @@ class Worker:
 
 def _serve(pipe: Connection, threads: int, setting: tuple[str, int, int, int, torch.dtype]) -> None:
     torch.set_num_threads(threads)
-    timer = StepTimer(*setting)
+    size, vocab_size, tokens, most_rows, dtype = setting
+    model = random_model(size, vocab_size, tokens + most_rows + 1, dtype, 0)
+    timer = StepTimer(ModelRunner(model, 1, tokens + most_rows), tokens)
     pipe.send(None)
     while True:
         try:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.report_cells import Cell, figure, median, rounded
+from experiments.report_cells import Cell, figure, median, repeats, rounded
 from experiments.report_speeds import Results, draft_models, load, load_workloads, scaling, strategies
 from experiments.report_values import Table, table_of
 from experiments.scaling_tables import forms, memory, speeds, steps
@@ -132,6 +132,35 @@ def exact_outputs(*results: Results) -> Table:
     return table_of("", ("", *(found["model"] for found in results)), rows)
 
 
+_PEERS = {
+    "plain": "Outrider, plain",
+    "auto": "Outrider, `auto`",
+    "vLLM": "vLLM",
+    "vLLM ngram": "vLLM, n-gram drafts",
+    "vLLM suffix": "vLLM, suffix decoding",
+    "llama.cpp": "llama.cpp",
+    "llama.cpp lookup": "llama.cpp, prompt lookup",
+    "llama.cpp Q4_1": "llama.cpp, Q4_1",
+}
+_PEERS_STOCK = {"1": "transformers", "8": "transformers batching", "32": "transformers batching"}
+
+
+def peers(results: Results) -> Table:
+    """``experiments.peers``: tokens per second of the first model, nine lines at most; n/a where a contestant could not run."""
+    speeds = next(iter(results["models"].values()))["speeds"]
+    names = {name: dict.fromkeys(_PEERS_STOCK, name) for name in _PEERS} | {"transformers": _PEERS_STOCK}
+    rows = []
+    for name, of in names.items():
+        found = {level: speeds.get(who, {}).get(level) for level, who in of.items()}
+        kinds = (("1", "decode"), ("8", "all"), ("32", "all"), ("1", "prefill"))
+        values = [(found[level] or {}).get(f"{kind}_tokens_per_s") for level, kind in kinds]
+        if any(values):
+            title = _PEERS.get(name, "transformers; at 8 and 32 its continuous batching")
+            rows.append([Cell(title), *(repeats(value, 0) if value else Cell("n/a") for value in values)])
+    titles = ("tokens per second", "1 at once, after the first", "8 at once", "32 at once", "prompts")
+    return table_of("", titles, rows)
+
+
 def exact_cost(results: Results) -> Table:
     """``experiments.exact_outputs --against``: tokens per second beside those of another revision, and the ratio of the times."""
     rows = []
@@ -194,6 +223,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "lookahead-scaling": (scaling,),
     "bench-scaling": (forms, speeds, steps, memory),
     "exchange": (exchange,),
+    "peers": (peers,),
     "rank-faults": (rank_faults,),
     "trie-ablation": (trie_ablation,),
 }

@@ -33,7 +33,7 @@ LIBRARIES: dict[str, set[str]] = {
     "cluster": _SERVING
     | {"fastapi", "starlette", "uvicorn", "grpc", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml", "opentelemetry"},
     "experiments": (_SERVING - {"ray"})
-    | {"typer", "rich", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"},
+    | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"},
 }
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}

@@ -1,0 +1,288 @@
+"""Our engine beside vLLM, llama.cpp and transformers: same prompts, same token ids, same threads, in turns.
+
+    python -m experiments.peers --workloads DIR
+    python -m experiments.peers --workloads DIR --vllm PYTHON --llama DIR    # installed already; else made in --environments
+    python -m experiments.peers --workloads DIR --http    # besides, vllm bench serve and aiperf at our server and vLLM's
+
+The yardstick of what is claimed about speed. Systems are installed once, in environments of their own, with pinned versions; one
+that cannot be had is named in a line, and ``n/a`` in the record. Each loads its model once, and waits while others run. The
+memory's roof is read before and after every turn. Turns are kept in ``--kept`` as they come, so that a run which is cut off goes
+on; another setting or revision needs another file. The record has all rounds, and a line for every goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cluster.prompt_file import PromptFileError
+from decoding.jit import cache_folder
+from engine.errors import ModelLoadError
+from engine.loading import load_tokenizer
+from experiments.exact_outputs import model_folder
+from experiments.peers import environments, over_http
+from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
+from experiments.peers.environments import Environments, MissingPeerError
+from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
+from experiments.peers.goals import Speeds, goals, shown, summary
+from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, llama_bench, turns_of
+from experiments.plots import peers as draw
+from experiments.readme_tables import markdown
+from experiments.record import ROOT, git_state, portable, write_record
+from experiments.report_tables import peers as table
+from experiments.run_options import parsed, refused, run_parser
+from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
+
+LEVELS = (1, 8, 32)
+_TOLD_S = 5.0  # between two lines while a turn runs
+
+
+class Progress:
+    """Lines on stderr, also where it is no terminal: what runs now, and again every few seconds for how long."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._what, self._since, self._told = "", self._began, self._began
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def say(self, what: str) -> None:
+        """Something new runs."""
+        with self._lock:
+            self._what, self._since = what, time.perf_counter()
+            self._print(what)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(0.5):
+            with self._lock:
+                if self._what and time.perf_counter() - self._told > _TOLD_S:
+                    self._print(f"{self._what}: {time.perf_counter() - self._since:.0f} s")
+
+    def _print(self, line: str) -> None:
+        self._told = time.perf_counter()
+        print(f"[{(self._told - self._began) / 60:5.1f} min] {line}", file=sys.stderr, flush=True)
+
+
+def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
+    """The first records of each workload that fit, the first of all workloads first.
+
+    Raises:
+        PromptFileError: the folder cannot be read, or nothing in it fits.
+        ModelLoadError: the model has no tokenizer that can be used.
+    """
+    tokenizer = load_tokenizer(model)
+    chosen = []
+    for records in read_workloads(args.workloads):
+        pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
+        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, args.prompt_tokens))
+        chosen.append([pair for pair, _ in zip(fitting, range(args.records), strict=False)])
+    found = []
+    for record, ids in interleaved(chosen):
+        references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
+        found.append(Prompt(record.id, record.workload or "", ids, references))
+    if not found:
+        raise PromptFileError(f"no record of {args.workloads} fits --prompt-tokens {args.prompt_tokens}")
+    return found
+
+
+@contextmanager
+def running(name: str, args: argparse.Namespace, made: Environments, progress: Progress) -> Iterator[tuple[Field, list[Prompt]]]:
+    """The field of a model, which is loaded by whom it is asked of.
+
+    Raises:
+        PromptFileError: there are no prompts that fit.
+        ModelLoadError: the model cannot be used.
+    """
+    folder: Path = args.environments
+    naming = argparse.Namespace(**vars(args) | {"model": name})
+    with model_folder(naming) as path, tempfile.TemporaryDirectory() as scratch:
+        prompts = read_prompts(args, path)
+        longest = max(len(prompt.ids) for prompt in prompts) + args.max_tokens
+        if longest > args.context:
+            raise PromptFileError(f"--context {args.context} is too short for prompts and outputs of {longest} tokens")
+        setting = Setting(path, args.dtype, args.threads, args.context, longest, max(args.levels), end_tokens(path))
+
+        def gguf(kind: str) -> Path:
+            if args.dtype != "bfloat16":
+                raise MissingPeerError(f"llama.cpp's files are written in bf16 and Q4_1, not in --dtype {args.dtype}")
+            packaged = packaged_file(folder / "models")
+            if kind == "q4_1" and name == PACKAGED:
+                return packaged
+            file = (folder / "models" if name == PACKAGED else Path(scratch)) / f"{Path(name).name}.{kind}.gguf"
+            if not file.is_file():
+                progress.say(f"writing {name} as {file.name}")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_gguf(path, kind, packaged, file.with_suffix(".partial"))
+                file.with_suffix(".partial").replace(file)
+            return file
+
+        with Field(setting, made, gguf, folder / "logs") as field:
+            yield field, prompts
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """All rounds of all models.
+
+    Raises:
+        PromptFileError: there are no prompts that fit.
+        ModelLoadError: a model cannot be used.
+        MissingPeerError: our own engine has ended.
+        ValueError: the file of turns is of another setting.
+    """
+    given = {"vllm": args.vllm, "llama": args.llama, "aiperf": args.aiperf}
+    made = Environments(args.environments, given, args.install, progress.say)
+    chosen = [one for one in CONTESTANTS if not args.contestants or one.name in args.contestants]
+    shaping = (
+        "model",
+        "dtype",
+        "threads",
+        "records",
+        "prompt_tokens",
+        "max_tokens",
+        "context",
+        "levels",
+        "together",
+        "clients",
+        "requests",
+    )
+    setting = {key: getattr(args, key) for key in shaping} | {"workloads": args.workloads.name, "git": git_state(ROOT)}
+    kept, roof = Kept(args.kept, portable(setting)), Roof(args.threads)
+    results: dict[str, Any] = {"models": {}}
+    for name in args.model:
+        results["models"][name] = _measure_model(name, chosen, args, made, kept, roof, progress)
+    results["turns"] = kept.turns
+    return results
+
+
+def _measure_model(
+    name: str,
+    chosen: Sequence[Contestant],
+    args: argparse.Namespace,
+    made: Environments,
+    kept: Kept,
+    roof: Roof,
+    progress: Progress,
+) -> dict[str, Any]:
+    with running(name, args, made, progress) as (field, prompts):
+
+        def bench() -> dict[str, Any]:
+            file = made.llama() / "llama-bench"
+            return llama_bench(file, field.gguf("bf16"), args.threads)
+
+        rounds = Rounds(field, kept, roof, args.max_tokens, bench, progress.say)
+        systems = {one.system for one in chosen}
+        once = {"rows": "ours", "llama-bench": "llama bf16"}
+        for number in range(args.rounds):
+            turns = list(turns_of(name, number, chosen, prompts, args.levels, args.together))
+            rounds.run([turn for turn in turns if turn[1] is not None or once[turn[0]["contestant"]] in systems])
+        told = field.told.get("ours") or field.ready("ours")
+    missing = dict(rounds.missing)
+    http: dict[str, Any] = {}
+    if args.http:  # after the field has ended: its processes would share the cores
+        http, faults = over_http.measure(name, args, made, kept, roof, progress.say)
+        missing |= faults
+    own = [turn for turn in kept.turns if turn["model"] == name and "tool" not in turn]
+    speeds = Speeds(own)
+    told = {key: value for key, value in told.items() if key != "ready"}
+    return {
+        "prompts": len(prompts),
+        "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
+        "told": told,
+        "roof_gb_s": [min(found), statistics.median(found), max(found)] if (found := speeds.roofs()) else [],
+        "speeds": summary(speeds, [one.name for one in chosen], args.levels),
+        "llama_bench": speeds.found("llama-bench"),
+        "goals": goals(speeds, told, {prompt.key: prompt.workload for prompt in prompts}, missing),
+        "missing": missing,
+        **({"http": http} if http else {}),
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the options."""
+    parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float32"))
+    names = [one.name for one in CONTESTANTS]
+    parser.set_defaults(model=["smollm2-135m-instruct", "110m"])
+    for action in parser._actions:
+        if action.dest == "model":
+            action.nargs, action.help = "+", "folders, names, or sizes of random weights; default: smollm2-135m-instruct 110m"
+    parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights")
+    parser.add_argument("--records", type=int, default=2, help="of each file, the first that fit; default: 2")
+    parser.add_argument("--prompt-tokens", type=int, default=1800, help="longer prompts are left out; default: 1800")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an output; default: 128")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and output together; default: 4096")
+    parser.add_argument("--threads", type=int, default=2, help="of each contestant; default: 2")
+    parser.add_argument("--levels", type=int, nargs="+", default=list(LEVELS), choices=LEVELS, help="requests at once")
+    parser.add_argument("--together", type=int, default=11, help="prompts of a turn with one request at a time; default: 11")
+    parser.add_argument("--contestants", nargs="+", choices=names, default=[], metavar="NAME", help=f"of: {', '.join(names)}")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, instead of one that is made")
+    parser.add_argument("--llama", type=Path, help="a folder with llama-server and llama-bench, instead of ones that are made")
+    parser.add_argument("--aiperf", type=Path, help="a Python that has aiperf, instead of one that is made")
+    parser.add_argument("--environments", type=Path, default=cache_folder() / "peers", help="folder of what is made")
+    parser.add_argument("--no-install", dest="install", action="store_false", help="make nothing: what is not there is n/a")
+    parser.add_argument("--http", action="store_true", help="besides, vllm bench serve and aiperf at our server and vLLM's")
+    parser.add_argument("--clients", type=int, nargs="+", default=list(LEVELS), help="with --http: at once; default: 1 8 32")
+    parser.add_argument("--requests", type=int, default=44, help="with --http: of a turn, at most; a quarter with one client")
+    parser.add_argument("--kept", type=Path, default=Path("peers.kept.jsonl"), help="file of the turns so far")
+    least = {
+        "records": 1,
+        "prompt_tokens": 1,
+        "max_tokens": 2,
+        "threads": 1,
+        "rounds": 1,
+        "together": 1,
+        "clients": 1,
+        "requests": 1,
+    }
+    return parsed(parser, argv, **least)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the table and the goals, writes the record and its figure; 2 for what cannot be run."""
+    args, started = arguments(argv), datetime.now(UTC)
+    try:
+        with Progress() as progress:
+            results = measure(args, progress)
+    except (PromptFileError, ModelLoadError, MissingPeerError, ValueError) as error:
+        return refused(error)
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on with what is in {args.kept.name}", file=sys.stderr)
+        return 130
+    config = vars(args) | {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
+    config |= {"contestants_all": [asdict(one) for one in CONTESTANTS]}
+    config["versions"] = {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
+    path = write_record("peers", config, results, 0, started, "cpu", args.out)
+    with contextlib.suppress(ValueError):
+        draw(results, path.with_suffix(".svg"))
+    print(markdown(table(results)))
+    for name, found in results["models"].items():
+        print(f"\n{name}, roof {found['roof_gb_s']} GB/s")
+        print("\n".join(map(shown, found["goals"])))
+        for system, why in found["missing"].items():
+            print(f"n/a      {system}: {why}")
+    print(f"record: {path.name}, figure: {path.stem}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""Who competes, and the processes that they run in: each loads its model once, and waits without a core while others run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import AutoConfig, GenerationConfig
+
+from experiments.peers.environments import Environments, MissingPeerError
+from experiments.peers.worker import SINGLE
+from experiments.record import ROOT
+
+Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in experiments/peers/worker.py
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+SUFFIX = {"method": "suffix"}
+LLAMA_LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8")
+_START_S = 600.0  # a model is loaded, and vLLM has compiled it
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A system in one of its ways to generate."""
+
+    name: str
+    system: str  # who shares a process: a key of ``Field``'s
+    mode: str
+    levels: tuple[int, ...]  # requests at once
+    share: int = 1  # is asked one in so many of the prompts
+
+
+CONTESTANTS = (
+    Contestant("plain", "ours", "plain", (1, 8, 32)),
+    Contestant("auto", "ours", "auto", (1, 8, 32)),
+    Contestant("vLLM", "vllm", "vllm", (1, 8, 32)),
+    Contestant("vLLM ngram", "vllm ngram", "vllm", (1, 8, 32)),
+    Contestant("vLLM suffix", "vllm suffix", "vllm", (1, 8, 32)),
+    Contestant("llama.cpp", "llama bf16", "llama", (1, 8, 32)),
+    Contestant("llama.cpp lookup", "llama lookup", "llama", (1,)),
+    Contestant("llama.cpp Q4_1", "llama q4_1", "llama", (1,)),
+    Contestant("transformers", "transformers", "greedy", (1,), share=4),
+    Contestant("transformers lookup", "transformers", "lookup", (1,), share=4),
+    Contestant("transformers batching", "transformers", "batching", (8, 32)),
+    *(Contestant(name, "ours", name, (1,), share=2) for name in SINGLE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all contestants are told of a model and of the machine."""
+
+    model: str  # folder
+    dtype: str
+    threads: int
+    context: int  # tokens of prompt and output together
+    longest: int  # tokens of prompt and output that any request may have
+    running: int  # most requests at once
+    ends: tuple[int, ...]  # end tokens
+
+    def told(self) -> dict[str, Any]:
+        """As the first line that a worker reads."""
+        return {
+            "model": self.model, "dtype": self.dtype, "threads": self.threads, "context": self.context, "running": self.running,
+            "ends": list(self.ends),
+        }  # fmt: skip
+
+
+def end_tokens(model: str) -> tuple[int, ...]:
+    """Those of a folder, as its generation configuration says, or else its configuration."""
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ends = AutoConfig.from_pretrained(model).eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+class Field:
+    """The processes of one model. What is asked for first starts; all end together."""
+
+    def __init__(self, setting: Setting, environments: Environments, gguf: Callable[[str], Path], log: Path) -> None:
+        """
+        Args:
+            setting: of the model.
+            environments: of other people's systems.
+            gguf: a kind, ``bf16`` or ``q4_1``, to the model's file; may raise ``MissingPeerError``.
+            log: folder of what the processes say.
+        """
+        self._setting, self._environments, self._gguf, self._log = setting, environments, gguf, log
+        self._stack, self._asks = ExitStack(), dict[str, Ask]()
+        self.told: dict[str, dict[str, Any]] = {}  # by system: what it said when it was ready
+
+    def __enter__(self) -> Field:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a system to a job.
+
+        Raises:
+            MissingPeerError: the system cannot be had, cannot run the model, or has ended.
+        """
+        if system not in self._asks:
+            self._asks[system] = self._stack.enter_context(self._opened(system))
+        return self._asks[system](job)
+
+    def ready(self, system: str) -> dict[str, Any]:
+        """What a system says when it is ready. Raises ``MissingPeerError``."""
+        if system not in self._asks:
+            self._asks[system] = self._stack.enter_context(self._opened(system))
+        return self.told[system]
+
+    def gguf(self, kind: str) -> Path:
+        """The model's file for llama.cpp. Raises ``MissingPeerError``."""
+        return self._gguf(kind)
+
+    def _opened(self, system: str) -> contextlib.AbstractContextManager[Ask]:
+        name, _, way = system.partition(" ")
+        log = self._log / f"{system.replace(' ', '-')}.log"
+        if name == "llama":
+            more = LLAMA_LOOKUP if way == "lookup" else ()
+            setting = self._setting if way == "bf16" else replace(self._setting, running=1)  # the others are asked one at a time
+            return llama_server(self._environments.llama(), self._gguf("q4_1" if way == "q4_1" else "bf16"), setting, more, log)
+        told = self._setting.told()
+        if name == "vllm":
+            command, environment = vllm_command(self._environments, way)
+            told |= {"drafts": {"ngram": NGRAM, "suffix": SUFFIX, "": None}[way], "eager": False}
+        else:
+            command, environment = [sys.executable, "-m", "experiments.peers.worker", name], {"PYTHONPATH": str(ROOT)}
+        return self._worker(system, command, environment, told, log)
+
+    @contextmanager
+    def _worker(
+        self, system: str, command: Sequence[str], environment: dict[str, str], told: dict[str, Any], log: Path
+    ) -> Iterator[Ask]:
+        with worker(system, command, environment, told, log) as (ask, ready):
+            self.told[system] = ready
+            yield ask
+
+
+def vllm_command(environments: Environments, way: str) -> tuple[list[str], dict[str, str]]:
+    """How vLLM's worker is started. Raises ``MissingPeerError``."""
+    python = environments.vllm()
+    environment = vllm_environment()
+    if way == "suffix":
+        environment["PYTHONPATH"] = str(environments.vllm_extras())
+    return [str(python), str(ROOT / "experiments" / "client_scripts" / "vllm_worker.py")], environment
+
+
+def vllm_environment() -> dict[str, str]:
+    """What vLLM's processes get on a CPU: its cores, 2 GiB of KV, no plugins, and functions that may be sent to its worker."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+
+
+@contextmanager
+def worker(
+    name: str, command: Sequence[str], environment: dict[str, str], setting: dict[str, Any], log: Path
+) -> Iterator[tuple[Ask, dict[str, Any]]]:
+    """A process that answers a JSON line with a JSON line; and its answer to the setting.
+
+    Raises:
+        MissingPeerError: it ends; the message has the last line that it said.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | environment,
+            cwd=ROOT,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def ask(what: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(what), file=stdin, flush=True)
+        line = stdout.readline()
+        if not line:
+            raise MissingPeerError(f"{name} ended: {last_words(log)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    try:
+        yield ask, ask(setting)
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+        ended(process)
+        stdout.close()
+
+
+@contextmanager
+def llama_server(programs: Path, model: Path, setting: Setting, options: Sequence[str], log: Path) -> Iterator[Ask]:
+    """llama.cpp's server on a free loopback port: its own times of prompt and output, without HTTP's, and no cache of prompts.
+
+    Raises:
+        MissingPeerError: it does not start, or has ended.
+    """
+    port, per_request = free_port(), -(-setting.longest // 256) * 256
+    command = [
+        str(programs / "llama-server"), "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--threads",
+        str(setting.threads), "--threads-batch", str(setting.threads), "--parallel", str(setting.running), "--ctx-size",
+        str(setting.running * per_request), *options,
+    ]  # fmt: skip
+    with started("llama.cpp", command, {}, f"http://127.0.0.1:{port}/health", log), ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=3600))
+        pool = stack.enter_context(ThreadPoolExecutor(setting.running))
+
+        def one(ids: Sequence[int], most: int) -> dict[str, Any]:
+            body = {
+                "prompt": list(ids), "n_predict": most, "temperature": 0, "cache_prompt": False, "return_tokens": True,
+                "ignore_eos": not setting.ends,
+            }  # fmt: skip
+            reply: dict[str, Any] = client.post("/completion", json=body).raise_for_status().json()
+            return reply
+
+        def ask(job: dict[str, Any]) -> dict[str, Any]:
+            turns = ThreadPoolExecutor(job["running"]) if job["running"] < setting.running else pool
+            began = time.perf_counter()
+            try:
+                replies = list(turns.map(lambda each: one(each[1], job["max_tokens"]), job["asks"]))
+            except httpx.HTTPError as error:
+                raise MissingPeerError(f"llama.cpp does not answer ({error}): {last_words(log)}") from error
+            finally:
+                if turns is not pool:
+                    turns.shutdown()
+            wall_s = time.perf_counter() - began
+            first = [reply["timings"]["prompt_ms"] / 1e3 for reply in replies]
+            decode = [reply["timings"]["predicted_ms"] / 1e3 for reply in replies]
+            return {
+                "tokens": [reply["tokens"] for reply in replies],
+                "count": [reply["timings"]["predicted_n"] for reply in replies],  # with the end token, which is not told
+                "first_s": first,
+                "last_s": [a + b for a, b in zip(first, decode, strict=True)],
+                "wall_s": wall_s,
+            }
+
+        yield ask
+
+
+@contextmanager
+def started(name: str, command: Sequence[str], environment: dict[str, str], health: str, log: Path) -> Iterator[None]:
+    """A server that is up as soon as ``health`` answers with 200.
+
+    Raises:
+        MissingPeerError: it does not start; the message has the last line that it said.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | environment, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not _healthy(health):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise MissingPeerError(f"{name} does not start: {last_words(log)}")
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        ended(process)
+
+
+def ended(process: subprocess.Popen[Any]) -> None:
+    """Waits for a process that was told to end, and ends it where it does not."""
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says what went wrong, or the last at all."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    faults = [line for line in lines if "Error" in line or "error:" in line]
+    return (faults or lines or ["it said nothing"])[-1][:300]

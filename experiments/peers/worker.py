@@ -1,0 +1,233 @@
+"""Our engine, or transformers, in a process that stays up: a JSON line with a job on stdin, one with what came on stdout.
+
+    python -m experiments.peers.worker ours|transformers
+
+The first line is the setting: ``model`` (a folder), ``dtype``, ``threads``, ``context`` (tokens of prompt and output),
+``running`` (most requests at once) and ``ends`` (the end tokens). It is answered with ``{"ready": true, ...}`` once the model is
+there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, references], ...], "fresh"}``: all are asked greedily,
+``running`` at a time, each the next one as soon as one has ended. Its answer has, in the order of the asks, ``tokens`` (ids),
+``first_s`` and ``last_s`` (seconds from when a request was sent to its first and its last token), and ``wall_s`` of all.
+``fresh`` names a tenant: what requests of another one taught is not drafted from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
+from decoding.request import PLAIN, Request, SamplingParams
+from engine.engine import Engine, load_runner
+from engine.executor import LocalExecutor
+from engine.loading import load_weights
+from engine.runner import ModelRunner
+from experiments.bench_models import calm
+from experiments.contestants import Prompt
+from experiments.load_servers import EngineServer, OneAtATime
+from experiments.load_traffic import ClosedLoop, Server, drive
+from experiments.rank_contention import StepTimer
+from experiments.stock_batching import StockBatching
+from experiments.stock_generate import StockGenerate, StockPromptLookup
+
+SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
+ROWS = (1, 8)  # of one request, whose steps are compared
+Job = dict[str, Any]
+Reply = dict[str, Any]
+
+
+class Peer(Protocol):
+    """What a worker runs jobs on."""
+
+    def ready(self) -> Reply:
+        """What the answer to the setting says besides ``ready``."""
+        ...
+
+    def run(self, job: Job) -> Reply:
+        """The answer to a job."""
+        ...
+
+
+def prompts_of(job: Job) -> list[Prompt]:
+    """What a job asks."""
+    return [Prompt(key, ids, references) for key, ids, references in job["asks"]]
+
+
+def driven(server: Server, job: Job) -> tuple[Reply, list[tuple[float, float]]]:
+    """What a server made of a job; and when each request decoded, from its first token to its last, in seconds since it began."""
+    began = time.perf_counter()
+    journeys, _ = drive(server, prompts_of(job), ClosedLoop(job["running"]))
+    wall_s = max(journey.last_s for journey in journeys)
+    reply = {
+        "tokens": [journey.output for journey in journeys],
+        "first_s": [journey.first_s - journey.sent_s for journey in journeys],
+        "last_s": [journey.last_s - journey.sent_s for journey in journeys],
+        "wall_s": wall_s,
+    }
+    return reply, [(began + journey.first_s, began + journey.last_s) for journey in journeys]
+
+
+class _TenantServer(EngineServer):
+    """An engine that is there already, for the requests of a tenant that ask for a strategy."""
+
+    def __init__(self, engine: Engine, strategy: str, max_tokens: int, tenant: str) -> None:
+        super().__init__(strategy, lambda: engine, max_tokens, None)
+        self._tenant = tenant
+
+    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
+        """See ``Server``."""
+        assert self._engine is not None, "not begun"
+        strategy = self.name if self.name in (PLAIN, *SINGLE) else None
+        params = SamplingParams(self._max_tokens)
+        request = Request(prompt.id, prompt.ids, params, prompt.references, tenant=self._tenant, strategy=strategy)
+        self._engine.add(request)
+        self._requests[prompt.id], self._drafted[prompt.id] = request, 0
+
+
+class OurEngine:
+    """Our engine by the default options, but for room for all requests and no KV that is there from an earlier round.
+
+    Modes: ``plain``, ``auto``, a name of ``SINGLE``, and ``rows``, which times forwards of ``ROWS`` rows of one request.
+    """
+
+    def __init__(self, setting: dict[str, Any]) -> None:
+        """
+        Raises:
+            ModelLoadError: the model cannot be used.
+        """
+        self._model = ModelOptions(
+            setting["model"], dtype=setting["dtype"], device="cpu", threads=setting["threads"], max_model_len=setting["context"]
+        )
+        self._options = EngineOptions(setting["running"], max_waiting=1 << 20, prefix_caching=False)
+        self._engines: dict[str, tuple[Engine, ModelRunner]] = {}
+        self._rows: ModelRunner | None = None
+        self._engine("plain")
+
+    def _engine(self, mode: str) -> tuple[Engine, ModelRunner]:
+        """Plain decoding and ``auto`` have engines as a user has them; the single strategies are one engine's, by request."""
+        first = {"plain": PLAIN, "auto": "auto"}.get(mode, SINGLE[0])
+        if first not in self._engines:
+            runners: list[ModelRunner] = []
+
+            def executor(runner: ModelRunner) -> LocalExecutor:
+                runners.append(runner)
+                return LocalExecutor(runner)
+
+            speculation = SpeculationOptions(first, strategies=tuple(SINGLE[1:]) if first == SINGLE[0] else ())
+            self._engines[first] = Engine.load(self._model, self._options, speculation, executor=executor), runners[0]
+        return self._engines[first]
+
+    def ready(self) -> Reply:
+        """Bytes of the weights that a step reads; a table of embeddings that is no output layer as well is only looked up."""
+        engine, runner = self._engine("plain")
+        model = runner.model
+        read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        if table.data_ptr() != head.data_ptr():
+            read.pop(table.data_ptr(), None)
+        return {"weight_bytes": sum(read.values()), "parameters": engine.info.num_parameters, "exact": engine.info.exact}
+
+    def run(self, job: Job) -> Reply:
+        """See ``Peer``. With one request at a time ``host_share`` is told: what of the decoding is not in the model's forward."""
+        mode = job["mode"]
+        if mode == "rows":
+            return self._time_rows(job["repeats"], job["prompt_tokens"])
+        engine, runner = self._engine(mode)
+        forwards: list[tuple[float, float]] = []
+        forward = runner.forward
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = forward(*args, **kwargs)
+            forwards.append((started, time.perf_counter()))
+            return result
+
+        setattr(runner, "forward", timed)  # noqa: B010 - mypy: a method
+        try:
+            name = PLAIN if mode == "plain" else mode
+            reply, spans = driven(_TenantServer(engine, name, job["max_tokens"], job["fresh"]), job)
+        finally:
+            del runner.forward  # the wrapper
+        if job["running"] == 1 and (whole := sum(last - first for first, last in spans)):
+            starts = np.array([first for first, _ in spans])
+            ends = np.array([last for _, last in spans])
+            of = [np.searchsorted(starts, start, side="right") - 1 for start, _ in forwards]
+            within = sum(end - start for (start, end), at in zip(forwards, of, strict=True) if at >= 0 and end <= ends[at])
+            reply["host_share"] = 1 - within / whole
+        return reply
+
+    def _time_rows(self, repeats: int, context: int) -> Reply:
+        """Medians of forwards over some rows of one request, in milliseconds, in turns."""
+        if self._rows is None:
+            _, self._rows = load_runner(self._model, EngineOptions(1), SpeculationOptions(PLAIN), 1)
+        timer = StepTimer(self._rows, context)
+        found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+        for _ in range(repeats):
+            for rows, seconds in found.items():
+                seconds += timer.seconds(rows, 2)[1:]
+        return {"ms": {str(rows): 1e3 * statistics.median(seconds) for rows, seconds in found.items()}}
+
+
+class Transformers:
+    """transformers itself. Modes: ``greedy`` (more than one at a time as padded groups), ``lookup`` and ``batching``."""
+
+    def __init__(self, setting: dict[str, Any]) -> None:
+        """
+        Raises:
+            ModelLoadError: the model cannot be used.
+        """
+        calm(setting["threads"])
+        self._model = load_weights(setting["model"], getattr(torch, setting["dtype"]), "sdpa").eval()
+        self._context, self._ends = setting["context"], tuple(setting["ends"])
+        self._model.generation_config.eos_token_id = list(self._ends) or None
+
+    def ready(self) -> Reply:
+        """See ``Peer``."""
+        return {}
+
+    def run(self, job: Job) -> Reply:
+        """See ``Peer``."""
+        most, running = job["max_tokens"], job["running"]
+        if job["mode"] == "batching":
+            return driven(StockBatching(self._model, most, self._ends, running, self._context, prefix_caching=False), job)[0]
+        kind = StockPromptLookup if job["mode"] == "lookup" else StockGenerate
+        stock = kind(self._model, most, self._ends)
+        if running == 1:
+            return driven(OneAtATime(stock), job)[0]
+        began = time.perf_counter()
+        reply: Reply = {"tokens": [], "first_s": [], "last_s": []}
+        prompts = prompts_of(job)
+        for start in range(0, len(prompts), running):
+            group, started = prompts[start : start + running], time.perf_counter()
+            run = stock.run(group)
+            reply["tokens"] += run.outputs
+            reply["first_s"] += [run.prefill_s] * len(group)
+            reply["last_s"] += [time.perf_counter() - started] * len(group)
+        return reply | {"wall_s": time.perf_counter() - began}
+
+
+_PEERS: dict[str, Callable[[dict[str, Any]], Peer]] = {"ours": OurEngine, "transformers": Transformers}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Answers until stdin ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    lines = (json.loads(line) for line in sys.stdin)
+    peer = _PEERS[argv[0]](next(lines))
+    for reply in itertools.chain([peer.ready() | {"ready": True}], map(peer.run, lines)):
+        print(json.dumps(reply), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The yardstick: turns of our engine and transformers, goals, a run that goes on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.peers.__main__ import main
+from experiments.peers.contestants import CONTESTANTS, Field, Setting
+from experiments.peers.environments import Environments, MissingPeerError
+from experiments.peers.goals import Speeds, goals, shown, summary
+from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, asked, turns_of
+from experiments.readme_tables import markdown
+from experiments.report_tables import peers
+
+TOLD = {"weight_bytes": 50_000_000, "parameters": 110e6}
+
+
+def _turn(name: str, level: int, seconds: float, **more: Any) -> dict[str, Any]:
+    """Two answers of eleven tokens, ``seconds`` each after a tenth of a second to the first token; a roof of 10 GB/s."""
+    return {
+        "model": "m", "round": 0, "level": level, "part": 0, "contestant": name, "roof": [10.0, 10.0], "asks": ["a/1", "b/1"],
+        "prompt_tokens": [100, 100], "tokens": [11, 11], "first_s": [0.1, 0.1], "last_s": [0.1 + seconds] * 2, "wall_s": seconds,
+        "answers": ["x", "y"], **more,
+    }  # fmt: skip
+
+
+def _once(name: str, **found: Any) -> dict[str, Any]:
+    return {"model": "m", "round": 0, "level": 0, "part": 0, "contestant": name, "roof": [9.0, 11.0], "found": found}
+
+
+def test_goals_from_turns() -> None:
+    turns = [
+        _once("rows", ms={"1": 10.0, "8": 11.0}),
+        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("llama.cpp", 1, 0.2), _turn("auto", 1, 0.05, host_share=0.1),
+        _turn("trie", 1, 0.04), _turn("plain", 8, 0.2), _turn("vLLM", 8, 0.1), _turn("vLLM ngram", 8, 0.3), _turn("auto", 8, 0.1),
+    ]  # fmt: skip
+    speeds = Speeds(turns)
+    rows = goals(speeds, TOLD, {"a/1": "a", "b/1": "b"}, {"llama q4_1": "no compiler"})
+    by_goal = {row["goal"].split(":")[0]: row for row in rows}
+    figures = {goal: (round(row["figure"], 3), row["met"]) for goal, row in by_goal.items() if row["figure"] is not None}
+    assert figures == {
+        "plain at 1, times vLLM": (3.0, True),
+        "plain at 1, times llama.cpp": (2.0, False),
+        "plain at 1, share of the memory's roof": (0.5, False),  # 100 steps a second over 0.05 GB
+        "8 rows of a request, times the step of one": (1.1, True),
+        "plain at 8, times vLLM": (0.5, False),
+        "prefill, times vLLM": (1.0, False),
+        "auto at 8, times the best of vLLM": (1.0, True),
+        "auto at 8, times plain": (2.0, True),
+        "auto at 1, times our best strategy, worst workload (a, trie)": (0.8, False),
+        "auto at 1, share of a step that is not the forward": (0.1, False),
+    }
+    assert shown(by_goal["plain at 1, times llama.cpp Q4_1"]).endswith("at least 1.2: no compiler")
+    assert shown(by_goal["plain at 1, times vLLM"]) == "met      plain at 1, times vLLM: at least 2.5: 3 (3 to 3)"
+    found = summary(speeds, ["plain", "vLLM", "auto"], [1, 8])
+    assert found["plain"]["1"]["decode_tokens_per_s"] == [100.0] and found["vLLM"]["8"]["all_tokens_per_s"] == [220.0]
+    assert found["auto"]["8"]["as_plain"] == found["auto"]["8"]["answers"] == 2
+    table = markdown(peers({"models": {"m": {"speeds": found}}}))
+    assert "| Outrider, plain | 100 | 110 | n/a | 1000 |" in table and "llama" not in table
+
+
+def test_a_ratio_is_taken_on_the_same_prompts() -> None:
+    one = _turn("transformers", 1, 1.0)
+    half = {key: value[:1] if isinstance(value, list) else value for key, value in one.items()}
+    plain = _turn("plain", 1, 0.1)
+    plain["last_s"][1] = 50.0  # of the prompt that transformers was not asked
+    assert Speeds([plain, half]).ratios("plain", "transformers", 1, "decode") == [pytest.approx(10.0)]
+
+
+def test_turns_stand_side_by_side_and_change_their_order() -> None:
+    prompts = [Prompt(f"{number}", "w", [1], []) for number in range(5)]
+    field = [one for one in CONTESTANTS if one.name in ("plain", "auto", "transformers")]
+    turns = [
+        (turn["level"], turn["part"], turn["contestant"], len(own))
+        for turn, _, own in turns_of("m", 0, field, prompts, [1, 8], 3)
+    ]
+    assert turns[2:] == [
+        (1, 0, "plain", 3), (1, 0, "auto", 3), (1, 0, "transformers", 2), (1, 1, "plain", 2), (1, 1, "auto", 2),
+        (8, 0, "plain", 5), (8, 0, "auto", 5),
+    ]  # fmt: skip
+    assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][2:] == ["auto", "plain"]
+    assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
+
+
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    path, said, asks = tmp_path / "kept.jsonl", list[str](), list[str]()
+
+    class Cut(Field):
+        """Ends the run at its third job, as Ctrl-C does."""
+
+        def __init__(self) -> None:
+            super().__init__(
+                Setting("m", "float32", 1, 64, 64, 8, ()), Environments(tmp_path, {}, False, said.append), Path, tmp_path
+            )
+            self.left = 4
+
+        def ask(self, system: str, job: dict[str, Any]) -> dict[str, Any]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            asks.append(job["mode"])
+            count = len(job["asks"])
+            return {"tokens": [[1, 2]] * count, "first_s": [0.1] * count, "last_s": [0.2] * count, "wall_s": 0.1}
+
+    field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
+    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[2:]
+    with pytest.raises(KeyboardInterrupt):
+        Rounds(Cut(), Kept(path, {"a": 1}), Roof(1), 8, dict, said.append).run(turns)
+    assert asks == ["plain", "plain", "auto"]  # a job warms up
+    kept = Kept(path, {"a": 1})
+    assert [turn["contestant"] for turn in kept.turns] == ["plain"]
+    Rounds(Cut(), kept, Roof(1), 8, dict, said.append).run(turns)
+    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}).turns) == 2
+    with pytest.raises(ValueError, match=r"--kept kept\.jsonl is of another setting"):
+        Kept(path, {"a": 2})
+
+
+def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
+    made = Environments(tmp_path, {"vllm": tmp_path / "python", "llama": tmp_path}, False, print)
+    with pytest.raises(MissingPeerError, match="--vllm python is no file"):
+        made.vllm()
+    with pytest.raises(MissingPeerError, match="no llama-server and no llama-bench"):
+        made.llama()
+    with pytest.raises(MissingPeerError, match="aiperf is not installed: leave out --no-install"):
+        made.aiperf()
+
+
+def test_ours_and_transformers_end_to_end(
+    tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--dtype float32 --threads 1 --levels 1 8 --records 1 --prompt-tokens 200 --max-tokens 4 --context 256 --rounds 1"
+    field = ["plain", "vLLM", "transformers", "transformers lookup", "transformers batching"]
+    given = ["--model", str(tiny_model), "--workloads", str(workloads), *options.split(), "--no-install", "--contestants", *field]
+    given += ["--kept", str(tmp_path / "kept.jsonl"), "--environments", str(tmp_path / "made"), "--out", str(tmp_path)]
+    assert main(given) == 0
+    record = json.loads(next(tmp_path.glob("*-peers.json")).read_text())
+    found = (
+        record["results"]["models"][tiny_model.name]
+        if tiny_model.name in record["results"]["models"]
+        else next(iter(record["results"]["models"].values()))
+    )
+    assert set(found["speeds"]) == {"plain", "transformers", "transformers lookup", "transformers batching"}
+    assert all(of["as_plain"] == of["answers"] > 0 for row in found["speeds"].values() for of in row.values())
+    assert found["missing"] == {"vllm": "vllm is not installed: leave out --no-install, or name one that is"}
+    assert found["speeds"]["plain"]["1"]["prefill_tokens_per_s"][0] > 0 and found["roof_gb_s"][0] > 0
+    assert found["told"]["weight_bytes"] > 0 and next(tmp_path.glob("*-peers.svg")).stat().st_size
+    out = capsys.readouterr()
+    assert "8 rows of a request" in out.out and "n/a      vllm: vllm is not installed" in out.out
+    assert "round 1: plain at 1, part 1" in out.err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--contestants", "vllm"], "--contestants: invalid choice: 'vllm'"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--levels", "3"], "--levels: invalid choice: 3"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_options_that_cannot_be(option: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--workloads", "w", *option])
+    assert words in capsys.readouterr().err
+
+
+def test_no_workloads(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "--workloads",
+        str(tmp_path),
+        "--model",
+        str(tiny_model),
+        "--kept",
+        str(tmp_path / "k"),
+        "--environments",
+        str(tmp_path),
+    ]
+    assert main(given) == 2
+    assert "holds no .jsonl file" in capsys.readouterr().err
