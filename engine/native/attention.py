@@ -262,7 +262,8 @@ def _score_all(queries: int, size: int, keys: int, num_keys: int, scores: Any, s
     for key in range(0, num_keys, PANEL):
         for place in range(0, count, TILE_ROWS):
             here = min(TILE_ROWS, count - place)
-            products(here, queries + place * stride, stride, keys + key * stride, size, sums.ctypes.data, like)
+            panel, ahead = keys + key * stride, keys + (key + PANEL) * stride
+            products(here, queries + place * stride, stride, panel, size, sums.ctypes.data, ahead, 0, like)
             for own in range(here):
                 into = scores.ctypes.data + ((place + own) * scores.shape[1] + key) * 4
                 for half in range(0, PANEL * 4, WIDTH * 4):

@@ -94,12 +94,14 @@ def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> No
     added: list[Any] = list(sums)
     weight = b.add(at["panel"], b.mul(step, _I64(step_bytes)))
     number = b.mul(step, _I64(wide))
+    ahead = b.add(at["ahead"], b.mul(step, at["ahead_step"]))
     for offset in range(STEPS):
         place = b.add(weight, _I64(offset * step_bytes))
         if rows > 1:
-            _prefetch(b, b.add(place, _I64(_AHEAD)))
+            _prefetch(b, ahead)
             if step_bytes > 64:
-                _prefetch(b, b.add(place, _I64(_AHEAD + 64)))
+                _prefetch(b, b.add(ahead, _I64(64)))
+            ahead = b.add(ahead, at["ahead_step"])
         weights = [_weights(b, like, b.add(place, _I64(half * step_bytes // 2))) for half in range(2)]
         for row, address in enumerate(inputs):
             numbers = _spread(b, like, b.add(b.add(address, number), _I64(offset * wide)))
@@ -168,19 +170,25 @@ def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[A
     return addend
 
 
+_PRODUCTS = ("rows", "input", "stride", "panel", "size", "sums", "ahead", "ahead_step")
+
+
 @primitive
 def products(
-    typing: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, like: Any
+    typing: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, like: Any
 ) -> tuple[Any, Generator]:
-    """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``."""
+    """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
+
+    From several rows on there is time to ask for what comes later: for ``ahead`` and, with each step, ``ahead_step`` bytes on.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = dict(zip(("rows", "input", "stride", "panel", "size", "sums"), args[:-1], strict=True))
+        at = dict(zip(_PRODUCTS, args[:-1], strict=True))
         at["steps"] = builder.lshr(at["size"], _I64(int(like == types.uint16)))
         by_count(builder, at["rows"], TILE_ROWS, lambda number: _emit_products(builder, like, number, at))
         return context.get_dummy_value()
 
-    return types.void(*([types.int64] * 6), like), generate
+    return types.void(*([types.int64] * len(_PRODUCTS)), like), generate
 
 
 @primitive
@@ -236,8 +244,8 @@ def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, li
     scratch = np.empty(2 * TILE_ROWS * PANEL, np.float32)
     sums = scratch.ctypes.data
     ups = sums + TILE_ROWS * _PANEL_BYTES
-    blocks = (rows + TILE_ROWS - 1) // TILE_ROWS
-    panel_bytes = job.size * PANEL * bytes_of(like)
+    blocks = max(1, (rows + TILE_ROWS - 1) // TILE_ROWS)
+    panel_bytes, ahead_step = job.size * PANEL * bytes_of(like), PANEL * piece_of(like) // blocks
     for turn in range(threads):
         part = (thread + turn) % threads
         first, last = part * count // threads, (part + 1) * count // threads
@@ -245,12 +253,14 @@ def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, li
             panel = first + claim(taken + COUNTER * part)
             if panel >= last:
                 break
+            weight, up = job.weight + panel * panel_bytes, job.up + panel * panel_bytes
             for block in range(blocks):
                 row, end = block * rows // blocks, (block + 1) * rows // blocks
-                source = job.input + row * job.input_stride
-                products(end - row, source, job.input_stride, job.weight + panel * panel_bytes, job.size, sums, like)
+                source, stride = job.input + row * job.input_stride, job.input_stride
+                further = _AHEAD if blocks == 1 else panel_bytes + block * panel_bytes // blocks  # a part of the next panel
+                products(end - row, source, stride, weight, job.size, sums, weight + further, ahead_step, like)
                 if job.up:
-                    products(end - row, source, job.input_stride, job.up + panel * panel_bytes, job.size, ups, like)
+                    products(end - row, source, stride, up, job.size, ups, up + further, ahead_step, like)
                 _finish(job, row, end - row, panel * PANEL, sums, ups, like)
             done += 1
     return done
