@@ -56,8 +56,8 @@ def generate(
     threads: Annotated[int | None, typer.Option(help="Torch threads on a CPU, of each rank; all cores when absent.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests in one step.")] = _ENGINE.max_running,
     max_draft_tokens: Annotated[
-        int, typer.Option(help="Most drafted rows of a request in a step.")
-    ] = _SPECULATION.max_draft_tokens,
+        int | None, typer.Option(help="Most drafted rows of a request in a step; as many as pay on the device when absent.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="name=value of the strategy, such as copy_length=9; several times.")
     ] = None,

@@ -56,11 +56,17 @@ class SpeculationOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     strategy: str = "auto"
-    max_draft_tokens: int = 64  # most drafted rows of one request in one step, for each rank; auto drafts as many as pay
+    # Most drafted rows of one request in one step, for each rank; as many as pay on the device, up to 64, where it is left out.
+    max_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
     strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
     draft_model: str | None = None  # as model.path: speculative, spectr, bild and mjsd need one
     exact: bool = True  # strategies that do not preserve the model's output (bild, mjsd) are refused
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Of one request in one step, for each rank."""
+        return 64 if self.max_draft_tokens is None else self.max_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def runner_over(
     make: RunnerMaker = make_runner,
 ) -> ModelRunner:
     """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given."""
-    capacity = loaded.max_model_len + speculation.max_draft_tokens * world_size
+    capacity = loaded.max_model_len + speculation.most_draft_tokens * world_size
     runner = make(loaded.model, capacity, options)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.grammars.prepare()
@@ -141,9 +141,11 @@ class Engine:
             ModelLoadError: the model, or the draft model, cannot be used.
             ValueError: an option outside its range, an unknown strategy, or one that the options do not allow.
         """
-        if speculation.max_draft_tokens < 0:
-            raise ValueError(f"speculation.max_draft_tokens must not be negative, got {speculation.max_draft_tokens}")
-        drafter = build_drafters(speculation.strategy, speculation.options, speculation.strategies)
+        most = speculation.most_draft_tokens
+        if most < 0:
+            raise ValueError(f"speculation.max_draft_tokens must not be negative, got {most}")
+        paying = most if speculation.max_draft_tokens is None else None
+        drafter = build_drafters(speculation.strategy, speculation.options, speculation.strategies, paying)
         others = tuple(parse_strategy(text).name for text in speculation.strategies)
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
@@ -157,7 +159,7 @@ class Engine:
             slots, rows = options.max_running, options.max_step_tokens
             drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(computes, drafter, options, speculation.max_draft_tokens, info, loaded.tokenizer, runner.grammars)
+        return cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars)
 
     @property
     def has_work(self) -> bool:

@@ -93,7 +93,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     """The options of all benches."""
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
-    parser.add_argument("--budget", type=int, default=SpeculationOptions().max_draft_tokens, help="most drafted rows of a step")
+    parser.add_argument("--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="most drafted rows of a step")
     _run_options(parser)
 
 

@@ -16,6 +16,7 @@ from decoding.drafters.jacobi import JacobiDrafter
 from decoding.drafters.llma import LlmaDrafter
 from decoding.drafters.mjsd import MjsdDrafter
 from decoding.drafters.ngrammys import NgrammysDrafter
+from decoding.drafters.paying import PayingDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.recycling import RecyclingDrafter
 from decoding.drafters.spectr import SpectrDrafter
@@ -56,6 +57,7 @@ WITH_DRAFT_MODEL: dict[str, Callable[..., Drafter]] = {
     "bild": BildDrafter,
     "mjsd": MjsdDrafter,
 }
+_OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # that decide themselves how many rows they draft
 # Those that preserve the target's law. Of these only spectr, and speculative with sampling=rejection, are not verified by
 # ``verify_exact``, so that the text is another one than the seed's of plain decoding.
 LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
@@ -88,7 +90,7 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     return makers[strategy](**given)
 
 
-def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str]) -> Drafter:
+def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str], most_rows: int | None = None) -> Drafter:
     """The drafter of an engine whose requests may choose among several strategies.
 
     Plain decoding takes no drafter (``Request.plain``): with no strategy beside it and ``strategy``, this is ``build_drafter``.
@@ -98,6 +100,8 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         options: arguments of its drafter.
         others: further strategies that requests may ask for, each ``NAME`` or ``NAME:option=value,...`` (``parse_strategy``).
             The names of ``strategy`` and of plain decoding may be among them.
+        most_rows: each drafts as many rows as pay on the device, and no more than these for a request and rank; as many as it
+            may where it is None.
 
     Raises:
         ValueError: as ``build_drafter``; one of the others is there twice, or is ``strategy`` with options.
@@ -114,6 +118,9 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         drafter = choice.build()
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
+    if most_rows is not None:
+        for name in drafters.keys() - set(_OWN_BUDGET):
+            drafters[name] = PayingDrafter(drafters[name], most_rows)
     return drafters[strategy] if len(drafters) == 1 else ByRequest(drafters)
 
 

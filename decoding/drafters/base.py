@@ -49,9 +49,7 @@ class TargetRows:
 
     __slots__ = ("_first", "_logits", "_ranked", "ids")
 
-    def __init__(
-        self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None, first: int = 0
-    ) -> None:
+    def __init__(self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None, first: int = 0) -> None:
         """
         Args:
             ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
@@ -117,6 +115,7 @@ class Drafter(ABC):
     """Guesses continuations. It may be wrong in any way without changing the output, and never changes a request."""
 
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
+    looks_ahead = False  # whether it computes guesses for later steps beside its candidates
     own_rules = False  # whether any of its trees is verified otherwise than by ``verify_exact`` (see ``rule``)
     memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
 

@@ -173,6 +173,7 @@ class JacobiDrafter(Drafter):
     """
 
     needs_logits = True
+    looks_ahead = True
 
     def __init__(self, window: int = 8, ngram: int = 5, guesses: int = 8, prompt_as_reference: bool = True) -> None:
         """

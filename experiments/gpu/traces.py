@@ -56,7 +56,7 @@ class Engines:
         drafter = self.drafter(strategy) if drafter is None else drafter
         options = EngineOptions(max_running=1, prefix_caching=False)
         info = self.loaded.info(strategy, strategy in LOSSLESS)
-        return Engine(self.executor, drafter, options, SpeculationOptions().max_draft_tokens, info)
+        return Engine(self.executor, drafter, options, SpeculationOptions().most_draft_tokens, info)
 
     def contestant(self, strategy: str, max_tokens: int) -> EngineContestant:
         """Such an engine as it runs prompts."""

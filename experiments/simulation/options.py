@@ -60,7 +60,7 @@ def _add_deployments(parser: argparse.ArgumentParser) -> None:
     many.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; auto when absent")
     many.add_argument("--max-running", type=int, default=EngineOptions().max_running, help="requests in one step")
     many.add_argument(
-        "--budget", type=int, default=SpeculationOptions().max_draft_tokens, help="drafted rows of a request and rank"
+        "--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="drafted rows of a request and rank"
     )
     many.add_argument(
         "--always-share", dest="adaptive", action="store_false", help="lookahead: every step, also where that was slower of late"
