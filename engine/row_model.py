@@ -204,6 +204,8 @@ def _is_known(model: PreTrainedModel, cache: SlotCache) -> bool:
         norms += [norm for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm")) if norm is not None]
         linears += [getattr(attention, f"{name}_proj") for name in "qkvo"]
         linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # somebody changes what they say
+        return False
     known = all(type(each) is CompiledNorm for each in norms)
     return known and all(type(each) is torch.nn.Linear and _lies_whole(each.weight) for each in linears)
 

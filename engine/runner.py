@@ -39,6 +39,7 @@ class ModelRunner:
 
     ranks = 1  # processes that take part in a forward
     exact = False  # whether each row was seen to have the same bits in every company: see ``engine.exactness``
+    _by_rows = True  # KV lies as compiled code for any rows reads it, where there is such code
 
     def __init__(
         self,
@@ -67,7 +68,9 @@ class ModelRunner:
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.device.type == "cpu":
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
-        shape = laid_out(kv_shape(model) if shape is None else shape)
+        shape = kv_shape(model) if shape is None else shape
+        if self._by_rows:
+            shape = laid_out(shape)
         try:
             self.cache = cache(shape, slots, capacity)
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
@@ -136,7 +139,7 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, in one."""
-        if self._whole is not None:
+        if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
             return self._whole.forward(batch)
         return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
 

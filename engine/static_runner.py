@@ -155,6 +155,8 @@ class StaticStep:
 class StaticRunner(ModelRunner):
     """A runner whose small steps are graphs. The logits of a forward are there until the next one."""
 
+    _by_rows = False
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -62,7 +62,7 @@ def save_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_dimension_count(config.head_dim)
     if with_tokenizer:
         _add_tokenizer(writer, tokenizer)
     for key, value in (extra or {}).items():

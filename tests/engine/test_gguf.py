@@ -27,7 +27,7 @@ F32, Q8_0, Q5_1 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(Path(tmp_path_factory.mktemp("folder")), llama_config(head_dim=16))
+    return save_model(Path(tmp_path_factory.mktemp("folder")), llama_config())
 
 
 def stock(folder: Path) -> PreTrainedModel:

@@ -55,7 +55,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(index: Path, tmp_path_factory: pytest.TempPathFactory) -> PackagedModel:
-    folder = save_model(Path(tmp_path_factory.mktemp("model")), llama_config(head_dim=16))
+    folder = save_model(Path(tmp_path_factory.mktemp("model")), llama_config())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return wheel_of(index, save_gguf(folder / "model.gguf", model, folder))
 
