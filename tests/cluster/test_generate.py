@@ -226,7 +226,7 @@ def group_command(model: Path, prompts: Path, tmp_path: Path, *arguments: object
     config = tmp_path / "group.yaml"
     config.write_text(
         f"model: {{path: {model}, dtype: float32, device: cpu, threads: 1}}\n"
-        f"parallelism: {{mode: {mode}, world_size: 2}}\nspeculation: {{strategy: jacobi}}\n"
+        f"parallelism: {{mode: {mode}, world_size: 2}}\nspeculation: {{strategy: jacobi, max_draft_tokens: 64}}\n"
     )
     return ["--prompts", str(prompts), "--config", str(config), "--json", *(str(argument) for argument in arguments)]
 
