@@ -245,25 +245,25 @@ def _lowest(rows: Any, layer: Any) -> int:
 
 
 @compiled
-def _read(queries: int, count: int, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
+def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int, like: Any) -> None:
     """Queries of the places from ``first`` on, one after another."""
     size = layer.head_dim * bytes_of(like)
     for place in range(count):
         source = layer.query + (head * layer.group + (first + place) // rows.rows) * layer.query_head
         source += (rows.offset + (first + place) % rows.rows) * layer.query_row
-        copy_bytes(source, queries + place * size, size)
+        copy_bytes(source, queries.ctypes.data + place * size, size)
 
 
 @compiled
-def _score_all(queries: int, size: int, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
+def _score_all(queries: Any, sums: Any, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
     """Scaled products of each query with each key, a panel of keys at a time."""
-    count, stride, scales = scores.shape[0], size * bytes_of(like), splat(scale)
-    sums = np.empty(TILE_ROWS * PANEL, np.float32)
+    count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
+    stride = size * bytes_of(like)
     for key in range(0, num_keys, PANEL):
         for place in range(0, count, TILE_ROWS):
             here = min(TILE_ROWS, count - place)
             panel, ahead = keys + key * stride, keys + (key + PANEL) * stride
-            products(here, queries + place * stride, stride, panel, size, sums.ctypes.data, ahead, 0, like)
+            products(here, queries.ctypes.data + place * stride, stride, panel, size, sums.ctypes.data, ahead, 0, like)
             for own in range(here):
                 into = scores.ctypes.data + ((place + own) * scores.shape[1] + key) * 4
                 for half in range(0, PANEL * 4, WIDTH * 4):
@@ -308,8 +308,9 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
     padded = (num_keys + PANEL - 1) // PANEL * PANEL
     queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
     scores, shares = scratch[: count * padded].reshape((count, padded)), np.empty(count, np.float32)
-    _read(queries.ctypes.data, count, layer, rows, head, first, like)
-    _score_all(queries.ctypes.data, size, layer.keys + entry, num_keys, scores, np.float32(layer.scale), like)
+    _read(queries, count, layer, rows, head, first, like)
+    sums = np.empty(TILE_ROWS * PANEL, np.float32)
+    _score_all(queries, sums, layer.keys + entry, num_keys, scores, np.float32(layer.scale), like)
     if layer.softcap:
         _bound(scores, np.float32(layer.softcap))
     for place in range(count):

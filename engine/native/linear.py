@@ -240,9 +240,13 @@ def panels(job: Any) -> int:
 @compiled
 def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, like: Any) -> int:
     """What every thread does: its own part of the panels, then what is left of the others'; returns how many it computed."""
-    count, done = panels(job), 0
-    scratch = np.empty(2 * TILE_ROWS * PANEL, np.float32)
-    sums = scratch.ctypes.data
+    return _take_panels(job, rows, thread, threads, taken, np.empty(2 * TILE_ROWS * PANEL, np.float32), like)
+
+
+@compiled
+def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, like: Any) -> int:
+    """See ``multiply_rows``. An array lives as long as a call that has it; who takes its address and no more loses it."""
+    count, done, sums = panels(job), 0, scratch.ctypes.data
     ups = sums + TILE_ROWS * _PANEL_BYTES
     blocks = max(1, (rows + TILE_ROWS - 1) // TILE_ROWS)
     panel_bytes, ahead_step = job.size * PANEL * bytes_of(like), PANEL * piece_of(like) // blocks
