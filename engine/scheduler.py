@@ -14,7 +14,7 @@ from engine.errors import QueueFullError, RequestError
 from engine.prefix_cache import WORTH_COPYING, common_prefix
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request in each step, in a quarter of the time
+@dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
 class Share:
     """A request's part of a step: the committed tokens up to ``end`` (exclusive), and the most rows to draft behind them."""
 

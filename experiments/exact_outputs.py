@@ -46,7 +46,7 @@ from experiments.peers.contestants import Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.record import ROOT, git_state, write_record
 from experiments.run_options import DTYPES, parsed, refused, run_parser
-from experiments.workloads import fits, interleaved, prompt_ids, read_workloads, run_engine
+from experiments.workloads import first_that_fit, read_workloads, run_engine
 
 DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
 DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
@@ -236,17 +236,10 @@ def read_asks(args: argparse.Namespace) -> list[Ask]:
         ModelLoadError: the model has no tokenizer that can be used.
     """
     tokenizer = load_tokenizer(args.path)
-    chosen = []
-    for workload in read_workloads(args.workloads):
-        pairs = ((record, prompt_ids(record, tokenizer)) for record in workload)
-        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, args.prompt_tokens))
-        chosen.append([pair for pair, _ in zip(fitting, range(args.records), strict=False)])
     asks = []
-    for record, ids in interleaved(chosen):
+    for record, ids in first_that_fit(args.workloads, tokenizer, args.records, args.prompt_tokens):
         references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
         asks += [Ask(f"{record.id}/{draw}", record, ids, references, draw) for draw in range(len(DRAWS))]
-    if not asks:
-        raise PromptFileError(f"no record of {args.workloads} fits --prompt-tokens {args.prompt_tokens}")
     return asks
 
 

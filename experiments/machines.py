@@ -53,6 +53,11 @@ class Machine:
         self._started.append(process)
         return process
 
+    @property
+    def ended(self) -> bool:
+        """Whether a process that was started here has ended by itself."""
+        return any(process.poll() is not None for process in self._started)
+
     def pids(self) -> list[int]:
         """Of all processes that run on it."""
         return [int(pid) for pid in _ip("netns", "pids", self._namespace).split()]

@@ -54,9 +54,7 @@ class PhaseClock:
     Example: ``execute`` runs from 10 to 20 ms and the forward in it from 11 to 18: 1 ms packed, 7 ms forward, 2 ms verified.
     """
 
-    def __init__(
-        self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]) -> None:
         """
         Args:
             engine: whose steps are timed by ``step``.

@@ -46,6 +46,31 @@ def fits(num_prompt: int, max_tokens: int, context: int) -> bool:
     return num_prompt + max_tokens <= context
 
 
+def first_that_fit(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, count: int, most_tokens: int
+) -> list[tuple[PromptRecord, list[int]]]:
+    """The first records of each workload whose prompts are not too long, with their token ids; the first of all workloads first.
+
+    Args:
+        folder: see ``read_workloads``.
+        tokenizer: of the model.
+        count: of each workload.
+        most_tokens: of a prompt.
+
+    Raises:
+        PromptFileError: the folder cannot be read, or nothing in it fits.
+    """
+    chosen = []
+    for records in read_workloads(folder):
+        pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
+        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, most_tokens))
+        chosen.append([pair for pair, _ in zip(fitting, range(count), strict=False)])
+    found = list(interleaved(chosen))
+    if not found:
+        raise PromptFileError(f"no record of {folder} fits --prompt-tokens {most_tokens}")
+    return found
+
+
 def run_engine(engine: Engine, requests: Sequence[Request], on_finish: Callable[[Request], None] = lambda request: None) -> None:
     """Runs requests to their end; each holds its output and counters then.
 

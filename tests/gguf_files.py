@@ -14,17 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.model_files import PackagedModel
+from experiments.peers.gguf_file import describe_llama, llama_tensors
 from tests.models import END
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm", "model.layers": "blk",
-}  # fmt: skip
 
 
 def save_gguf(
@@ -51,23 +46,14 @@ def save_gguf(
         without: a part of the names of tensors that are left out.
         with_tokenizer: the file holds one.
     """
-    config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    describe_llama(writer, model.config)
     if with_tokenizer:
         _add_tokenizer(writer, tokenizer)
     for key, value in (extra or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
-    for name, weight in gguf_weights(model).items():
+    for name, weight in llama_tensors(model):
         if not without or without not in name:
             matrix = weight.ndim == 2 and kind != gguf.GGMLQuantizationType.F32
             data = gguf.quantize(weight, kind) if matrix else weight
@@ -79,21 +65,6 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def gguf_weights(model: PreTrainedModel) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights by llama.cpp's names, the rows of queries and keys in its order."""
-    found = {}
-    for name, weight in model.named_parameters():
-        for ours, theirs in _NAMES.items():
-            name = name.replace(ours, theirs)
-        values = weight.detach().numpy().astype(np.float32)
-        heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
-        for part, count in heads.items():
-            if f".{part}." in name:
-                values = values.reshape(count, 2, len(values) // count // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        found[name] = np.ascontiguousarray(values)
-    return found
 
 
 def round_weights(model: PreTrainedModel, kind: gguf.GGMLQuantizationType) -> None:

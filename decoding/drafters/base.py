@@ -60,6 +60,7 @@ class TargetRows:
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
         """
+        assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
         self.ids, self._logits, self._ranked, self._first = ids, logits, ranked, first
 

@@ -1,4 +1,4 @@
-"""Linear layers at the speed of the memory: every output has the same bits whatever rows are computed beside it.
+"""Linear layers that read a weight once for up to eight rows: every output has the same bits whatever rows are beside it.
 
 A library's product takes another kernel for one row than for two, and adds up in another order. Here each output of each row is
 one lane of a register, to which the products are added one after another in the order of the inner size. How many rows share a

@@ -42,7 +42,7 @@ from experiments.readme_tables import markdown
 from experiments.record import ROOT, git_state, portable, write_record
 from experiments.report_tables import peers as table
 from experiments.run_options import parsed, refused, run_parser
-from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
+from experiments.workloads import first_that_fit
 
 LEVELS = (1, 8, 32)
 _TOLD_S = 5.0  # between two lines while a turn runs
@@ -90,17 +90,10 @@ def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
         ModelLoadError: the model has no tokenizer that can be used.
     """
     tokenizer = load_tokenizer(model)
-    chosen = []
-    for records in read_workloads(args.workloads):
-        pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
-        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, args.prompt_tokens))
-        chosen.append([pair for pair, _ in zip(fitting, range(args.records), strict=False)])
     found = []
-    for record, ids in interleaved(chosen):
+    for record, ids in first_that_fit(args.workloads, tokenizer, args.records, args.prompt_tokens):
         references = [tokenizer.encode(text, add_special_tokens=False) for text in record.references]
         found.append(Prompt(record.id, record.workload or "", ids, references))
-    if not found:
-        raise PromptFileError(f"no record of {args.workloads} fits --prompt-tokens {args.prompt_tokens}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -103,12 +104,6 @@ def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert jit.cache_folder() == tmp_path / ".cache" / "outrider"
 
 
-if __name__ == "__main__":
-    assert not jit.NATIVE
-    warnings.simplefilter("error")  # numbers that overflow warn
-    print(json.dumps(drafted()))
-
-
 @pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
 def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: Path) -> None:
     module = tmp_path / "halves.py"
@@ -126,3 +121,36 @@ def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: P
     index.write_bytes(first)
     assert len(list(index.parent.glob("*.nbc"))) == 2
     assert half("5") == 2.5  # of the first one's code, not of the other's for other types
+
+
+def arrays_let_go(source: str) -> list[str]:
+    """Compiled functions that take the address of an array that is neither a parameter nor memory of others (``carray``)."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or not function.decorator_list:
+            continue
+        kept = {argument.arg for argument in function.args.args}
+        for statement in ast.walk(function):
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("carray("):
+                kept |= {ast.unparse(target) for target in statement.targets}
+        taken = {
+            ast.unparse(node.value.value)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.value, ast.Attribute)
+            if node.value.attr == "ctypes"
+        }
+        found += [f"{function.name}: {name}" for name in sorted(taken - kept)]
+    return found
+
+
+def test_compiled_code_keeps_the_arrays_whose_addresses_it_takes() -> None:
+    """Compiled code lets go of an array after the last line that names it: what is written to its address then is another's."""
+    assert arrays_let_go("@compiled\ndef f(a):\n    b = np.empty(3)\n    c = a.ctypes.data\n    g(b.ctypes.data)") == ["f: b"]
+    checked = {path.name: arrays_let_go(path.read_text()) for path in (ROOT / "engine" / "native").glob("*.py")}
+    assert len(checked) > 4 and not any(checked.values()), checked
+
+
+if __name__ == "__main__":
+    assert not jit.NATIVE
+    warnings.simplefilter("error")  # numbers that overflow warn
+    print(json.dumps(drafted()))

@@ -51,7 +51,7 @@ def test_engines_emit_the_known_output_in_the_steps_of_a_replay(
         assert run.steps < 120
         return
     texts = [KnownText(one.id, np.array(one.ids, np.int32), (), np.array(one.known, np.int32)) for one in prompts]
-    budget = SpeculationOptions().max_draft_tokens
+    budget = SpeculationOptions().most_draft_tokens
     replay = replay_workload(texts, lambda: build_drafter(strategy, {}), budget, loaded.vocab_size, lambda: 0.0)
     assert (run.steps, run.drafted) == (replay.steps, replay.drafted)
     assert (run.steps == 120) == (strategy == "autoregressive")
