@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from decoding.ranking import argmax_rows
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.batch import Batch, Work, pack
@@ -57,7 +58,7 @@ class StepTimer:
         times = []
         for _ in range(repeats):
             started = time.perf_counter()
-            self.runner.forward(batch).argmax(-1)
+            argmax_rows(self.runner.forward(batch))
             times.append(time.perf_counter() - started)
         return times
 
