@@ -168,7 +168,7 @@ class Pricing:
         row_s = (decode_s - self._decode_s) / max(1, sum(counts))
         self._decode_s = decode_s
         return counts, [
-            float(part[:count].sum()) * token_s - count * row_s if count else 0.0
+            float(np.add.reduce(part[:count])) * token_s - count * row_s if count else 0.0
             for part, count in zip(chances, counts, strict=True)
         ]
 

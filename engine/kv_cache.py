@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.prefix_cache import PrefixCache
@@ -112,13 +113,20 @@ class SlotCache:
         """
         if rows[-1] == len(rows) - 1:
             return
-        source = torch.tensor([start + row for row in rows]).to(self._keys.device, non_blocking=True)
-        self._values[:, slot, :, start : start + len(rows)] = self._values[:, slot].index_select(2, source)
         if self.shape.panel == 1:
-            self._keys[:, slot, :, start : start + len(rows)] = self._keys[:, slot].index_select(2, source)
-        else:
-            keys, panel = self._in_panels[:, slot], self.shape.panel
-            keys[:, :, *self._places(start, start + len(rows))] = keys[:, :, source // panel, source % panel]
+            source = torch.tensor([start + row for row in rows]).to(self._keys.device, non_blocking=True)
+            for entries in (self._keys, self._values):
+                entries[:, slot, :, start : start + len(rows)] = entries[:, slot].index_select(2, source)
+            return
+        from engine.native.attention import move_entries  # needs numba, as slots with panels do
+
+        size, (layer, behind) = self._keys.element_size(), self._keys.stride()[:2]
+        keys, values = (entries.data_ptr() + slot * behind * size for entries in (self._keys, self._values))
+        wide, piece = self.shape.entry_size * size, self._in_panels.element_size()
+        shape, moved = self.shape, np.array(rows, np.int64)
+        move_entries(
+            keys, values, shape.layers, layer * size, shape.kv_heads, self.room, wide, shape.panel, piece, start, moved
+        )  # fmt: skip
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
         """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""

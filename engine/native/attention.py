@@ -344,6 +344,36 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 
 
 @compiled
+def move_entries(
+    keys: int, values: int, layers: int, layer_bytes: int, heads: int, room: int, wide: int, panel: int, piece: int, start: int,
+    rows: Any,
+) -> None:  # fmt: skip
+    """Copies entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads. Rows increase.
+
+    Args:
+        keys: address of the slot's panels in the first layer; ``values`` likewise.
+        layers: of them.
+        layer_bytes: from one layer to the next.
+        heads: KV heads.
+        room: entries of a slot.
+        wide: bytes of an entry of one head.
+        panel: entries whose keys lie side by side.
+        piece: bytes of a key that do.
+        start: entries before the rows.
+        rows: [n] int64.
+    """
+    for part in range(layers * heads):
+        slot = part // heads * layer_bytes + part % heads * room * wide
+        for row in range(len(rows)):
+            entry, to = start + rows[row], start + row
+            copy_bytes(values + slot + entry * wide, values + slot + to * wide, wide)
+            source = keys + slot + entry // panel * panel * wide + entry % panel * piece
+            target = keys + slot + to // panel * panel * wide + to % panel * piece
+            for at in range(0, wide * panel, piece * panel):
+                copy_bytes(source + at, target + at, piece)
+
+
+@compiled
 def blocks_of(requests: Any, layer: Any) -> int:
     """How many blocks of rows a layer has."""
     count = 0

@@ -35,8 +35,8 @@ from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from experiments.peers.goals import Speeds, goals, shown, summary
-from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, llama_bench, turns_of
+from experiments.peers.goals import Speeds, goals, kinds_of_step, shown, summary
+from experiments.peers.rounds import ONCE, Kept, Prompt, Roof, Rounds, llama_bench, turns_of
 from experiments.plots import peers as draw
 from experiments.readme_tables import markdown
 from experiments.record import ROOT, git_state, portable, write_record
@@ -145,18 +145,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     made = Environments(args.environments, given, args.install, progress.say)
     chosen = [one for one in CONTESTANTS if not args.contestants or one.name in args.contestants]
     shaping = (
-        "model",
-        "dtype",
-        "threads",
-        "records",
-        "prompt_tokens",
-        "max_tokens",
-        "context",
-        "levels",
-        "together",
-        "clients",
+        "model", "dtype", "threads", "records", "prompt_tokens", "max_tokens", "context", "levels", "together", "clients",
         "requests",
-    )
+    )  # fmt: skip
     setting = {key: getattr(args, key) for key in shaping} | {"workloads": args.workloads.name, "git": git_state(ROOT)}
     kept, roof = Kept(args.kept, portable(setting)), Roof(args.threads)
     results: dict[str, Any] = {"models": {}}
@@ -203,6 +194,7 @@ def _measure_model(
         "roof_gb_s": [min(found), statistics.median(found), max(found)] if (found := speeds.roofs()) else [],
         "speeds": summary(speeds, [one.name for one in chosen], args.levels),
         "llama_bench": speeds.found("llama-bench"),
+        "step": [turn["found"] | {"roof_gb_s": statistics.median(turn["roof"])} for turn in speeds.of("rows", ONCE)],
         "goals": goals(speeds, told, {prompt.key: prompt.workload for prompt in prompts}, missing),
         "missing": missing,
         **({"http": http} if http else {}),
@@ -237,17 +229,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="+", default=list(LEVELS), help="with --http: at once; default: 1 8 32")
     parser.add_argument("--requests", type=int, default=44, help="with --http: of a turn, at most; a quarter with one client")
     parser.add_argument("--kept", type=Path, default=Path("peers.kept.jsonl"), help="file of the turns so far")
-    least = {
-        "records": 1,
-        "prompt_tokens": 1,
-        "max_tokens": 2,
-        "threads": 1,
-        "rounds": 1,
-        "together": 1,
-        "clients": 1,
-        "requests": 1,
-    }
-    return parsed(parser, argv, **least)
+    least = dict.fromkeys(("records", "prompt_tokens", "threads", "rounds", "together", "clients", "requests"), 1)
+    return parsed(parser, argv, **least, max_tokens=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, found in results["models"].items():
         print(f"\n{name}, roof {found['roof_gb_s']} GB/s")
         print("\n".join(map(shown, found["goals"])))
+        print("\n".join(kinds_of_step(found)))
         for system, why in found["missing"].items():
             print(f"n/a      {system}: {why}")
     print(f"record: {path.name}, figure: {path.stem}.svg")

@@ -12,13 +12,14 @@ there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, refere
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,11 @@ from experiments.stock_generate import StockGenerate, StockPromptLookup
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
+KINDS: dict[str, Callable[[Any], tuple[int, ...]]] = {  # of what a forward does: the operations of ``engine.native.step``
+    "linears": lambda step: (step.LINEAR, step.PICKED_LINEAR),
+    "attention": lambda step: (step.ATTEND,),
+    "norms, rotation, embedding": lambda step: (step.NORM, step.PICKED_NORM, step.ROTATE, step.EMBED),
+}
 Job = dict[str, Any]
 Reply = dict[str, Any]
 
@@ -166,15 +172,34 @@ class OurEngine:
         return reply
 
     def _time_rows(self, repeats: int, context: int) -> Reply:
-        """Medians of forwards over some rows of one request, in milliseconds, in turns."""
+        """Medians of forwards over some rows of one request, in ms, in turns: whole ones, and each of ``KINDS`` alone."""
         if self._rows is None:
             _, self._rows = load_runner(self._model, EngineOptions(1), SpeculationOptions(PLAIN), 1)
         timer = StepTimer(self._rows, context)
-        found: dict[int, list[float]] = {rows: [] for rows in ROWS}
+        found: dict[tuple[str, int], list[float]] = {(kind, rows): [] for kind in ("", *KINDS) for rows in ROWS}
         for _ in range(repeats):
-            for rows, seconds in found.items():
-                seconds += timer.seconds(rows, 2)[1:]
-        return {"ms": {str(rows): 1e3 * statistics.median(seconds) for rows, seconds in found.items()}}
+            for (kind, rows), seconds in found.items():
+                with _only(self._rows, kind) as known:
+                    seconds += timer.seconds(rows, 2, argmax=not kind)[1:] if known else ()
+        taken = {key: 1e3 * statistics.median(seconds) for key, seconds in found.items() if seconds}
+        kinds = {kind: {str(rows): taken[kind, rows] for rows in ROWS} for kind in KINDS if (kind, 1) in taken}
+        return {"ms": {str(rows): taken["", rows] for rows in ROWS}, "kinds_ms": kinds}
+
+
+@contextlib.contextmanager
+def _only(runner: ModelRunner, kind: str) -> Iterator[bool]:
+    """Has forwards compute one of ``KINDS`` and nothing else; all for an empty name. False where they are not compiled whole."""
+    whole = runner._whole
+    if not kind or whole is None:
+        yield not kind
+        return
+    native = whole._native
+    operations = [each for each in whole._operations_of(len(runner.model.model.layers)) if each.kind in KINDS[kind](native)]
+    setattr(whole, "_operations_of", lambda layers: (native.Operation * len(operations))(*operations))  # noqa: B010 - mypy: a method
+    try:
+        yield True
+    finally:
+        del whole._operations_of  # the wrapper
 
 
 class Transformers:
