@@ -44,7 +44,7 @@ STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pai
 TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # with their sums in registers
 COUNTER = 64  # bytes from one counter to the next: they lie in cache lines of their own
 _PAIRS = "+avx512bf16" in FEATURES
-_AHEAD = 8192  # bytes: what is asked for before it is needed, where several rows leave time for it
+_AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 _FLOAT = np.float32(0)  # names the type
 
@@ -97,11 +97,9 @@ def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> No
     ahead = b.add(at["ahead"], b.mul(step, at["ahead_step"]))
     for offset in range(STEPS):
         place = b.add(weight, _I64(offset * step_bytes))
-        if rows > 1:
-            _prefetch(b, ahead)
-            if step_bytes > 64:
-                _prefetch(b, b.add(ahead, _I64(64)))
-            ahead = b.add(ahead, at["ahead_step"])
+        for line in range(0, step_bytes, 64):
+            _prefetch(b, b.add(ahead, _I64(line)), kept=rows > 1)
+        ahead = b.add(ahead, at["ahead_step"])
         weights = [_weights(b, like, b.add(place, _I64(half * step_bytes // 2))) for half in range(2)]
         for row, address in enumerate(inputs):
             numbers = _spread(b, like, b.add(b.add(address, number), _I64(offset * wide)))
@@ -117,10 +115,13 @@ def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> No
         b.store(total, b.inttoptr(b.add(at["sums"], _I64(place * WIDTH * 4)), _FLOATS.as_pointer()), align=4)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def _prefetch(builder: Any, address: Any, kept: bool) -> None:
+    """Asks for a line. What one row reads is not read again: it passes by the caches that hold what is done between steps."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, _I32(0), _I32(3), _I32(1)))
+    builder.call(
+        builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, _I32(0), _I32(3 if kept else 0), _I32(1))
+    )
 
 
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ def products(
 ) -> tuple[Any, Generator]:
     """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
 
-    From several rows on there is time to ask for what comes later: for ``ahead`` and, with each step, ``ahead_step`` bytes on.
+    What comes later is asked for beside them: ``ahead`` and, with each step, ``ahead_step`` bytes on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
