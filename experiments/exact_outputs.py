@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from engine.chat import render_chat
 from engine.engine import Engine, load_runner
 from engine.errors import ModelLoadError
 from engine.loading import load_tokenizer
+from experiments.compare_revisions import compare
 from experiments.guided import SIZES, random_model
 from experiments.peers.contestants import Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
@@ -299,94 +299,6 @@ def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say:
     return rows
 
 
-TIMED = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
-
-
-def serve_timings() -> int:
-    """Times what it reads on stdin, a JSON line each: run with the sources of a revision on the path."""
-    setting = json.loads(sys.stdin.readline())
-    path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
-    model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
-    engines = {}
-    for name, strategy, running in TIMED:
-        options = EngineOptions(running, max_waiting=1 << 20, prefix_caching=False)
-        engines[name] = Engine.load(model, options, SpeculationOptions(strategy))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        case = json.loads(line)
-        prefill = case == "prefill"
-        most = 1 if prefill else setting["max_tokens"]
-        params, asks = SamplingParams(max_tokens=most), setting["asks"]
-        requests = [Request(f"{next(_ids)}", prompt, params, references) for prompt, references in asks]
-        started = time.perf_counter()
-        run_engine(engines["plain at 1" if prefill else case], requests)
-        wall_s = time.perf_counter() - started
-        tokens = sum(map(len, setting["prompts"])) if prefill else sum(request.num_output for request in requests)
-        decode_s = sum(request.stats.decode_s for request in requests) if case.endswith("at 1") else wall_s
-        print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), flush=True)
-    return 0
-
-
-@contextmanager
-def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[Callable[[str], dict[str, float]]]:
-    """A process that times cases with the sources below a folder."""
-    here = str(Path(__file__).resolve())
-    begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r}); sys.argv = ['', '--serve-timings']"
-    command = [sys.executable, "-c", f"{begin}; runpy.run_path({here!r}, run_name='__main__')"]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-
-    def ask(what: Any) -> Any:
-        assert process.stdin is not None and process.stdout is not None
-        print(json.dumps(what), file=process.stdin, flush=True)
-        for line in process.stdout:
-            if line.startswith(("{", '"')):
-                return json.loads(line)
-        raise ModelLoadError(f"the process over {root.name} ended: see what it says above")
-
-    try:
-        ask(setting)
-        yield ask
-    finally:
-        process.stdin.close()
-        process.wait(60)
-
-
-def time_against(asks: Sequence[Ask], args: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Both revisions in turns: seconds of each round, and how many times as long this one takes."""
-    greedy = [ask for ask in asks if ask.draw == 0][: args.timed_asks]
-    setting = {
-        "path": args.path, "dtype": args.dtype, "threads": args.threads, "context": args.context, "max_tokens": args.max_tokens,
-        "asks": [[list(ask.prompt), [list(each) for each in ask.references]] for ask in greedy],
-        "prompts": [list(ask.prompt) for ask in greedy],
-    }  # fmt: skip
-    names = [*(name for name, _, _ in TIMED), "prefill"]
-    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"this": [], "other": []} for name in names}
-    with timing_process(ROOT, setting) as this, timing_process(args.against.resolve(), setting) as other:
-        for turn in range(args.rounds + 1):  # the first one warms up
-            for name in names:
-                pair = (("this", this), ("other", other)) if turn % 2 else (("other", other), ("this", this))
-                for who, process in pair:
-                    told = process(name)
-                    if turn:
-                        found[name][who].append(told)
-            say(f"timing: round {turn} of {args.rounds}")
-    ratios = {name: _ratio(both) for name, both in found.items()}
-    return {"revision": git_state(args.against.resolve()), "asks": len(greedy), "cases": ratios}
-
-
-def _ratio(both: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    rates = {who: [one["tokens"] / one["decode_s"] for one in rounds] for who, rounds in both.items()}
-    ratios = sorted(other / this for this, other in zip(rates["this"], rates["other"], strict=True))
-    medians = {who: statistics.median(values) for who, values in rates.items()}
-    return {
-        "tokens_per_s": rates,
-        "median": medians,
-        "times_as_long": statistics.median(ratios),
-        "spread": [ratios[0], ratios[-1]],
-    }
-
-
 def time_check(args: argparse.Namespace) -> list[float]:
     """Seconds that the check at start takes, five times."""
     from engine import exactness  # as ``load_weights`` above
@@ -423,7 +335,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     asks = read_asks(args)
     if args.against is not None:
-        return {"against": time_against(asks, args, say)}
+        setting = {name: getattr(args, name) for name in ("path", "dtype", "threads", "context", "max_tokens")}
+        greedy = [(ask.prompt, ask.references) for ask in asks if ask.draw == 0][: args.timed_asks]
+        return {"against": compare(args.against, setting, greedy, args.rounds, say)}
     setting = {key: getattr(args, key) for key in ("model", "dtype", "max_tokens", "context")}
     kept = Kept(args.kept, setting | {"git": git_state(ROOT)})
     first = {ask.record.id for ask in asks[: len(DRAWS) * len(read_workloads(args.workloads))]}
@@ -463,8 +377,6 @@ def model_folder(args: argparse.Namespace) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table and writes the record; the exit code is 1 where an answer of ours differs."""
-    if argv is None and sys.argv[1:] == ["--serve-timings"]:
-        return serve_timings()
     parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float16", *DTYPES[1:2]))
     parser.set_defaults(model="smollm2-135m-instruct")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
