@@ -86,7 +86,7 @@ README: dict[str, Source] = {
             columns=("speed", "decode", "tokens per step", "identical"),
         ),
     ),
-    "exact-outputs": Source(("2026-11-23-exact-outputs-2.json",), exact_outputs),
+    "exact-outputs": Source(("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-3.json"), exact_outputs),
     "load": Source(("2026-11-22-bench-load.json",), load),
     "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
