@@ -60,7 +60,8 @@ def serve_until_stopped(config: Config) -> None:
     signals = StopSignals(say)
     signals.install()
     # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
-    threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True).start()
+    importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
+    importing.start()
     with contextlib.ExitStack() as started:
         try:
             url, secret = started.enter_context(_redis(config, say))
@@ -77,6 +78,7 @@ def serve_until_stopped(config: Config) -> None:
                 time.sleep(POLL_S)
         except StopRequested:
             pass  # the stack stops what has been started
+    importing.join()  # an interpreter that ends in the middle of an import may wait for it forever
     say("stopped")
 
 

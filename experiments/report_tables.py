@@ -87,7 +87,7 @@ def rank_faults(results: Results) -> Table:
     rows: list[list[Cell]] = []
     for victim in ("follower", "leader"):
         for signal, words in signals.items():
-            row = results["summary"][signal].get(victim)
+            row = results["summary"].get(signal, {}).get(victim)
             if row is not None:
                 longest = "at most " if not rows else ""
                 rows.append(

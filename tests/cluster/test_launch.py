@@ -59,6 +59,13 @@ class Serving:
             time.sleep(0.1)
         self.look()
 
+    def ends(self, timeout_s: float) -> int:
+        """Its exit code, once it has ended by itself."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {timeout_s:g} s: {self.output()}") from None
+
     def look(self) -> None:
         self.started.update(psutil.Process(self.process.pid).children(recursive=True))
 
@@ -105,7 +112,7 @@ def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(serving: Servi
     assert len(serving.started) > 5
 
     serving.press_ctrl_c()
-    assert serving.process.wait(60) == 0, serving.output()
+    assert serving.ends(60) == 0, serving.output()
     assert serving.left() == []
     assert not list(serving.files.glob("outrider-redis-*"))
     check_port("127.0.0.1", serving.port)
@@ -120,7 +127,7 @@ def test_second_ctrl_c_ends_everything_at_once(serving: Serving) -> None:
     serving.press_ctrl_c()
     serving.wait_for("Serve: stopping")
     serving.press_ctrl_c()
-    assert serving.process.wait(5) == 130
+    assert serving.ends(5) == 130
     assert serving.left() == []
     assert not list(serving.files.glob("outrider-redis-*"))
     check_port("127.0.0.1", serving.port)
@@ -130,7 +137,7 @@ def test_terminate_during_the_start_leaves_nothing(serving: Serving) -> None:
     serving.wait_for("Ray: starting")
     serving.process.send_signal(signal.SIGTERM)
     serving.look()
-    assert serving.process.wait(60) == 0, serving.output()
+    assert serving.ends(60) == 0, serving.output()
     assert serving.left() == []
     assert "curl" not in serving.output()
 
@@ -142,7 +149,7 @@ def test_model_that_does_not_load_is_one_line(log: Path, circle_model: Path) -> 
     weights.write_bytes(weights.read_bytes()[:1000])
     serving = Serving(log, "--model", str(broken))
     try:
-        assert serving.process.wait(240) == 1
+        assert serving.ends(240) == 1
         errors = [line for line in serving.output().splitlines() if line.startswith("error: ")]
         assert len(errors) == 1
         assert str(broken) in errors[0]
@@ -158,7 +165,7 @@ def test_given_redis_is_used_and_left_alone(log: Path, circle_model: Path) -> No
             serving.wait_for("Redis answers at redis_url")
             assert "embedded" not in serving.output()
             serving.press_ctrl_c()
-            assert serving.process.wait(60) == 0
+            assert serving.ends(60) == 0
             assert redis_server.running
             assert serving.left() == []
         finally:
