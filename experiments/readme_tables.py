@@ -22,7 +22,7 @@ from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
 from experiments.report_simulation import deployments, published, validation
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
-from experiments.report_tables import cache_figures, exact_cost, exact_outputs, rank_faults, shared_trie, trie_ablation
+from experiments.report_tables import cache_figures, exact_cost, exact_outputs, peers, rank_faults, shared_trie, trie_ablation
 from experiments.report_values import Table
 from experiments.scaling_tables import forms
 
@@ -87,6 +87,7 @@ README: dict[str, Source] = {
         ),
     ),
     "exact-outputs": Source(("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-3.json"), exact_outputs),
+    "peers": Source(("2026-11-23-peers.json",), peers),
     "load": Source(("2026-11-22-bench-load.json",), load),
     "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),

@@ -98,7 +98,7 @@ def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> No
     for offset in range(STEPS):
         place = b.add(weight, _I64(offset * step_bytes))
         for line in range(0, step_bytes, 64):
-            _prefetch(b, b.add(ahead, _I64(line)), kept=rows > 1)
+            _prefetch(b, b.add(ahead, _I64(line)))
         ahead = b.add(ahead, at["ahead_step"])
         weights = [_weights(b, like, b.add(place, _I64(half * step_bytes // 2))) for half in range(2)]
         for row, address in enumerate(inputs):
@@ -115,13 +115,11 @@ def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> No
         b.store(total, b.inttoptr(b.add(at["sums"], _I64(place * WIDTH * 4)), _FLOATS.as_pointer()), align=4)
 
 
-def _prefetch(builder: Any, address: Any, kept: bool) -> None:
-    """Asks for a line. What one row reads is not read again: it passes by the caches that hold what is done between steps."""
+def _prefetch(builder: Any, address: Any) -> None:
+    """Asks for a line that is read once: it passes by the caches that hold what is done between steps."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-    builder.call(
-        builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, _I32(0), _I32(3 if kept else 0), _I32(1))
-    )
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, _I32(0), _I32(0), _I32(1)))
 
 
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
