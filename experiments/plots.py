@@ -158,6 +158,9 @@ def shared_trie_curves(results: Mapping[str, Any], out: Path) -> Path:
     return save_figure(figure, out)
 
 
+_OTHERS = ("vLLM", "llama.cpp", "transformers")  # begin the names of those that are not ours
+
+
 def peers(results: Mapping[str, Any], out: Path) -> Path:
     """Results of ``experiments.peers``: tokens per second of each contestant at 1, 8 and 32 requests, with spreads.
 
@@ -179,7 +182,7 @@ def peers(results: Mapping[str, Any], out: Path) -> Path:
             medians = [statistics.median(values) for values in rates.values()]
             below = [median - min(values) for median, values in zip(medians, rates.values(), strict=True)]
             above = [max(values) - median for median, values in zip(medians, rates.values(), strict=True)]
-            colours = [_ANSWERS if name in ("plain", "auto") else _LOSS for name in rates]
+            colours = [_LOSS if name.startswith(_OTHERS) else _ANSWERS for name in rates]
             axes.barh(range(len(rates)), medians, xerr=[below, above], capsize=2, color=colours)
             axes.set_yticks(range(len(rates)), list(rates), fontsize=7)
             axes.invert_yaxis()
