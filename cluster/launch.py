@@ -63,6 +63,7 @@ def serve_until_stopped(config: Config) -> None:
     importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
     importing.start()
     with contextlib.ExitStack() as started:
+        started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
         try:
             url, secret = started.enter_context(_redis(config, say))
             signals.check()
@@ -78,7 +79,6 @@ def serve_until_stopped(config: Config) -> None:
                 time.sleep(POLL_S)
         except StopRequested:
             pass  # the stack stops what has been started
-    importing.join()  # an interpreter that ends in the middle of an import may wait for it forever
     say("stopped")
 
 

@@ -48,7 +48,7 @@ def serve_timings() -> int:
         started = time.perf_counter()
         run_engine(engines["plain at 1" if prefill else case], requests)
         wall_s = time.perf_counter() - started
-        tokens = sum(map(len, setting["prompts"])) if prefill else sum(request.num_output for request in requests)
+        tokens = sum(request.num_prompt if prefill else request.num_output for request in requests)
         decode_s = sum(request.stats.decode_s for request in requests) if case.endswith("at 1") else wall_s
         print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), flush=True)
     return 0
@@ -95,10 +95,7 @@ def compare(
     Raises:
         ModelLoadError: a process ended.
     """
-    told = {
-        **setting, "prompts": [list(prompt) for prompt, _ in prompts],
-        "asks": [[list(prompt), [list(each) for each in references]] for prompt, references in prompts],
-    }  # fmt: skip
+    told = {**setting, "asks": [[list(prompt), [list(each) for each in references]] for prompt, references in prompts]}
     names = [*(name for name, _, _ in CASES), "prefill"]
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"this": [], "other": []} for name in names}
     with timing_process(ROOT, told) as this, timing_process(other.resolve(), told) as that:

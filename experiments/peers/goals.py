@@ -10,8 +10,6 @@ from experiments.peers.rounds import ONCE, Turn
 from experiments.peers.worker import ROWS, SINGLE
 
 NOISE = 0.97  # of "never below": so much of one workload's speed comes and goes with the machine
-ALIKE = 1.15  # times: roofs of the memory that count as one
-LEAST_TOKENS = 64  # of the answers to a workload
 HOST_PARAMETERS = 150e6  # up to here a model counts as one of 110 M parameters
 VLLM = ("vLLM", "vLLM ngram", "vLLM suffix")
 _KINDS = ("decode", "all", "prefill")
@@ -31,11 +29,6 @@ class Speeds:
     def asks(self, name: str, level: int, number: int) -> set[str]:
         """What it answered in a round."""
         return {key for turn in self.of(name, level) if turn["round"] == number for key in turn["asks"]}
-
-    def tokens(self, name: str, level: int, number: int, keys: set[str]) -> int:
-        """Of its answers to some prompts in a round."""
-        turns = [turn for turn in self.of(name, level) if turn["round"] == number]
-        return sum(count for turn in turns for key, count in zip(turn["asks"], turn["tokens"], strict=True) if key in keys)
 
     def rate(self, name: str, level: int, number: int, kind: str, keys: set[str] | None = None) -> float | None:
         """Tokens per second of a round.
@@ -66,25 +59,12 @@ class Speeds:
                 seconds += sum(turn["first_s"][at] for at in chosen)
         return tokens / seconds if tokens and seconds else None
 
-    def roof_by_ask(self, name: str, level: int, number: int) -> dict[str, float]:
-        """GB/s beside each answer of a contestant in a round."""
-        turns = [turn for turn in self.of(name, level) if turn["round"] == number]
-        return {key: statistics.median(turn["roof"]) for turn in turns for key in turn["asks"]}
-
     def ratios(self, name: str, other: str, level: int, kind: str, within: set[str] | None = None) -> list[float]:
-        """How many times as fast as another, round by round, on the same prompts.
-
-        Of some prompts alone only those count that both answered while the memory was as fast (``ALIKE``), and only rounds in
-        which these are of some length (``LEAST_TOKENS``): few tokens tell what the machine did.
-        """
+        """How many times as fast as another, round by round, on the same prompts."""
         found = []
         for number in self.rounds:
             keys = self.asks(name, level, number) & self.asks(other, level, number)
-            if within is not None:
-                own, others = (self.roof_by_ask(who, level, number) for who in (name, other))
-                keys = {key for key in keys & within if max(own[key], others[key]) <= ALIKE * min(own[key], others[key])}
-                if self.tokens(name, level, number, keys) < LEAST_TOKENS:
-                    continue
+            keys = keys if within is None else keys & within
             if kind == "all" and self.asks(name, level, number) != self.asks(other, level, number):
                 continue
             pair = (self.rate(name, level, number, kind, keys), self.rate(other, level, number, kind, keys))

@@ -42,10 +42,10 @@ from experiments.stock_generate import StockGenerate, StockPromptLookup
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
-KINDS: dict[str, Callable[[Any], tuple[int, ...]]] = {  # of what a forward does: the operations of ``engine.native.step``
-    "linears": lambda step: (step.LINEAR, step.PICKED_LINEAR),
-    "attention": lambda step: (step.ATTEND,),
-    "norms, rotation, embedding": lambda step: (step.NORM, step.PICKED_NORM, step.ROTATE, step.EMBED),
+KINDS = {  # of what a forward does: the operations of ``engine.native.step``
+    "linears": ("LINEAR", "PICKED_LINEAR"),
+    "attention": ("ATTEND",),
+    "norms, rotation, embedding": ("NORM", "PICKED_NORM", "ROTATE", "EMBED"),
 }
 Job = dict[str, Any]
 Reply = dict[str, Any]
@@ -193,8 +193,9 @@ def _only(runner: ModelRunner, kind: str) -> Iterator[bool]:
     if not kind or whole is None:
         yield not kind
         return
-    native = whole._native
-    operations = [each for each in whole._operations_of(len(runner.model.model.layers)) if each.kind in KINDS[kind](native)]
+    native, layers = whole._native, len(runner.model.model.layers)
+    kinds = {getattr(native, name) for name in KINDS[kind]}
+    operations = [each for each in whole._operations_of(layers) if each.kind in kinds]
     setattr(whole, "_operations_of", lambda layers: (native.Operation * len(operations))(*operations))  # noqa: B010 - mypy: a method
     try:
         yield True

@@ -11,7 +11,7 @@ import pytest
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.goals import Speeds, goals, shown, summary
+from experiments.peers.goals import Speeds, goals, kinds_of_step, shown, summary
 from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, asked, turns_of
 from experiments.readme_tables import markdown
 from experiments.report_tables import peers
@@ -20,11 +20,11 @@ TOLD = {"weight_bytes": 50_000_000, "parameters": 110e6}
 
 
 def _turn(name: str, level: int, seconds: float, **more: Any) -> dict[str, Any]:
-    """Two answers of 101 tokens, ``seconds`` each after a tenth of a second to the first token; a roof of 10 GB/s."""
+    """Two answers of eleven tokens, ``seconds`` each after a tenth of a second to the first token; a roof of 10 GB/s."""
     return {
         "model": "m", "round": 0, "level": level, "part": 0, "contestant": name, "roof": [10.0, 10.0], "asks": ["a/1", "b/1"],
-        "prompt_tokens": [100, 100], "tokens": [101, 101], "first_s": [0.1, 0.1], "last_s": [0.1 + seconds] * 2,
-        "wall_s": seconds, "answers": ["x", "y"], **more,
+        "prompt_tokens": [100, 100], "tokens": [11, 11], "first_s": [0.1, 0.1], "last_s": [0.1 + seconds] * 2, "wall_s": seconds,
+        "answers": ["x", "y"], **more,
     }  # fmt: skip
 
 
@@ -35,8 +35,8 @@ def _once(name: str, **found: Any) -> dict[str, Any]:
 def test_goals_from_turns() -> None:
     turns = [
         _once("rows", ms={"1": 10.0, "8": 11.0}),
-        _turn("plain", 1, 1.0), _turn("vLLM", 1, 3.0), _turn("llama.cpp", 1, 2.0), _turn("auto", 1, 0.5, host_share=0.1),
-        _turn("trie", 1, 0.4), _turn("plain", 8, 2.0), _turn("vLLM", 8, 1.0), _turn("vLLM ngram", 8, 3.0), _turn("auto", 8, 1.0),
+        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("llama.cpp", 1, 0.2), _turn("auto", 1, 0.05, host_share=0.1),
+        _turn("trie", 1, 0.04), _turn("plain", 8, 0.2), _turn("vLLM", 8, 0.1), _turn("vLLM ngram", 8, 0.3), _turn("auto", 8, 0.1),
     ]  # fmt: skip
     speeds = Speeds(turns)
     rows = goals(speeds, TOLD, {"a/1": "a", "b/1": "b"}, {"llama q4_1": "no compiler"})
@@ -57,10 +57,10 @@ def test_goals_from_turns() -> None:
     assert shown(by_goal["plain at 1, times llama.cpp Q4_1"]).endswith("at least 1.2: no compiler")
     assert shown(by_goal["plain at 1, times vLLM"]) == "met      plain at 1, times vLLM: at least 2.5: 3 (3 to 3)"
     found = summary(speeds, ["plain", "vLLM", "auto"], [1, 8])
-    assert found["plain"]["1"]["decode_tokens_per_s"] == [100.0] and found["vLLM"]["8"]["all_tokens_per_s"] == [202.0]
+    assert found["plain"]["1"]["decode_tokens_per_s"] == [100.0] and found["vLLM"]["8"]["all_tokens_per_s"] == [220.0]
     assert found["auto"]["8"]["as_plain"] == found["auto"]["8"]["answers"] == 2
     table = markdown(peers({"models": {"m": {"speeds": found}}}))
-    assert "| Outrider, plain | 100 | 101 | n/a | 1000 |" in table and "llama" not in table
+    assert "| Outrider, plain | 100 | 110 | n/a | 1000 |" in table and "llama" not in table
 
 
 def test_a_ratio_is_taken_on_the_same_prompts() -> None:
@@ -71,12 +71,15 @@ def test_a_ratio_is_taken_on_the_same_prompts() -> None:
     assert Speeds([plain, half]).ratios("plain", "transformers", 1, "decode") == [pytest.approx(10.0)]
 
 
-def test_workloads_are_compared_where_the_memory_was_as_fast_and_answers_are_long() -> None:
-    slow, fast = _turn("auto", 1, 2.0), _turn("trie", 1, 1.0)
-    within = {"a/1"}
-    assert Speeds([slow, fast]).ratios("auto", "trie", 1, "decode", within) == [pytest.approx(0.5)]
-    assert Speeds([slow, fast | {"roof": [12.0, 12.0]}]).ratios("auto", "trie", 1, "decode", within) == []
-    assert Speeds([slow | {"tokens": [3, 101]}, fast | {"tokens": [3, 101]}]).ratios("auto", "trie", 1, "decode", within) == []
+def test_kinds_of_a_step_say_at_which_share_of_the_roof_weights_are_read() -> None:
+    kinds = {"linears": {"1": 6.25, "8": 7.0}, "attention": {"1": 0.5, "8": 0.75}}
+    lines = list(
+        kinds_of_step({"told": TOLD, "step": [{"kinds_ms": kinds, "roof_gb_s": 10.0}, {"kinds_ms": {}, "roof_gb_s": 10.0}]})
+    )
+    assert [line.strip() for line in lines] == [
+        "linears alone: 6.25 ms with 1 row, 7.00 ms with 8; 8.0 GB/s of weights, 80% of the roof",
+        "attention alone: 0.50 ms with 1 row, 0.75 ms with 8",
+    ]
 
 
 def test_turns_stand_side_by_side_and_change_their_order() -> None:
