@@ -50,6 +50,7 @@ from experiments.workloads import first_that_fit, read_workloads, run_engine
 
 DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
 DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
+CROWDS = (1, 8, 32)  # requests in a step
 NEXT_TURN = "Say that again in one sentence."
 _ids = count()
 _PEER_TURN = 16  # asks of a job for another system: answers are kept job by job
@@ -73,7 +74,7 @@ class Ask:
         return Request(f"{self.key}-{next(_ids)}", own, params, self.references, tenant="local", priority=priority)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """A way in which all asks, or those of the first record of each workload, are answered."""
 
@@ -89,19 +90,20 @@ class Case:
 
 def cases() -> list[Case]:
     """All of them, plain decoding at one request first: what the others are compared with."""
-    few = [Case(f"{name} at 8", name, 8, rows=96) for name in DRAFTING if name != "auto"]
+    alone = [Case("plain at 1", PLAIN, 1, every=True), Case("plain, second turn", PLAIN, 1, turn="cold")]
+    crowds = [Case(f"plain at {crowd}", PLAIN, crowd, every=True) for crowd in CROWDS[1:]]
+    return alone + crowds + [case for name in DRAFTING for case in _cases_of(name)]
+
+
+def _cases_of(strategy: str) -> list[Case]:
+    """Those of a strategy that drafts: ``auto`` as by default; crowds of others with few rows, so that prompts come in pieces."""
+    default = strategy == "auto"
+    rows = dict.fromkeys(CROWDS, Case.rows) if default else {1: 96, 8: 96, 32: 192}
     return [
-        Case("plain at 1", PLAIN, 1, every=True),
-        Case("auto at 1", "auto", 1, every=True),
-        Case("plain at 8", PLAIN, 8, every=True),
-        Case("auto at 8", "auto", 8, every=True),
-        Case("plain at 32", PLAIN, 32, every=True),
-        Case("auto at 32", "auto", 32, every=True),
-        *few,
-        Case("auto, preempted", "auto", 3, policy="priority"),
-        Case("plain, second turn", PLAIN, 1, turn="cold"),
-        Case("auto, second turn over KV of the first", "auto", 4, turn="warm"),
-        Case("auto, two ranks", "auto", 8, ranks=2),
+        *(Case(f"{strategy} at {crowd}", strategy, crowd, rows[crowd], every=default) for crowd in CROWDS),
+        Case(f"{strategy}, preempted", strategy, 3, policy="priority"),
+        Case(f"{strategy}, second turn over KV of the first", strategy, 4, turn="warm"),
+        Case(f"{strategy}, two ranks", strategy, 8, ranks=2),
     ]
 
 

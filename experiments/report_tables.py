@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,35 +101,27 @@ def rank_faults(results: Results) -> Table:
     return table_of("", titles, rows)
 
 
-_EXACT: dict[str, tuple[str, ...]] = {  # what a line says, and the cases that it counts; other strategies are those not named
-    "plain, 8 and 32 requests at once": ("plain at 8", "plain at 32"),
-    "`auto`, 1, 8 and 32 requests at once": ("auto at 1", "auto at 8", "auto at 32"),
-    "every other strategy, 8 requests at once, prompts in pieces": (),
-    "`auto` with preemption, on a second turn, on two ranks": (
-        "auto, preempted", "auto, second turn over KV of the first", "auto, two ranks",
-    ),
+_EXACT = {  # what a line says, and a pattern for each of its counts: of the names of the cases, but for the references
+    "plain, 8 and 32 requests at once": (r"plain at (8|32)",),
+    "`auto`, 1, 8 and 32 requests at once": (r"auto at \d+",),
+    "every other strategy, 1, 8 and 32 at once, prompts in pieces": (r"(?!auto|plain|vLLM|transformers).* at \d+",),
+    "every strategy preempted; on a second turn; on two ranks": (r".*, preempted", r".*, second turn over.*", r".*, two ranks"),
     "transformers: prompt lookup; padded batches of 8": ("transformers, prompt lookup", "transformers at 8"),
     "vLLM: n-gram drafts; 8 requests at once": ("vLLM, ngram", "vLLM at 8"),
-}  # fmt: skip
-_REFERENCES = ("plain at 1", "plain, second turn")
+}
 
 
 def exact_outputs(*results: Results) -> Table:
     """``experiments.exact_outputs``: answers that are plain decoding's of the same system at one request, model by model."""
-    named = {name for names in _EXACT.values() for name in names}
     rows = []
-    for title, names in _EXACT.items():
-        row = [Cell(title)]
+    for title, patterns in _EXACT.items():
+        cells = []
         for found in results:
             counted = [*found["cases"], *found["peers"]]
-            if names:
-                own = [[case for case in counted if case["case"] == name] for name in names]
-                parts = [own] if "auto" in title or "plain" in title else [[each] for each in own]
-            else:
-                parts = [[[case for case in counted if case["case"] not in named and case["case"] not in _REFERENCES]]]
-            row.append(Cell("; ".join(filter(None, (_equal([case for each in part for case in each]) for part in parts)))))
-        if any(cell.text for cell in row[1:]):  # of what was asked
-            rows.append(row)
+            parts = [[case for case in counted if re.fullmatch(pattern, case["case"])] for pattern in patterns]
+            cells.append(Cell("; ".join(filter(None, map(_equal, parts)))))
+        if any(cell.text for cell in cells):  # of what was asked
+            rows.append([Cell(title), *cells])
     return table_of("", ("", *(found["model"] for found in results)), rows)
 
 
