@@ -14,7 +14,7 @@ from decoding.step_price import fill_counts, price_rows, seconds_of
 from decoding.tree import Int32Array
 
 _START_STEPS, _DECAY = 10.0, 0.998  # steps that the first guess counts for, and how fast old steps are forgotten
-_PROBES = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])  # drafted rows at which the least price of a row is looked for
+_PRICED_ROWS = 64  # rows of a request behind which further ones cost no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ class Pricing:
         """
         self._curve, self._ranks = curve, 1
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
-        self._load, self._decoding, self._decode_s, self._row_s = StepLoad(1, 1, 0), 1, 0.0, 0.0
+        self._load, self._decoding, self._decode_s = StepLoad(1, 1, 0), 1, 0.0
+        self._prices = np.zeros(_PRICED_ROWS)  # see ``price_rows``
         self._now: TokenTime | None = None  # of the planned step
         self.level = 1  # powers of two below the requests in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
 
@@ -148,12 +149,14 @@ class Pricing:
         """The step that the next calls are about."""
         self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
         self.level = max(1, load.sequences).bit_length()
-        seconds, self._row_s = price_rows(self._curve.parts(load), load.rows, _PROBES, self._ranks)
-        self._decode_s = self._own(seconds)
+        self._decode_s = self._own(price_rows(self._curve.parts(load), load.rows, self._ranks, self._prices))
 
-    def least_chance(self) -> float:
-        """Rows below that chance do not pay in the planned step, however many there are."""
-        return self._row_s / self._time().seconds
+    def least_chances(self) -> Float64Array:
+        """[n] non-decreasing: a row of a request that stands behind so many others of it does not pay below that chance.
+
+        Those further behind pay no less than the last one's.
+        """
+        return self._prices / self._time().seconds
 
     def rows_to_draft(
         self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int

@@ -124,7 +124,9 @@ PlainRanked = tuple[Int32Array, Int32Array, Int32Array]
 # ones weigh like the last; the factor on occurrences that are not in the request's own texts; the most occurrences to gather from
 # each log by 1-, 2-, 4-grams, and for each node below the root, [4].
 Measures = tuple[Float64Array, Float64Array, float, Int64Array]
-Limits = tuple[int, int, float]  # the most rows below the root and edges from it, and the least chance of a row
+# The most rows below the root and edges from it, and [n] non-decreasing the least chance of a row behind so many others; further
+# behind it is the last one's.
+Limits = tuple[int, int, Float64Array]
 LogTokens = tuple[Int32Array, Int32Array, Int32Array]  # of the three logs
 
 
@@ -296,10 +298,10 @@ def grow(
     """
     ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-    log_tokens, (budget, max_depth, least_chance), caps = (logs[0][0][0], logs[1][0][0], logs[2][0][0]), limits, measures[3]
+    log_tokens, (budget, max_depth, least_chances), caps = (logs[0][0][0], logs[1][0][0], logs[2][0][0]), limits, measures[3]
     first, used = open_root(logs, context, caps, pool)
     count = size = grown = depth = row = 0
-    chance, token = 1.0, context[-1]
+    chance, token, least_chance = 1.0, context[-1], least_chances[0]
     tokens[0], parents[0], kinds[0], features[0], depths[0] = token, -1, NUM_KINDS, 0, 0
     while True:
         if depth < max_depth:
@@ -312,8 +314,11 @@ def grow(
             return grown
         size = pop(pool.heap, size, pool.chances)
         best = pool.heap[size]
+        if pool.chances[best] < least_chance:
+            return grown
         row_chances[grown] = pool.chances[best]
         grown += 1
+        least_chance = least_chances[min(grown, len(least_chances) - 1)]
         tokens[grown], parents[grown], kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
         features[grown], depths[grown] = pool.features[best], pool.depths[best]
         parent = tokens[pool.parents[best]]

@@ -17,6 +17,8 @@ import torch
 from decoding.jit import NATIVE, compiled
 from decoding.tree import Int32Array
 
+SignedArray = npt.NDArray[np.signedinteger]
+
 _BLOCK = 128  # numbers whose largest is found before any is looked at alone
 # By type of the logits: in the integer type of the same size, zero and the bits of negative infinity; all bits but the sign.
 _KINDS: dict[torch.dtype, tuple[Any, Any, int]] = {
@@ -43,40 +45,42 @@ if NATIVE:
 
 
 @compiled
-def _fill_highest(row: npt.NDArray[np.signedinteger], highest: npt.NDArray[np.signedinteger]) -> None:
-    """Fills ``highest`` with the largest integer of each whole block: a loop of the kind that compilers spread over lanes."""
-    for block in range(len(highest)):
+def _fill_highest(
+    row: SignedArray, zero: np.signedinteger, infinity: np.signedinteger, highest: SignedArray
+) -> np.signedinteger:  # fmt: skip
+    """Fills ``highest`` with the largest integer of each block, the last of which may be shorter.
+
+    ``zero`` and ``infinity``, the bits of the negative one, are of the type of ``row``: loops of a fixed length over one type are
+    spread over lanes. Returned is ``infinity``, or what is above it among the bits of negative numbers: that is not a number.
+    """
+    strange, whole = infinity, len(row) // _BLOCK
+    for block in range(whole):
         best = row[block * _BLOCK]
         for at in range(_BLOCK):
             number = row[block * _BLOCK + at]
             if number > best:
                 best = number
         highest[block] = best
-
-
-@compiled
-def _first_largest(
-    row: npt.NDArray[np.signedinteger], zero: np.signedinteger, infinity: np.signedinteger, sign: int,
-    highest: npt.NDArray[np.signedinteger],
-) -> int:  # fmt: skip
-    """As numpy's argmax of the numbers: the first of equals, and before all others what is not a number.
-
-    ``zero`` and ``infinity``, the bits of the negative one, are of the type of ``row``: a loop over one type is spread over
-    lanes.
-    """
-    strange = infinity  # bits of negative non-numbers are above it, and below zero
+    if whole < len(highest):
+        highest[whole] = row[whole * _BLOCK :].max()
     for at in range(len(row)):
         number = row[at] if row[at] < zero else infinity
         if number > strange:
             strange = number
-    _fill_highest(row, highest)
-    best, first = row[len(highest) * _BLOCK :].max() if len(row) % _BLOCK else zero, len(highest)
-    for block in range(len(highest) - 1, -1, -1):
-        if highest[block] >= best:
-            best, first = highest[block], block
-    if 0 < best <= infinity & sign and strange == infinity:
+    return strange
+
+
+@compiled
+def _first_largest(
+    row: SignedArray, zero: np.signedinteger, infinity: np.signedinteger, sign: int,
+    highest: SignedArray,
+) -> int:  # fmt: skip
+    """As numpy's argmax of the numbers: the first of equals, and before all others what is not a number. Fills ``highest``."""
+    strange = _fill_highest(row, zero, infinity, highest)
+    first = highest.argmax()
+    if 0 < highest[first] <= infinity & sign and strange == infinity:
         for at in range(first * _BLOCK, len(row)):
-            if row[at] == best:
+            if row[at] == highest[first]:
                 return at
     found, largest = 0, np.int64(-sign - 1)
     for at in range(len(row)):
@@ -91,23 +95,39 @@ def _first_largest(
 
 @compiled
 def _fill_first_largest(
-    address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int, best: Int32Array
-) -> None:
-    """Fills [n] ``best`` for n rows, which lie ``stride`` numbers apart from ``address`` on."""
+    address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int, best: Int32Array,
+    highest: SignedArray,
+) -> None:  # fmt: skip
+    """Fills [n] ``best`` and [n, blocks] ``highest`` for n rows, which lie ``stride`` numbers apart from ``address`` on."""
     numbers = carray(pointer(address, zero), (len(best) - 1) * stride + vocab)
-    highest = np.empty(vocab // _BLOCK, numbers.dtype)
     for row in range(len(best)):
-        best[row] = _first_largest(numbers[row * stride : row * stride + vocab], zero, infinity, sign, highest)
+        best[row] = _first_largest(numbers[row * stride : row * stride + vocab], zero, infinity, sign, highest[row])
 
 
 @compiled
-def _rank(row: npt.NDArray[np.signedinteger], sign: int, highest: npt.NDArray[np.signedinteger], best: Int32Array) -> None:
+def _least_of(highest: SignedArray, k: int) -> int:
+    """The k-th largest of the blocks': no number below it is among the k largest. Where so many are not known: -1."""
+    kept, count = np.empty(k, np.int64), 0
+    for block in range(len(highest)):
+        number = np.int64(highest[block])
+        if number < 0 or (count == k and number <= kept[k - 1]):
+            continue
+        place = count if count < k else k - 1
+        while place > 0 and kept[place - 1] < number:
+            kept[place] = kept[place - 1]
+            place -= 1
+        kept[place] = number
+        count = min(count + 1, k)
+    return int(kept[k - 1]) if count == k else -1
+
+
+@compiled
+def _rank(row: SignedArray, sign: int, highest: SignedArray, best: Int32Array) -> None:
     """Fills [k] ``best`` with the places of the largest numbers of a row, the largest and of equals the first one first."""
-    k, count = len(best), 0
+    k, count, least = len(best), 0, _least_of(highest, len(best))
     keys = np.empty(k, np.int64)
-    _fill_highest(row, highest)
-    for block in range(len(highest) + 1):  # the last one is what is left
-        if count == k and block < len(highest) and 0 <= highest[block] <= keys[k - 1]:
+    for block in range(len(highest)):
+        if least > 0 and highest[block] < least:
             continue
         for at in range(block * _BLOCK, min((block + 1) * _BLOCK, len(row))):
             key = np.int64(row[at])
@@ -125,21 +145,37 @@ def _rank(row: npt.NDArray[np.signedinteger], sign: int, highest: npt.NDArray[np
 
 @compiled
 def _fill_ranks(
-    address: int, zero: np.signedinteger, sign: int, stride: int, vocab: int, rows: npt.NDArray[np.int64], best: Int32Array
-) -> None:
-    """Fills [n, k] ``best`` for [n] ``rows`` of those that lie ``stride`` numbers apart from ``address`` on."""
+    address: int, zero: np.signedinteger, infinity: np.signedinteger, sign: int, stride: int, vocab: int,
+    rows: npt.NDArray[np.int64], best: Int32Array, known: bool, highest: SignedArray,
+) -> None:  # fmt: skip
+    """Fills [n, k] ``best`` for [n] ``rows`` of those that lie ``stride`` numbers apart from ``address`` on.
+
+    [m, blocks] ``highest`` are of all rows where they are known, otherwise it has room for those of one.
+    """
     numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
-    highest: Any = np.empty(vocab // _BLOCK, numbers.dtype)
     for one in range(len(rows)):
-        start = rows[one] * stride
-        _rank(numbers[start : start + vocab], sign, highest, best[one])
+        row = numbers[rows[one] * stride : rows[one] * stride + vocab]
+        if not known:
+            _fill_highest(row, zero, infinity, highest[0])
+        _rank(row, sign, highest[rows[one] if known else 0], best[one])
 
 
-def argmax_rows(logits: torch.Tensor) -> Int32Array:
+def blocks_of(logits: torch.Tensor) -> SignedArray | None:
+    """[n, blocks] room for what ``argmax_rows`` finds on its way and ``top_rows`` looks for again; None where they need none."""
+    kind = _kind(logits)
+    return None if kind is None else _room(kind, *logits.shape)
+
+
+def _room(kind: tuple[Any, Any, int], rows: int, vocab: int) -> SignedArray:
+    return np.empty((rows, -(-vocab // _BLOCK)), type(kind[0]))
+
+
+def argmax_rows(logits: torch.Tensor, highest: SignedArray | None = None) -> Int32Array:
     """The most likely token of each row, the lowest id among equals.
 
     Args:
         logits: [n, vocab] floating point, on any device.
+        highest: ``blocks_of`` them, to be filled.
 
     Returns:
         [n] int32.
@@ -150,19 +186,21 @@ def argmax_rows(logits: torch.Tensor) -> Int32Array:
     elif (kind := _kind(logits)) is not None and logits.shape[0]:
         count, vocab = logits.shape
         best = np.empty(count, np.int32)
-        _fill_first_largest(logits.data_ptr(), *kind, logits.stride()[0], vocab, best)
+        room = _room(kind, count, vocab) if highest is None else highest
+        _fill_first_largest(logits.data_ptr(), *kind, logits.stride()[0], vocab, best, room)
     else:  # torch's own argmax is many times slower than numpy's, above all in bfloat16
         best = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy().argmax(-1).astype(np.int32)
     return best
 
 
-def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int) -> Int32Array:
+def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
     """The k most likely tokens of some rows.
 
     Args:
         logits: [m, vocab] floating point, on any device.
         rows: [n] of them.
         k: at most ``vocab``.
+        highest: of all rows, as ``argmax_rows`` has filled it; found again when absent.
 
     Returns:
         [n, k] int32, the most likely first. On a CPU, where numba is installed and the logits are no wider than float32, of equal
@@ -175,9 +213,10 @@ def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int) -> Int32Array:
     if kind is None:
         best = logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
         return best
-    vocab, (zero, _, sign) = logits.shape[1], kind
+    vocab, known = logits.shape[1], highest is not None
     assert k <= vocab and max(rows) < logits.shape[0] and min(rows) >= 0, (k, vocab, rows, logits.shape)
-    _fill_ranks(logits.data_ptr(), zero, sign, logits.stride()[0], vocab, np.array(rows, np.int64), best)
+    room = _room(kind, 1, vocab) if highest is None else highest
+    _fill_ranks(logits.data_ptr(), *kind, logits.stride()[0], vocab, np.array(rows, np.int64), best, known, room)
     return best
 
 
@@ -189,5 +228,6 @@ def _kind(logits: torch.Tensor) -> tuple[Any, Any, int] | None:
 def compile_ranking(dtype: torch.dtype) -> None:
     """Calls what looks at numbers of a type once, so that no request waits for the compiler."""
     logits = torch.zeros(1, 2, dtype=dtype)
-    argmax_rows(logits)
-    top_rows(logits, [0], 1)
+    highest = blocks_of(logits)
+    argmax_rows(logits, highest)
+    top_rows(logits, [0], 1, highest)

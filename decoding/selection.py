@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from decoding.budget import BudgetCounts, Pricing
+from decoding.candidates import Float64Array
 from decoding.expansion import Rows
 from decoding.latency import LatencyCurve, StepLoad
 from decoding.pause import EXPLORED_ROWS, Explorer, Pause
@@ -13,15 +16,16 @@ _NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
 _ASKING_GAIN = 0.05  # how fast the seconds of asking follow the latest
 _EASED = 0.75  # the load has fallen when no more than that share of the requests is left
 
-# Grows the rows of a request, by its place, that have at least a chance; without one all that a drafter looks at.
-Grow = Callable[[int, float], Rows]
-_NO_ROWS = Rows.empty(0)
+# Grows the rows of a request, by its place, that have at least the chance of their place among them: [n], see
+# ``Pricing.least_chances``.
+Grow = Callable[[int, Float64Array], Rows]
+_NO_ROWS, ANY_CHANCE = Rows.empty(0), np.zeros(1)
 
 
 class Selection:
     """Which rows of which requests a step drafts: those that pay by their chances and the device's latency curve.
 
-    Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chance``),
+    Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chances``),
     requests whose rows save less than asking costs are asked less often (``Pause``), and now and then one drafts without a
     prospect (``Explorer``). When the number of requests falls by a quarter, all are asked again at once.
     """
@@ -62,9 +66,10 @@ class Selection:
         self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
         if not asked:
             return rows
-        self._least_chance = self._pricing.least_chance()
-        least = _NEAR * self._least_chance
-        grown = [grow(at, 0.0 if at == explored else least) for at in asked]
+        least = self._pricing.least_chances()
+        self._least_chance = float(least[0])
+        least *= _NEAR
+        grown = [grow(at, ANY_CHANCE if at == explored else least) for at in asked]
         depths = [one.depths[1:] for one in grown] if self._ranks > 1 else ()
         self._requests_asked += len(asked)
         counts, saved = self._pricing.rows_to_draft([one.chances for one in grown], depths, accepted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,17 +37,31 @@ def seconds_of(rows: float, curve: CurveParts) -> float:
 
 
 @compiled
-def price_rows(curve: CurveParts, base: int, probes: Float64Array, ranks: int) -> tuple[float, float]:
-    """Seconds of a step that drafts nothing, and the least that a drafted row adds where as many as any probe are.
+def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -> float:
+    """Seconds of a step that drafts nothing; fills in what further rows cost at least.
 
     Args:
         base: rows that the step computes anyway.
-        probes: drafted rows, shared by ``ranks``.
+        ranks: that share the drafted rows. What a later row costs then depends on the tree, and the first one's price stands.
+        prices: [n] out, non-decreasing: the least seconds that a row adds before which that many or more are drafted, on average
+            with any number of rows behind it.
     """
-    first, least = seconds_of(float(base), curve), math.inf
-    for probe in probes:
-        least = min(least, (seconds_of(probe / ranks + base, curve) - first) / probe)
-    return first, least
+    at, _, slope, _, row_s, _ = curve
+    seconds = np.empty(len(at))
+    for knot in range(len(at)):
+        seconds[knot] = seconds_of(at[knot], curve)
+    least = (slope + row_s) / ranks
+    for drafted in range(0 if ranks > 1 else len(prices) - 1, -1, -1):
+        here = seconds_of(float(drafted + base), curve)
+        for knot in range(len(at) - 1, -1, -1):  # between these the time is linear in the rows
+            further = (at[knot] - base) * ranks - drafted
+            if further <= 0:
+                break
+            least = min(least, (seconds[knot] - here) / further)
+        prices[drafted] = least
+    if ranks > 1:
+        prices[:] = prices[0]
+    return seconds_of(float(base), curve)
 
 
 @compiled

@@ -12,7 +12,7 @@ from decoding.drafters.base import TargetRows
 from decoding.logit_rows import HostRows, LogitRows
 from decoding.nucleus import compile_nucleus
 from decoding.penalties import LogitRules
-from decoding.ranking import argmax_rows, compile_ranking
+from decoding.ranking import argmax_rows, blocks_of, compile_ranking
 from decoding.request import Acceptance, Request, TokenLogprob
 from decoding.row_draw import compile_draws
 from decoding.rules import Rule
@@ -223,7 +223,8 @@ class LocalExecutor:
             logits = both[:wanted]
         else:
             logits = self.runner.forward(batch)
-        greedy, roots = argmax_rows(logits), _roots(works, batch.logit_starts, logits)
+        highest = blocks_of(logits)
+        greedy, roots = argmax_rows(logits, highest), _roots(works, batch.logit_starts, logits)
         outcomes: list[Outcome | None] = []
         for work, segment, first in zip(works, batch.segments, batch.logit_starts, strict=True):
             # Not beyond ``end``: what is accepted here may not be what a group of ranks commits.
@@ -232,7 +233,7 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first)
+            target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first, highest)
             outcome = self._verifier.verify(work, target, roots.get(first))
             if outcome.acceptance.rows:  # entries behind ``end - 1``: the root's, then the tree's rows in order
                 self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))

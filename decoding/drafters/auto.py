@@ -8,6 +8,7 @@ import numpy as np
 
 from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables
 from decoding.budget import BudgetCounts
+from decoding.candidates import Float64Array
 from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
 from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
@@ -16,7 +17,7 @@ from decoding.history import Histories, History
 from decoding.latency import StepLoad
 from decoding.pause import Pause
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.selection import Selection
+from decoding.selection import ANY_CHANCE, Selection
 from decoding.successors import LearningSteps, SuccessorTables
 from decoding.token_log import TokenLog, compile_log
 from decoding.tree import DraftTree, Int32Array
@@ -171,8 +172,8 @@ class AutoDrafter(Drafter):
         count = self._proposed = len(requests)
         states = [self._state(request) for request in requests]
 
-        def grown(at: int, least_chance: float = 0.0) -> Rows:
-            return self._grow(requests[at], states[at], budgets[at], max(least_chance, self._least_chance))
+        def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> Rows:
+            return self._grow(requests[at], states[at], budgets[at], np.maximum(least_chances, self._least_chance))
 
         if self._selection is None or not requests:
             rows = [grown(at) for at in range(count)]
@@ -192,7 +193,7 @@ class AutoDrafter(Drafter):
         if self._selection is not None:
             self._selection.timed(seconds)
 
-    def _grow(self, request: Request, state: _RequestState, budget: int, least_chance: float) -> Rows:
+    def _grow(self, request: Request, state: _RequestState, budget: int, least_chances: Float64Array) -> Rows:
         history = state.history
         state.log.extend(0, request.tokens[state.logged :])
         state.logged = request.num_tokens
@@ -216,7 +217,7 @@ class AutoDrafter(Drafter):
         ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
         logs = state.log.without(-1), tenant.without(owner), public.without(-1)
         measures = chances, self._weights, _HISTORY_WEIGHT, self._caps
-        limits = budget, min(self._max_depth, request.remaining - 1), least_chance
+        limits = budget, min(self._max_depth, request.remaining - 1), least_chances
         count = grow(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
         )  # fmt: skip

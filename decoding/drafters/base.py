@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch  # only where there are logits: a strategy's options are checked without it
 
     from decoding.draft_model import DraftModel
+    from decoding.ranking import SignedArray
     from decoding.rules import Rule
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
@@ -47,9 +48,16 @@ def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> 
 class TargetRows:
     """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
 
-    __slots__ = ("_first", "_logits", "_ranked", "ids")
+    __slots__ = ("_first", "_highest", "_logits", "_ranked", "ids")
 
-    def __init__(self, ids: Int32Array, logits: torch.Tensor | None, ranked: Int32Array | None = None, first: int = 0) -> None:
+    def __init__(
+        self,
+        ids: Int32Array,
+        logits: torch.Tensor | None,
+        ranked: Int32Array | None = None,
+        first: int = 0,
+        highest: SignedArray | None = None,
+    ) -> None:
         """
         Args:
             ids: [n] the most likely token after each row, window rows included, whether the request is greedy or sampled. In a
@@ -59,10 +67,11 @@ class TargetRows:
             ranked: [n, k] the k most likely tokens after each of the same rows, the most likely first, where the ranks that
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
+            highest: of all logits, as ``decoding.ranking.argmax_rows`` fills it, where they were ranked with it.
         """
         assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
-        self.ids, self._logits, self._ranked, self._first = ids, logits, ranked, first
+        self.ids, self._logits, self._ranked, self._first, self._highest = ids, logits, ranked, first, highest
 
     @property
     def logits(self) -> torch.Tensor:
@@ -89,7 +98,7 @@ class TargetRows:
             return self._ranked[list(rows), :k]
         from decoding.ranking import top_rows  # needs torch, which is there where logits are
 
-        return top_rows(self._logits, [self._first + row for row in rows], k)
+        return top_rows(self._logits, [self._first + row for row in rows], k, self._highest)
 
 
 class Target(Protocol):

@@ -199,7 +199,7 @@ def test_long_contexts_are_not_one_prefills() -> None:
         pricing.rows_to_draft([np.empty(0)] * 15, [np.empty(0, np.int32)] * 15, 0)
         for _ in range(15):
             pricing.emitted(1)
-    assert pricing.least_chance() == pytest.approx(1.0, abs=0.05)
+    assert pricing.least_chances()[0] == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_token_has_one_price_beside_a_prefill_and_without() -> None:
@@ -212,9 +212,9 @@ def test_a_token_has_one_price_beside_a_prefill_and_without() -> None:
         for _ in range(decoding):
             pricing.emitted(1)
     pricing.plan(StepLoad(4, 103, 0, 100))
-    beside = pricing.least_chance()
+    beside = pricing.least_chances()[0]
     pricing.plan(StepLoad(4, 4, 0))
-    assert pricing.least_chance() == pytest.approx(beside) and 0.3 < beside < 0.7
+    assert pricing.least_chances()[0] == pytest.approx(beside) and 0.3 < beside < 0.7
 
 
 def test_rows_below_the_least_chance_never_pay() -> None:
@@ -222,12 +222,32 @@ def test_rows_below_the_least_chance_never_pay() -> None:
     for requests in (1, 2, 8, 30):
         pricing = Pricing(device)
         planned(pricing, requests)
-        least = pricing.least_chance()
+        least = pricing.least_chances()[0]
         load = StepLoad(requests, requests, 0)
         token_s = float(device.seconds(np.array([float(requests)]), load)[0]) / requests
         for chance, pays in ((least * 0.99, False), (least * 1.01, True)):
             counts, _ = rows_to_draft(device, load, [np.full(16, min(chance, 1.0))], token_s)
             assert bool(counts[0]) == (pays and chance <= 1.0)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_rows_that_are_not_grown_would_not_have_paid(requests: int) -> None:
+    """Each tree ends where a row has less than the chance of its place: what is drafted is the same as of whole trees."""
+    rng = np.random.default_rng(requests)
+    ended = 0
+    for _ in range(300):
+        device = curve([1, 2, 4, 8, 16, 32, 64, 256], np.cumsum(rng.exponential([5, 0.1, 0.2, 0.5, 1, 2, 4, 20])).tolist())
+        pricing = Pricing(device)
+        load = StepLoad(requests, requests, 0)
+        pricing.plan(load)
+        least = pricing.least_chances()
+        assert (np.diff(least) >= 0).all()
+        whole = [np.sort(rng.random(64) ** rng.integers(1, 6))[::-1].copy() for _ in range(requests)]
+        grown = [chances[: np.argmax(np.append(chances < least, True))] for chances in whole]
+        ended += sum(map(len, whole)) - sum(map(len, grown))
+        token_s = float(device.seconds(np.array([float(requests)]), load)[0]) / requests
+        assert rows_to_draft(device, load, grown, token_s) == rows_to_draft(device, load, whole, token_s)
+    assert ended > 300
 
 
 def test_what_rows_are_expected_to_save() -> None:

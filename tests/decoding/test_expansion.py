@@ -122,7 +122,7 @@ def grown(
     ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
     count = grow(
         (own.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32), ranked[:],
-        (table() if chances is None else chances, WEIGHTS, history, caps), (budget, max_depth, least),
+        (table() if chances is None else chances, WEIGHTS, history, caps), (budget, max_depth, np.array([least])),
         (pool or Pool.empty())[:], rows.numbers, rows.chances,
     )  # fmt: skip
     assert 0 <= count <= budget
@@ -342,7 +342,7 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     context = np.array(text[-33:-2], np.int32)
     measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.full(4, 5000, np.int64)
     logs = own.without(-1), shared.without(-1), own.without(-1)
-    count = grow(logs, context, ranked[:], measures, (2000, 8, 1e-4), Pool.empty()[:], rows.numbers, rows.chances)
+    count = grow(logs, context, ranked[:], measures, (2000, 8, np.array([1e-4])), Pool.empty()[:], rows.numbers, rows.chances)
     assert count == 2000
     tokens, parents, *_ = rows.numbers[:, 1:].tolist()
     assert len(set(zip(parents, tokens, strict=True))) == 2000

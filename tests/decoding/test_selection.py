@@ -21,7 +21,8 @@ class Requests:
         self.asked: list[tuple[int, float]] = []
         self.selection = Selection(DEVICE)
 
-    def grow(self, at: int, least_chance: float) -> Rows:
+    def grow(self, at: int, least_chances: np.ndarray) -> Rows:
+        least_chance = float(least_chances[0])
         self.asked.append((at, least_chance))
         rows = Rows.empty(8)
         rows.chances[:], rows.depths[:] = self.chances[at], np.arange(9)
