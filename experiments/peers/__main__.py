@@ -217,7 +217,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and output together; default: 4096")
     parser.add_argument("--threads", type=int, default=2, help="of each contestant; default: 2")
     parser.add_argument("--levels", type=int, nargs="+", default=list(LEVELS), choices=LEVELS, help="requests at once")
-    parser.add_argument("--together", type=int, default=11, help="prompts of a turn with one request at a time; default: 11")
+    parser.add_argument("--together", type=int, default=4, help="prompts of a turn with one request at a time; default: 4")
     parser.add_argument("--contestants", nargs="+", choices=names, default=[], metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, instead of one that is made")

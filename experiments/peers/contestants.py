@@ -44,6 +44,7 @@ class Contestant:
 CONTESTANTS = (
     Contestant("plain", "ours", "plain", (1, 8, 32)),
     Contestant("auto", "ours", "auto", (1, 8, 32)),
+    *(Contestant(name, "ours", name, (1,), share=2) for name in SINGLE),
     Contestant("vLLM", "vllm", "vllm", (1, 8, 32)),
     Contestant("vLLM ngram", "vllm ngram", "vllm", (1, 8, 32)),
     Contestant("vLLM suffix", "vllm suffix", "vllm", (1, 8, 32)),
@@ -53,7 +54,6 @@ CONTESTANTS = (
     Contestant("transformers", "transformers", "greedy", (1,), share=4),
     Contestant("transformers lookup", "transformers", "lookup", (1,), share=4),
     Contestant("transformers batching", "transformers", "batching", (8, 32)),
-    *(Contestant(name, "ours", name, (1,), share=2) for name in SINGLE),
 )
 
 
