@@ -86,7 +86,9 @@ README: dict[str, Source] = {
             columns=("speed", "decode", "tokens per step", "identical"),
         ),
     ),
-    "exact-outputs": Source(("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-3.json"), exact_outputs),
+    "exact-outputs": Source(
+        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-3.json"), exact_outputs
+    ),
     "peers": Source(("2026-11-23-peers.json",), peers),
     "load": Source(("2026-11-22-bench-load.json",), load),
     "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),

@@ -112,17 +112,23 @@ _EXACT = {  # what a line says, and a pattern for each of its counts: of the nam
 
 
 def exact_outputs(*results: Results) -> Table:
-    """``experiments.exact_outputs``: answers that are plain decoding's of the same system at one request, model by model."""
+    """``experiments.exact_outputs``: answers that are plain decoding's of the same system at one request, model by model.
+
+    Of a model with several records a case counts as the last one that has it found it.
+    """
+    by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for found in results:
+        cases = {case["case"]: case for case in (*found["cases"], *found["peers"])}
+        by_model[found["model"]] = by_model.get(found["model"], {}) | cases
     rows = []
     for title, patterns in _EXACT.items():
         cells = []
-        for found in results:
-            counted = [*found["cases"], *found["peers"]]
-            parts = [[case for case in counted if re.fullmatch(pattern, case["case"])] for pattern in patterns]
+        for counted in by_model.values():
+            parts = [[case for name, case in counted.items() if re.fullmatch(pattern, name)] for pattern in patterns]
             cells.append(Cell("; ".join(filter(None, map(_equal, parts)))))
         if any(cell.text for cell in cells):  # of what was asked
             rows.append([Cell(title), *cells])
-    return table_of("", ("", *(found["model"] for found in results)), rows)
+    return table_of("", ("", *by_model), rows)
 
 
 _PEERS = {

@@ -1,4 +1,8 @@
-"""Over HTTP: other people's load tools, ``vllm bench serve`` and aiperf, drive our server and vLLM's, one server at a time."""
+"""Over HTTP: other people's load tools, ``vllm bench serve`` and aiperf, drive our server and vLLM's, one server at a time.
+
+Every turn comes with an API key of a tenant of its own: all turns ask the same prompts, and none may draft from what another was
+answered.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cache_service.namespace import hash_key
 from experiments.exact_outputs import model_folder
 from experiments.peers.contestants import free_port, started, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
@@ -79,11 +84,12 @@ def _turn(
 ) -> None:  # fmt: skip
     tool, clients = turn["tool"], turn["level"]
     say(f"{turn['model']}, round {turn['round'] + 1}: {tool} at {turn['contestant']}, {clients} at once")
+    key = _key(tool, clients)
     count = max(clients, args.requests if clients > 1 else args.requests // 4, 1)
     run: Callable[..., dict[str, Any]] = _vllm_bench if tool == TOOLS[0] else _aiperf
     before = roof.read()
     try:
-        found = run(made, url, model, files[tool], clients, count, args.max_tokens)
+        found = run(made, url, key, model, files[tool], clients, count, args.max_tokens)
     except MissingPeerError as error:
         missing[tool] = str(error)
         say(f"n/a: {error}")
@@ -118,6 +124,8 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
             f"model.max_model_len={args.context}", f"model.served_name={_NAME}", f"engine.max_running={running}",
             "engine.prefix_caching=false",
         ]  # fmt: skip
+        for key in (_key(tool, clients) for tool in TOOLS for clients in args.clients):
+            settings.append(f'tenancy.tenants.{key}.keys=["{hash_key(key)}"]')
         with served(str(model), settings) as ours:
             yield ours.url
         return
@@ -131,7 +139,14 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
         yield f"http://127.0.0.1:{port}"
 
 
-def _vllm_bench(made: Environments, url: str, model: Path, prompts: Path, clients: int, count: int, most: int) -> dict[str, Any]:
+def _key(tool: str, clients: int) -> str:
+    """The API key of a turn, of its tenant as well."""
+    return f"{tool.replace(' ', '-')}-{clients}"
+
+
+def _vllm_bench(
+    made: Environments, url: str, key: str, model: Path, prompts: Path, clients: int, count: int, most: int
+) -> dict[str, Any]:
     python, extras = made.vllm(), made.vllm_extras()
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -141,7 +156,7 @@ def _vllm_bench(made: Environments, url: str, model: Path, prompts: Path, client
             "--num-prompts", str(count), "--max-concurrency", str(clients), "--temperature", "0", "--save-result", "--result-dir",
             folder, "--result-filename", "found.json", "--percentile-metrics", "ttft,tpot", "--disable-tqdm",
         ]  # fmt: skip
-        _run("vllm bench serve", command, vllm_environment() | {"PYTHONPATH": str(extras)})
+        _run("vllm bench serve", command, vllm_environment() | {"PYTHONPATH": str(extras), "OPENAI_API_KEY": key})
         found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
     if found["completed"] < count:
         raise MissingPeerError(f"vllm bench serve: {count - found['completed']} of {count} requests failed")
@@ -153,14 +168,17 @@ def _vllm_bench(made: Environments, url: str, model: Path, prompts: Path, client
     }
 
 
-def _aiperf(made: Environments, url: str, model: Path, prompts: Path, clients: int, count: int, most: int) -> dict[str, Any]:
+def _aiperf(
+    made: Environments, url: str, key: str, model: Path, prompts: Path, clients: int, count: int, most: int
+) -> dict[str, Any]:
     program = made.aiperf().parent / "aiperf"
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            str(program), "profile", "--model", _NAME, "--url", url, "--endpoint-type", "chat", "--streaming", "--tokenizer",
-            str(model), "--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--concurrency", str(clients),
-            "--request-count", str(count), "--extra-inputs", f"max_completion_tokens:{most}", "--extra-inputs", "temperature:0",
-            "--artifact-dir", folder, "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics", "--workers-max", "1",
+            str(program), "profile", "--model", _NAME, "--url", url, "--api-key", key, "--endpoint-type", "chat", "--streaming",
+            "--tokenizer", str(model), "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
+            "--concurrency", str(clients), "--request-count", str(count), "--extra-inputs", f"max_completion_tokens:{most}",
+            "--extra-inputs", "temperature:0", "--artifact-dir", folder, "--ui", "none", "--no-gpu-telemetry",
+            "--no-server-metrics", "--workers-max", "1",
         ]  # fmt: skip
         _run("aiperf", command, {})
         found = json.loads(next(Path(folder).rglob("profile_export_aiperf.json")).read_text(encoding="utf-8"))
