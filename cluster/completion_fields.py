@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cluster.strict import Strict, Text, unsupported
 from cluster.structured import StructuredFields
-from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 
 MAX_STOPS = 4  # as OpenAI
 MAX_CHOICES = 128  # of one request: its prompts, times n
@@ -20,7 +20,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Filled = Annotated[str, Field(min_length=1)]
-StopInput = Filled | Annotated[list[Filled], Field(max_length=MAX_STOPS)] | None
+StopString = Annotated[Filled, Field(max_length=MAX_STOP_CHARS)]
+StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 CacheChoice = Literal["tenant", "private", "off"]
 
 
@@ -97,6 +98,8 @@ class CompletionFields(StructuredFields):
             return None
         if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
+        if max(map(len, texts), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"must be at most {MAX_STOP_CHARS} characters long, each string of a list too")
         return texts
 
     @model_validator(mode="after")

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from decoding.grammar import Grammar
-from decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
 from decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
 from decoding.tree import Int32Array
 
 __all__ = [
-    "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "PLAIN", "Acceptance", "FinishReason", "Request", "RequestState", "SamplingParams",
-    "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash", "request_of", "text_key",
+    "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "Acceptance", "FinishReason", "Request", "RequestState",
+    "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash", "request_of", "text_key",
 ]  # fmt: skip
 
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_LOGIT_BIAS = 100.0  # as OpenAI
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000  # each is looked for in every token's text, and held back while it may come
 _GREEDY_BELOW = 1e-5  # as vLLM: logits divided by less could overflow
 
 # Bounds of numbers, both ends included. OpenAI's where it has the parameter; those of repetition_penalty, of which vLLM asks only
@@ -60,8 +61,11 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {self.seed}")
-        if any(not text for text in self.stop):
-            raise ValueError("stop must not hold an empty string")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
+        for size in map(len, self.stop):
+            if not 0 < size <= MAX_STOP_CHARS:
+                raise ValueError(f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters, got one of {size}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be between 0 and {MAX_LOGPROBS}, or None for none, got {self.logprobs}")
         if not 0 <= self.min_tokens <= self.max_tokens:

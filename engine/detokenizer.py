@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
+
+
+class _StopString:
+    """A stop string that is looked for in a text that comes in pieces (Knuth, Morris and Pratt)."""
+
+    __slots__ = ("_borders", "_text", "matched")
+
+    def __init__(self, text: str) -> None:
+        """
+        Args:
+            text: of at least one character; two bytes are kept for each.
+        """
+        self._text = text
+        self.matched = 0  # characters at the end of what came that the string begins with
+        self._borders = array(
+            "H", [0]
+        )  # of each beginning of the string, the length of the longest shorter one that it ends with
+        length = 0
+        for character in text[1:]:
+            length = self._next(length, character)
+            self._borders.append(length)
+
+    def find(self, piece: str) -> int | None:
+        """Where the string that a piece completes begins, counted from the piece's beginning; None while it is not complete."""
+        if not self.matched and self._text[0] not in piece:
+            return None
+        for end, character in enumerate(piece, start=1):
+            self.matched = self._next(self.matched, character)
+            if self.matched == len(self._text):
+                return end - self.matched
+        return None
+
+    def _next(self, length: int, character: str) -> int:
+        """The characters that match with one more behind ``length`` that do."""
+        while length and self._text[length] != character:
+            length = self._borders[length - 1]
+        return length + (self._text[length] == character)
 
 
 class Detokenizer:
@@ -27,15 +65,12 @@ class Detokenizer:
             skip_special: special tokens give no text.
         """
         self._include_stop, self._skip_special = include_stop, skip_special
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer, self._stop = tokenizer, tuple((len(text), _StopString(text)) for text in stop)
         self._backend = tokenizer.backend_tokenizer
-        # Proper beginnings of stop strings, the longest first.
-        self._beginnings = tuple(sorted({text[:size] for text in stop for size in range(1, len(text))}, key=len, reverse=True))
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
-        self._decoded = ""  # all that the stream gave
+        self._decoded = ""  # all that came
         self._shown = 0
-        self._longest = max((len(text) for text in self._stop), default=0)
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Takes one token in.
@@ -47,18 +82,16 @@ class Detokenizer:
         piece = self._stream.step(self._backend, token_id)
         if not piece:
             return "", False
-        if not self._stop:
-            self._decoded += piece
-            self._shown += len(piece)
-            return piece, False
         before = len(self._decoded)
         self._decoded += piece
-        start = max(0, before - self._longest + 1)
-        found = [(at, len(text)) for text in self._stop if (at := self._decoded.find(text, start)) >= 0]
+        if not self._stop:
+            self._shown += len(piece)
+            return piece, False
+        found = [(before + at, size) for size, stop in self._stop if (at := stop.find(piece)) is not None]
         if found:
             at, size = min(found)
             return self._show(at + size if self._include_stop else at), True
-        return self._show(len(self._decoded) - self._held_back()), False
+        return self._show(len(self._decoded) - max(stop.matched for _, stop in self._stop)), False
 
     def flush(self) -> str:
         """The rest of the text at the end of a request without a stop string, unfinished characters included."""
@@ -71,9 +104,3 @@ class Detokenizer:
         text = self._decoded[self._shown : end]
         self._shown = max(self._shown, end)
         return text
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        if not self._decoded.endswith(self._beginnings):
-            return 0
-        return next(len(text) for text in self._beginnings if self._decoded.endswith(text))

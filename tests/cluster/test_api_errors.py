@@ -61,6 +61,7 @@ BOTH = [
     ({"stop": ["a", ""]}, 400, "stop", ["non-empty"]),
     ({"stop": list("abcde")}, 400, "stop", ["at most 4"]),
     ({"stop": 7}, 400, "stop", ["string"]),
+    ({"stop": ["a", "b" * 1001]}, 400, "stop", ["1000 characters"]),
     ({"stop_token_ids": [258]}, 400, "stop_token_ids", ["257", "258"]),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids[0]", ["-1"]),
     ({"n": 0}, 400, "n", ["greater than or equal to 1"]),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from decoding.request import MAX_STOP_CHARS, SamplingParams
+from decoding.sampling_params import MAX_STOP_STRINGS
 from engine.detokenizer import Detokenizer
 from engine.loading import load_tokenizer
 from tests.models import END, SENTENCES, llama_config, save_model
@@ -83,3 +90,60 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_released(tokenizer: Pre
 def test_a_stop_string_that_never_completes_is_flushed(tokenizer: PreTrainedTokenizerFast) -> None:
     pieces, stopped = stream(tokenizer, "the end ST", ("STOP",))
     assert not stopped and "".join(pieces) == "the end ST" and pieces[-1] == "ST"
+
+
+LETTERS = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel({text: at for at, text in enumerate(["a", "b", "aa", "ab", "ba", "abab"])}, "a"))
+)
+LETTERS.backend_tokenizer.decoder = decoders.Fuse()
+
+
+def expected(pieces: Sequence[str], stop: Sequence[str], include: bool) -> tuple[list[str], bool]:
+    """What is to be shown after each piece, by looking at all of the text each time."""
+    text, shown, told = "", "", []
+    for piece in pieces:
+        text += piece
+        found = [(at, len(one)) for one in stop if (at := text.find(one)) >= 0]
+        if found:
+            at, size = min(found)
+            return [*told, text[len(shown) : at + size if include else at]], True
+        held = max((size for one in stop for size in range(len(one)) if text.endswith(one[:size])), default=0)
+        told.append(text[len(shown) : len(text) - held])
+        shown += told[-1]
+    return [*told, text[len(shown) :]], False
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.booleans(),
+)
+@example([3, 3, 0, 3, 1], ["ababb", "bb"], False)
+@example([5], ["baba", "ab", "abab"], True)
+def test_any_stop_strings_hold_back_and_end_what_they_should(ids: list[int], stop: list[str], include: bool) -> None:
+    detokenizer = Detokenizer(LETTERS, stop, include)
+    told, stopped = [], False
+    for token in ids:
+        piece, stopped = detokenizer.push(token)
+        told.append(piece)
+        if stopped:
+            break
+    if not stopped:
+        told.append(detokenizer.flush())
+    assert (told, stopped) == expected([LETTERS.decode([token]) for token in ids], stop, include)
+
+
+def test_stop_strings_are_bounded_and_take_memory_of_their_length() -> None:
+    longest = "a" * (MAX_STOP_CHARS - 1) + "b"
+    params = SamplingParams(stop=(longest,) * MAX_STOP_STRINGS)
+    tracemalloc.start()
+    detokenizer = Detokenizer(LETTERS, params.stop)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 8 * MAX_STOP_CHARS * MAX_STOP_STRINGS
+    assert [detokenizer.push(0) for _ in range(MAX_STOP_CHARS)] == [("", False)] * (MAX_STOP_CHARS - 1) + [("a", False)]
+    assert detokenizer.push(1) == ("", True)
+    with pytest.raises(ValueError, match=f"stop must hold strings of 1 to {MAX_STOP_CHARS} characters"):
+        SamplingParams(stop=("a" + longest,))
+    with pytest.raises(ValueError, match=f"stop must hold at most {MAX_STOP_STRINGS} strings"):
+        SamplingParams(stop=("a",) * (MAX_STOP_STRINGS + 1))
