@@ -92,11 +92,10 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "admitted_s", "argmax", "arrival", "arrived_s", "finish_reason", "first_token_s", "grammar",
-        "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
-        "prompt_logprobs", "prompt_scores",
-        "public", "queued_s", "references", "report", "request_id", "scope", "siblings", "slot", "state", "stats",
-        "strategy", "tenant", "text", "waited_s",
+        "_buffer", "_length", "admitted_s", "argmax", "arrival", "arrived_s", "fault", "finish_reason", "first_token_s",
+        "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority", "prompt_logprobs",
+        "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings", "slot", "state",
+        "stats", "strategy", "tenant", "text", "waited_s",
     )  # fmt: skip
 
     def __init__(
@@ -138,6 +137,7 @@ class Request:
         self.arrival = 0  # order of arrival, set by the scheduler
         self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
         self.finish_reason: FinishReason | None = None
+        self.fault: str | None = None  # why it cannot go on: the engine ends it, and no other, with this error
         self.stats = SpecStats()
         self.grammar: Grammar | None = None  # the state of ``params.grammar``, set where the request is computed
         self.arrived_s = 0.0  # the engine's clock when it took the request

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+_TEXT_CHANGED = "Invalid prefix"  # how the message of a stream begins whose text a token has changed
+
 
 class _StopString:
     """A stop string that is looked for in a text that comes in pieces (Knuth, Morris and Pratt)."""
@@ -52,6 +54,12 @@ class Detokenizer:
     A token goes in, the text that is certain comes out. Text that may be the beginning of a stop string is held back until
     that is decided. Every token is looked at alone, also inside an accepted burst, so that a stop string ends the output at the
     token that completes it.
+
+    What was shown stays. Where a byte behind whole characters makes the run of bytes invalid, so that the tokens have another
+    text now, those whose text is not shown yet are decoded for themselves.
+
+    Example: the bytes ``41 FF`` and a token ``b`` decode to two replacement characters and ``b``. ``A`` was shown after the first
+    byte; a replacement character and ``b`` follow.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Detokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
+        self._whole = 0  # of the ids, those whose text came
         self._decoded = ""  # all that came
         self._shown = 0
 
@@ -78,8 +87,7 @@ class Detokenizer:
         Returns:
             The text to show now, and whether a stop string is complete; nothing may be pushed after that.
         """
-        self._ids.append(token_id)
-        piece = self._stream.step(self._backend, token_id)
+        piece = self._decode(token_id)
         if not piece:
             return "", False
         before = len(self._decoded)
@@ -95,10 +103,28 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest of the text at the end of a request without a stop string, unfinished characters included."""
-        full = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
-        if full.startswith(self._decoded):
-            self._decoded = full
+        if self._whole < len(self._ids):
+            full = self._text(self._ids)
+            self._decoded = full if full.startswith(self._decoded) else self._decoded + self._text(self._ids[self._whole :])
         return self._show(len(self._decoded))
+
+    def _decode(self, token_id: int) -> str | None:
+        """The text that a token makes whole, with those before it that were unfinished."""
+        self._ids.append(token_id)
+        try:
+            piece: str | None = self._stream.step(self._backend, token_id)
+        except Exception as error:
+            if not str(error).startswith(_TEXT_CHANGED):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            piece = self._stream.step(self._backend, self._ids[self._whole :])
+        if piece:
+            self._whole = len(self._ids)
+        return piece
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return text
 
     def _show(self, end: int) -> str:
         text = self._decoded[self._shown : end]

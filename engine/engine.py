@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from engine.batch import Work
 from engine.draft_model import load_draft_model
 from engine.energy import EnergyMeter
 from engine.energy_ledger import EnergyCounts, EnergyLedger
-from engine.errors import ContextLengthError, RequestError
+from engine.errors import ContextLengthError, RequestError, one_line
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.grammar import FIELD, Grammars
 from engine.loading import LoadedModel, ModelInfo, load_model
@@ -34,6 +35,8 @@ from engine.runners import RunnerMaker, make_runner
 from engine.scheduler import Scheduler, check_options
 from engine.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.target import LocalTarget
+
+logger = logging.getLogger(__name__)
 
 
 def load_runner(
@@ -240,9 +243,13 @@ class Engine:
                 raise RequestError(FIELD, "structured output needs a tokenizer")
             request.grammar = self._grammars.start(params.grammar)
         self._scheduler.add(request)
+        try:
+            self._outputs.begin(request)
+        except Exception:
+            self._scheduler.remove(request)
+            raise
         self._requests[request.request_id] = request
         request.arrived_s = time.perf_counter()
-        self._outputs.begin(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """Ends a request without further output, counted as ``reason``; its slot is free at once. False when it is not live."""
@@ -254,14 +261,10 @@ class Engine:
 
     def fail_all(self, message: str) -> list[StepOutput]:
         """Ends every live request with an error, after a step that failed; the engine is empty then."""
-        outputs = []
-        for request in list(self._requests.values()):
-            self._release(request, FinishReason.ERROR)
-            outputs.append(StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats))
-        return outputs
+        return [self._fail(request, message) for request in list(self._requests.values())]
 
     def step(self) -> list[StepOutput]:
-        """One forward for all running requests.
+        """One forward for all running requests. What goes wrong with one of them behind it ends that one alone, with an error.
 
         Returns:
             An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
@@ -283,16 +286,31 @@ class Engine:
             if outcome is None:
                 work.request.num_computed = work.end
             else:
-                outputs.append(self._commit(work, outcome, ended))
+                outputs.append(self._outcome(work, outcome, ended))
         self._metrics.stepped(works, forward_s)
         return outputs
+
+    def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
+        """What a step brought a request, which it ends where the request has a fault."""
+        request = work.request
+        if request.fault is None and request.grammar is not None:  # what was chosen since is not of the grammar
+            request.fault = request.grammar.fault
+        if request.fault is not None:
+            return self._fail(request, request.fault)
+        try:
+            return self._commit(work, outcome, now_s)
+        except Exception as error:
+            logger.exception("request %s cannot go on", request.request_id)
+            return self._fail(request, f"the engine failed: {one_line(error)}")
+
+    def _fail(self, request: Request, message: str) -> StepOutput:
+        if request.request_id in self._requests:  # it may just have ended
+            self._release(request, FinishReason.ERROR)
+        return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats)
 
     def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""
         request, tree, acceptance = work.request, outcome.tree, outcome.acceptance
-        if request.grammar is not None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
-            self._release(request, FinishReason.ERROR)
-            return StepOutput(request.request_id, (), "", FinishReason.ERROR, request.grammar.fault, request.stats)
         tokens = [*(tree.tokens[list(acceptance.rows)].tolist() if acceptance.rows else ()), acceptance.next_token]
         pieces, reason = self._outputs.read(request, tokens)
         kept, text = len(pieces), "".join(pieces)
@@ -326,9 +344,9 @@ class Engine:
         self._executor.end(request)
         del self._requests[request.request_id]
         self._outputs.end(request)
-        if not request.plain:
-            self._drafter.finish(request)
         if self._ledger is not None:
             self._ledger.ended(request, last=not self._requests)
         self._by_strategy.add(request)
         self._metrics.ended(request)
+        if not request.plain:
+            self._drafter.finish(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,8 +24,11 @@ from decoding.tree_rows import compile_rows
 from decoding.verify import verify_exact
 from engine import prompt_scores
 from engine.batch import Work, pack
+from engine.errors import one_line
 from engine.grammar import Grammars
 from engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
@@ -234,11 +238,21 @@ class LocalExecutor:
                 continue
             assert work.tree is not None, work.request.request_id
             target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first, highest)
-            outcome = self._verifier.verify(work, target, roots.get(first))
+            outcome = self._verify(work, target, roots.get(first))
             if outcome.acceptance.rows:  # entries behind ``end - 1``: the root's, then the tree's rows in order
                 self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))
             outcomes.append(outcome)
         return outcomes
+
+    def _verify(self, work: Work, target: TargetRows, root: torch.Tensor | None) -> Outcome:
+        """What the target keeps of a tree. Where that cannot be told, the request has a fault, of which it is to end."""
+        assert work.tree is not None
+        try:
+            return self._verifier.verify(work, target, root)
+        except Exception as error:
+            logger.exception("request %s cannot be verified", work.request.request_id)
+            work.request.fault = f"the engine failed: {one_line(error)}"
+            return Outcome(work.tree, Acceptance((), int(target.ids[0])), target)
 
 
 def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:

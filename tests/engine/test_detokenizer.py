@@ -24,6 +24,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
     return load_tokenizer(str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config())))
 
 
+@pytest.fixture(scope="module")
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Bytes stand for what the vocabulary lacks, and are decoded together, as with Llama 2 and Gemma."""
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "\u2581b"]
+    backend = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+
+
 def stream(tokenizer: PreTrainedTokenizerFast, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
     detokenizer = Detokenizer(tokenizer, stop)
     pieces = []
@@ -147,3 +157,35 @@ def test_stop_strings_are_bounded_and_take_memory_of_their_length() -> None:
         SamplingParams(stop=("a" + longest,))
     with pytest.raises(ValueError, match=f"stop must hold at most {MAX_STOP_STRINGS} strings"):
         SamplingParams(stop=("a",) * (MAX_STOP_STRINGS + 1))
+
+
+def test_text_that_a_byte_makes_invalid_stays_and_what_follows_is_decoded(byte_fallback: PreTrainedTokenizerFast) -> None:
+    def ids(*tokens: str) -> list[int]:
+        return [byte_fallback.convert_tokens_to_ids(token) for token in tokens]
+
+    def told(*tokens: str, stop: tuple[str, ...] = ()) -> list[str]:
+        detokenizer = Detokenizer(byte_fallback, stop)
+        pieces = []
+        for token in ids(*tokens):
+            piece, stopped = detokenizer.push(token)
+            pieces.append(piece)
+            if stopped:
+                return pieces
+        return [*pieces, detokenizer.flush()]
+
+    assert told("<0x41>", "<0xFF>", "b") == ["A", "", "\ufffdb", ""]
+    assert told("<0x41>", "<0xFF>", "\u2581b") == ["A", "", "\ufffd b", ""]  # the space before it stays
+    assert told("<0x41>", "<0xFF>", "b", "\u2581b", "<0xC3>", "<0xA9>", "a") == ["A", "", "\ufffdb", " b", "", "\u00e9", "a", ""]
+    assert told("<0x41>", "<0xFF>", "<0x41>", "<0xFF>") == ["A", "", "", "", "\ufffd" * 3]  # the end of a text, too
+    assert told("b", "<0xC3>") == ["b", "", "\ufffd"]
+    assert told("<0x41>", "<0xFF>", "b", "a", "b", stop=("ba",)) == ["A", "", "\ufffd", ""]
+
+
+@given(st.data())
+def test_any_tokens_have_a_text_in_which_every_piece_stands(byte_fallback: PreTrainedTokenizerFast, data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.sampled_from(range(2, len(byte_fallback))), max_size=20))
+    detokenizer = Detokenizer(byte_fallback, ())
+    shown = "".join(detokenizer.push(token)[0] for token in tokens) + detokenizer.flush()
+    letters = [character for character in byte_fallback.decode(tokens) if character not in "\ufffd "]
+    rest = iter(shown)
+    assert all(letter in rest for letter in letters), (shown, letters)  # nothing that is a character at last is left out

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DogeConfig, GptOssConfig, Phi3Config, PreTrainedConfig, Qwen2MoeConfig
+from tokenizers import Tokenizer, decoders, models
+from transformers import DogeConfig, GptOssConfig, Phi3Config, PreTrainedConfig, PreTrainedTokenizerFast, Qwen2MoeConfig
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.drafters.llma import LlmaDrafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
+from engine.executor import Verifier
 from engine.loading import load_model
-from tests.models import VOCAB, llama_config, save_model
+from tests.models import END, VOCAB, llama_config, save_model
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +210,71 @@ def test_fail_all_ends_every_request_and_leaves_a_working_engine(folder: str) ->
         (n, FinishReason.ERROR, "the device is gone") for n in "ab"
     }
     assert not engine.has_work and engine.counts().free_slots == 1
+    assert greedy(engine, max_tokens=4).num_output == 4
+
+
+def test_a_sequence_that_the_stream_decoder_refuses_has_a_text(tmp_path: Path) -> None:
+    """As with Llama 2 and Gemma: a byte that is no character behind one that is, and then a token that is no byte."""
+    folder = save_model(tmp_path, llama_config())
+    tokens = [END, *(f"<0x{byte:02X}>" for byte in range(256)), *(chr(ord("a") + at) for at in range(26))]
+    backend = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(folder)
+    engine = load(str(folder))
+    alone = greedy(engine, max_tokens=20).output_ids.tolist()
+    beside = Request("beside", PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
+    emitted = [tokens.index("<0x41>"), tokens.index("<0xFF>")]
+    params = SamplingParams(max_tokens=5, logit_bias=((tokens.index("b"), 100.0),))
+    outputs = run(engine, beside, Request("steered", PROMPT, params, emitted=emitted))
+    assert text(outputs["steered"]) == "\ufffdbbb"  # "A" was shown where the first tokens were emitted
+    assert outputs["steered"][-1].finish_reason is FinishReason.LENGTH and beside.output_ids.tolist() == alone
+
+
+@pytest.mark.parametrize("part", [(Verifier, "_walk"), (Detokenizer, "push"), (LlmaDrafter, "observe"), (LlmaDrafter, "finish")])
+def test_an_error_of_one_request_ends_that_one_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch, part: tuple[type, str]
+) -> None:
+    engine = load(folder)
+    sampled = {"max_tokens": 20, "temperature": 0.7, "ignore_eos": True}
+    alone = greedy(engine, **sampled).output_ids.tolist()
+    others = [Request(f"other {number}", PROMPT, SamplingParams(**sampled)) for number in range(2)]  # type: ignore[arg-type]
+    bad = Request("bad", PROMPT, SamplingParams(**sampled, stop=("never there",)))  # type: ignore[arg-type]
+    owner, name = part
+    works = getattr(owner, name)
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        result, subject = works(self, *arguments), arguments[0]
+        of_bad = self._stop if isinstance(self, Detokenizer) else getattr(subject, "request", subject) is bad
+        if of_bad and bad.num_output >= 3:
+            raise RuntimeError("nothing goes on\nhere")
+        return result
+
+    monkeypatch.setattr(owner, name, fails)
+    outputs: list[StepOutput] = []
+    for request in (others[0], bad, others[1]):
+        engine.add(request)
+    while engine.has_work:
+        outputs += engine.step()
+        engine.check_integrity()
+    (last,) = [output for output in outputs if output.request_id == "bad" and output.finish_reason is not None]
+    assert last.finish_reason is FinishReason.ERROR and last.error == "the engine failed: RuntimeError: nothing goes on here"
+    assert engine.counts().free_slots == EngineOptions().max_running
+    assert [request.output_ids.tolist() for request in others] == [alone, alone]
+    assert {request.finish_reason for request in others} == {FinishReason.LENGTH}
+
+
+def test_a_request_that_cannot_be_begun_leaves_no_trace(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(folder)
+
+    def fails(self: Detokenizer, token: int) -> tuple[str, bool]:
+        raise RuntimeError("nothing begins")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokenizer, "push", fails)
+        with pytest.raises(RuntimeError, match="nothing begins"):
+            engine.add(Request("a", PROMPT, SamplingParams(max_tokens=4), emitted=[5]))
+    engine.check_integrity()
+    assert not engine.has_work and engine.counts().waiting == 0
     assert greedy(engine, max_tokens=4).num_output == 4
 
 
