@@ -30,13 +30,13 @@ _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by contex
 _UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
 _RECYCLING = 0.3 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3  # by rank
 _BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
-_PRIOR_WEIGHT = 4.0  # observations that the prior counts for, and what other tenants taught
+_PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _HALVE_AT = 4096.0  # observations of one feature after which the older ones count half
 _MAX_TENANTS = 1024
 
 # A kind of evidence is set aside when so many of its rows were to be accepted and less than that share of them was.
 _TRIAL, _LEAST_SHARE = 16.0, 0.05
-_FIRST_PAUSE, _LONGEST_PAUSE = 256, 8192  # steps of the tenant
+_FIRST_PAUSE, _LONGEST_PAUSE = 256, 8192  # steps
 
 
 def prior() -> Float64Array:
@@ -82,24 +82,6 @@ def count(
 
 
 @compiled
-def blend(
-    prior: Float64Array, weight: float, all_seen: Float64Array, all_accepted: Float64Array, seen: Float64Array,
-    accepted: Float64Array, chances: Float64Array,
-) -> None:  # fmt: skip
-    """The Beta mean of every feature for one tenant, whose prior is the Beta mean of what the others saw.
-
-    Args:
-        all_seen: [n] what all tenants saw of each feature, this one with them. Old counts fade at other times than its own, so
-            that they may be a little lower.
-    """
-    for entry in range(len(chances)):
-        others = max(all_seen[entry] - seen[entry], 0.0)
-        others_accepted = min(max(all_accepted[entry] - accepted[entry], 0.0), others)
-        mean = (others_accepted + weight * prior[entry]) / (others + weight)
-        chances[entry] = (accepted[entry] + weight * mean) / (seen[entry] + weight)
-
-
-@compiled
 def judge(
     parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, expected: Float64Array,
     accepted: Float64Array,
@@ -116,70 +98,37 @@ def judge(
             accepted[kind] += 1.0 if hit else 0.0
 
 
-# What is counted of each feature, [NUM_FEATURES] each: rows seen, rows accepted, and the chances that follow.
-PlainCounts = tuple[Float64Array, Float64Array, Float64Array]
-
-
 @compiled
 def learn(
     parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, weight: float, limit: float,
-    own: PlainCounts, everyone: PlainCounts, expected: Float64Array, hits: Float64Array,
+    seen: Float64Array, accepted: Float64Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
 ) -> float:  # fmt: skip
-    """``count`` for a tenant and for everyone, and ``judge``, in one call; the most that is expected of a kind now."""
-    count(parents, features, reached, prior, weight, limit, own[0], own[1], own[2])
-    count(parents, features, reached, prior, weight, limit, everyone[0], everyone[1], everyone[2])
+    """``count`` and ``judge`` in one call; the most that is expected of a kind now."""
+    count(parents, features, reached, prior, weight, limit, seen, accepted, chances)
     judge(parents, features, reached, prior, expected, hits)
     return float(expected.max())
 
 
 class AcceptanceTable:
-    """Beta means of acceptance given the parent's acceptance, one for each feature of ``decoding.evidence``.
+    """Beta means of acceptance given the parent's, one for each feature of ``decoding.evidence``, and kinds that are set aside.
 
-    Example: a feature with prior 0.5 that was seen 6 times and accepted 5 times has chance (5 + 4 * 0.5) / (6 + 4) = 0.7.
+    A kind of evidence whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
+    from it for a number of steps. Then it is tried again with the chances that it began with, and set aside for twice as long if
+    it fails again.
+
+    Example: a feature with prior 0.5 that was seen 6 times and accepted 5 times has chance (5 + 4 * 0.5) / (6 + 4) = 0.7. Rows of
+    the history with an agreement of twelve tokens begin with a chance of 0.87. Of nineteen of them 16.5 were to be accepted; the
+    target refused them all: the history is left out of the next 256 steps.
     """
 
     def __init__(self) -> None:
         self._prior = prior()
-        self.seen, self.accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
-        self.chances = self._prior.copy()  # [NUM_FEATURES]
-        self.plain = self.seen, self.accepted, self.chances
-
-    def observe(self, parents: Int32Array, features: Int32Array, reached: Int32Array) -> None:
-        """Counts one verified tree.
-
-        Args:
-            parents: [n] of the tree.
-            features: [n] of its rows.
-            reached: [m] the root and the accepted rows, in order of depth.
-        """
-        count(
-            parents, features, reached, self._prior, _PRIOR_WEIGHT, _HALVE_AT, self.seen, self.accepted, self.chances
-        )  # fmt: skip
-
-
-class TenantTable:
-    """What one tenant's drafts taught: Beta means whose prior is what all tenants taught, and the kinds that are set aside.
-
-    A kind of evidence whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
-    from it for a number of the tenant's steps. Then it is tried again with the chances that it began with, and set aside for
-    twice as long if it fails again.
-
-    Example: rows of the history with an agreement of twelve tokens begin with a chance of 0.87. Of nineteen of them 16.5 were to
-    be accepted; the target refused them all: the history is left out of the tenant's next 256 steps.
-    """
-
-    def __init__(self, everyone: AcceptanceTable) -> None:
-        self._everyone, self._first = everyone, prior()
         self._seen, self._accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
-        self._chances = everyone.chances.copy()
-        self._plain = self._seen, self._accepted, self._chances
+        self._chances = self._prior.copy()
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
         self._pauses = np.full(NUM_KINDS, _FIRST_PAUSE)  # steps that the next one lasts, by kind
         self._paused = np.zeros(NUM_KINDS, np.int64)  # steps that are left
-        self._on_trial = np.zeros(NUM_KINDS, np.bool_)
-        self._trying = False  # whether any kind is on trial
         self._resting = False  # whether any kind is set aside
-        self._fresh = False
 
     @property
     def set_aside(self) -> tuple[int, ...]:
@@ -188,33 +137,25 @@ class TenantTable:
 
     def chances(self) -> Float64Array:
         """[NUM_FEATURES] chance of a child given its parent; 0 for kinds that are set aside. Not to be kept over ``observe``."""
-        if not self._fresh:
-            self._fresh = True
-            seen, accepted = self._everyone.seen, self._everyone.accepted
-            if self._trying:  # nobody's counts but its own
-                trial = np.repeat(self._on_trial, KIND_FEATURES)
-                seen, accepted = np.where(trial, 0.0, seen), np.where(trial, 0.0, accepted)
-            blend(self._first, _PRIOR_WEIGHT, seen, accepted, self._seen, self._accepted, self._chances)
-            for kind in self.set_aside:
-                self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
+        for kind in self.set_aside:
+            self._chances[kind * KIND_FEATURES : (kind + 1) * KIND_FEATURES] = 0.0
         return self._chances
 
     def observe(self, parents: Int32Array, features: Int32Array, accepted_rows: tuple[int, ...]) -> None:
-        """Counts one verified tree of the tenant, for itself and for everyone.
+        """Counts one verified tree.
 
         Args:
             parents: [n] of the tree.
             features: [n] of its rows.
             accepted_rows: in order of depth.
         """
-        self._fresh = False
         if self._resting:
             self._pass_step()
         if len(parents) == 1:
             return
         most = learn(
-            parents, features, np.array((0, *accepted_rows), np.int32), self._first, _PRIOR_WEIGHT, _HALVE_AT, self._plain,
-            self._everyone.plain, self._expected, self._hits,
+            parents, features, np.array((0, *accepted_rows), np.int32), self._prior, _PRIOR_WEIGHT, _HALVE_AT, self._seen,
+            self._accepted, self._chances, self._expected, self._hits,
         )  # fmt: skip
         if most > _TRIAL:
             self._verdict()
@@ -222,7 +163,6 @@ class TenantTable:
     def compile(self) -> None:
         """Calls what is compiled at its first call; the table is of no use afterwards."""
         self.observe(np.array([-1, 0], np.int32), np.zeros(2, np.int32), (1,))
-        self.chances()
 
     def _verdict(self) -> None:
         for kind in np.flatnonzero(self._expected > _TRIAL).tolist():
@@ -231,31 +171,30 @@ class TenantTable:
                 self._pauses[kind] = min(2 * self._pauses[kind], _LONGEST_PAUSE)
             else:
                 self._pauses[kind] = _FIRST_PAUSE
-            self._on_trial[kind] = False
             self._expected[kind] = self._hits[kind] = 0.0
-        self._trying = bool(self._on_trial.any())
 
     def _pass_step(self) -> None:
         """One step less; what a kind taught before it was set aside is forgotten when its time has come."""
         over = self._paused == 1
         self._paused = np.maximum(self._paused - 1, 0)
         if over.any():
-            self._on_trial |= over
-            self._trying = True
-            self._seen[np.repeat(over, KIND_FEATURES)] = self._accepted[np.repeat(over, KIND_FEATURES)] = 0.0
+            forgotten = np.repeat(over, KIND_FEATURES)
+            self._seen[forgotten] = self._accepted[forgotten] = 0.0
+            self._chances[forgotten] = self._prior[forgotten]
             self._resting = bool(self._paused.any())
 
 
-class TenantTables:
-    """A table for each tenant, and one for all requests without one: rates hold no tokens."""
+class AcceptanceTables:
+    """A table for each tenant, and one for each request without one: nobody's drafts follow what another's texts were worth."""
 
     def __init__(self) -> None:
-        self._everyone = AcceptanceTable()
-        self._tenants: dict[str | None, TenantTable] = {}
+        self._tenants: dict[str, AcceptanceTable] = {}
 
-    def of(self, tenant: str | None) -> TenantTable:
-        """The tenant's table. Those of the ``_MAX_TENANTS`` tenants that drafted last are kept."""
-        table = self._tenants.pop(tenant, None) or TenantTable(self._everyone)
+    def of(self, tenant: str | None) -> AcceptanceTable:
+        """The tenant's table; a new one for a request without a tenant. Those of the last ``_MAX_TENANTS`` tenants are kept."""
+        if tenant is None:
+            return AcceptanceTable()
+        table = self._tenants.pop(tenant, None) or AcceptanceTable()
         self._tenants[tenant] = table
         if len(self._tenants) > _MAX_TENANTS:
             del self._tenants[next(iter(self._tenants))]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decoding.acceptance import AcceptanceTable, TenantTable, TenantTables
+from decoding.acceptance import AcceptanceTable, AcceptanceTables
 from decoding.budget import BudgetCounts
 from decoding.candidates import Float64Array
 from decoding.chains import BLOCK, MAX_MATCH
@@ -45,13 +45,13 @@ _ANY = SamplingParams(max_tokens=8)
 class _RequestState:
     """What is kept for one request."""
 
-    def __init__(self, request: Request, history: History | None, frequent: Int32Array) -> None:
+    def __init__(self, request: Request, history: History | None, frequent: Int32Array, table: AcceptanceTable) -> None:
         blocks = sum(2 + len(text) // BLOCK for text in request.references)
         blocks += 2 + (request.num_prompt + request.params.max_tokens) // BLOCK
         self.log = TokenLog(blocks * BLOCK)
         for reference in request.references:
             self.log.add(reference)
-        self.history = history  # of the tenant
+        self.history, self.table = history, table  # of the tenant
         self.frequent = frequent
         self.edition = None if history is None else history.edition  # when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
@@ -85,8 +85,8 @@ class AutoDrafter(Drafter):
     rows pay, and with them there are more frequent tokens, more occurrences below a node, and rows of a lower chance.
 
     Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
-    it alone and, where it may, the public ones, and leaves nothing behind. The measured rates and costs are everyone's: they hold
-    no tokens.
+    it alone and, where it may, the public ones, by rates that are its own, and leaves nothing behind. What steps and rows cost is
+    everyone's: it holds no tokens.
 
     Example: after ``4 5 6 | 4 5`` with nothing else known, ``6 4 5`` is drafted as a chain of copies, beside the tokens that are
     frequent.
@@ -124,7 +124,7 @@ class AutoDrafter(Drafter):
         self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
         self._recycled: SuccessorTables | None = None
         self._bigrams = _NOTHING
-        self._tables, self._pool = TenantTables(), Pool.empty()[:]
+        self._tables, self._pool = AcceptanceTables(), Pool.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
         self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
         self._selection: Selection | None = None
@@ -147,7 +147,7 @@ class AutoDrafter(Drafter):
         """Calls what is compiled at its first call, so that no request waits for it."""
         request = Request("", [0, 0], _ANY)
         self.propose([request], [4])
-        TenantTable(AcceptanceTable()).compile()
+        AcceptanceTable().compile()
         self.finish(request)
         compile_log()
 
@@ -207,8 +207,7 @@ class AutoDrafter(Drafter):
                 self._recycled.set_apart(request)
         if self.memory is not None and request.public:
             public = self.memory.public.log
-        table = self._tables.of(request.tenant)
-        chances, aside = table.chances(), table.set_aside
+        chances, aside = state.table.chances(), state.table.set_aside
         if aside and HISTORY in aside and HISTORY_FRESH in aside:
             tenant = public = self._nothing
         rows = Rows.empty(budget)
@@ -233,7 +232,8 @@ class AutoDrafter(Drafter):
             history = self._history(request)
             if history is not None:
                 history.start(request.text)
-            state = self._states[request.request_id] = _RequestState(request, history, self._frequent(request, history))
+            frequent, table = self._frequent(request, history), self._tables.of(request.tenant)
+            state = self._states[request.request_id] = _RequestState(request, history, frequent, table)
         elif state.history is not None and state.edition is not state.history.edition:
             state.edition, state.frequent = state.history.edition, self._frequent(request, state.history)
         return state
@@ -276,7 +276,7 @@ class AutoDrafter(Drafter):
             if size == len(state.features):
                 if self._selection is not None:
                     self._selection.emitted(acceptance.count)
-                self._tables.of(request.tenant).observe(tree.parents, state.features, acceptance.rows)
+                state.table.observe(tree.parents, state.features, acceptance.rows)
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)

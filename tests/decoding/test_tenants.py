@@ -200,6 +200,20 @@ def rank(drafter: Drafter, teaching: Request, token: int, follower: int) -> None
     drafter.observe(teaching, DraftTree.chain(token, ()), target, Acceptance((), follower))
 
 
+def test_drafts_that_fail_for_one_are_left_out_for_no_other() -> None:
+    drafter = auto()
+    memory(drafter).public.extend(1, 0, TEXT, final=True)
+    for tenant in (None, "a"):
+        asking = request(tenant, ASKING)
+        for _ in range(60):
+            (tree,) = drafter.propose([asking], [40])
+            drafter.observe(asking, tree, TargetRows(np.full(len(tree), -1, np.int32), None), Acceptance((), 9))
+        assert not paths(drafter.propose([asking], [40])[0])
+        drafter.finish(asking)
+        assert HIT in drafted(drafter, None) and HIT in drafted(drafter, "b")
+    assert HIT not in drafted(drafter, "a")  # a tenant's requests go by what they taught each other
+
+
 @pytest.mark.parametrize("make", [auto, lambda: prepared("recycling", {})], ids=["auto", "recycling"])
 def test_successors_do_not_cross_tenants(make: Make) -> None:
     drafter = make()
