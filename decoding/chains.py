@@ -15,7 +15,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 BLOCK = 64  # tokens; a block belongs to one text
 MOVED = -2  # a token t that moved to another block stands as MOVED - t: it follows, but is not found
-COPIED = -(2**31)  # in ``back[0]`` of a token that is only there for matching backwards: it is in no chain
+COPIED = -(2**31)  # in ``back[:, 0]`` of a token that is only there for matching backwards: it is in no chain
 WAYS = 4  # interleaved chains of a bucket of 2- or 4-grams: a walk waits for memory once where it would wait four times
 MAX_MATCH = 32  # agreement is not measured beyond so many tokens
 
@@ -24,8 +24,8 @@ class LogArrays(NamedTuple):
     """The arrays of a log; ``size`` is a power of two and position p stands at ``p & (size - 1)``."""
 
     tokens: Int32Array  # [size], -1 where nothing stands, below for a token that moved
-    back: Int32Array  # [3, size] distance to the n-gram before in the same bucket, of 2- and 4-grams the WAYS-th before; 0: none
-    heads1: Int64Array  # [buckets] the latest position of each bucket of 1-grams, -1 for none
+    back: Int32Array  # [size, 3] distance to the n-gram before in the same bucket, of 2- and 4-grams the WAYS-th before; 0: none
+    heads1: Int64Array  # [buckets] the latest position of each bucket of 1-grams, -1 for none; of any number of buckets
     heads2: Int64Array  # [buckets, WAYS] the latest positions, the latest first
     heads4: Int64Array
     counts: UInt8Array  # [size] how often the 4-gram that ends here was seen, at its latest occurrence; 0 elsewhere
@@ -40,20 +40,36 @@ Log = tuple[PlainArrays, int, int]
 
 
 @compiled
+def place(key: int, buckets: int) -> int:
+    """The bucket of a key. Of 2**n + m buckets the first m are split: a key of theirs has one bit more that counts.
+
+    Example: of 4 buckets, the keys 4 and 6 have the buckets 0 and 2. Of 5 buckets, 4 and 2.
+    """
+    mask = buckets - 1
+    mask |= mask >> 1
+    mask |= mask >> 2
+    mask |= mask >> 4
+    mask |= mask >> 8
+    mask |= mask >> 16
+    at = key & mask
+    return at if at < buckets else at & (mask >> 1)
+
+
+@compiled
 def bucket(tokens: Int32Array, end: int, order: int, mask: int, buckets: int) -> int:
-    """The bucket of the ``order`` tokens that end at slot ``end``; ``buckets`` is a power of two."""
+    """The bucket of the ``order`` tokens that end at slot ``end``."""
     key = 0
     for back in range(order):
         key = key * 1000003 + int(tokens[(end - back) & mask]) + 1
         key = (key ^ (key >> 23)) & 0xFFFFFFFFFF
-    return (key ^ (key >> 17)) & (buckets - 1)
+    return place(key ^ (key >> 17), buckets)
 
 
 @compiled
 def unigram_bucket(token: int, buckets: int) -> int:
     """What ``bucket`` gives for one token."""
     key = int(token) + 1
-    return (key ^ (key >> 17)) & (buckets - 1)
+    return place(key ^ (key >> 17), buckets)
 
 
 @compiled
@@ -92,33 +108,33 @@ def append(log: PlainArrays, oldest: int, position: int, new: Int32Array, count:
         while known < 4 and tokens[(p - known) & mask] >= 0:
             known += 1
         counts[p & mask] = count
-        back[0, p & mask] = back[1, p & mask] = back[2, p & mask] = 0
+        back[p & mask, 0] = back[p & mask, 1] = back[p & mask, 2] = 0
         if known == 0:
             continue
         h = unigram_bucket(tokens[p & mask], len(heads1))
-        link(back[0], p, heads1[h], oldest, mask)
+        link(back, 0, p, heads1[h], oldest, mask)
         heads1[h] = p
         if known >= 2:
-            push_head(back[1], p, heads2, bucket(tokens, p & mask, 2, mask, len(heads2)), oldest, mask)
+            push_head(back, 1, p, heads2, bucket(tokens, p & mask, 2, mask, len(heads2)), oldest, mask)
         if known >= 4:
-            before = push_head(back[2], p, heads4, bucket(tokens, p & mask, 4, mask, len(heads4)), oldest, mask)
+            before = push_head(back, 2, p, heads4, bucket(tokens, p & mask, 4, mask, len(heads4)), oldest, mask)
             if before >= oldest and same_gram(tokens, p, before, 4, mask):
                 counts[p & mask] = min(255, int(counts[before & mask]) + count)
                 counts[before & mask] = 0
 
 
 @compiled
-def link(back: Int32Array, position: int, before: int, oldest: int, mask: int) -> None:
+def link(back: Int32Array, chain: int, position: int, before: int, oldest: int, mask: int) -> None:
     """Chains a position to one before, where that is still there."""
     if before >= oldest and position - before < 2147483647:
-        back[position & mask] = position - before
+        back[position & mask, chain] = position - before
 
 
 @compiled
-def push_head(back: Int32Array, position: int, heads: Int64Array, bucket_at: int, oldest: int, mask: int) -> int:
+def push_head(back: Int32Array, chain: int, position: int, heads: Int64Array, bucket_at: int, oldest: int, mask: int) -> int:
     """Makes a position the latest of a bucket; returns the one that was the latest."""
     latest = int(heads[bucket_at, 0])
-    link(back, position, heads[bucket_at, WAYS - 1], oldest, mask)
+    link(back, chain, position, heads[bucket_at, WAYS - 1], oldest, mask)
     for way in range(WAYS - 1, 0, -1):
         heads[bucket_at, way] = heads[bucket_at, way - 1]
     heads[bucket_at, 0] = position
@@ -171,7 +187,7 @@ def gather_chain(
         cap: the most occurrences to take; twice as many are looked at.
         limit: agreement is measured up to so many tokens, at least 4.
     """
-    tokens, back, owners = log.tokens, log.back[chain], log.owners
+    tokens, back, owners = log.tokens, log.back, log.owners
     mask, n, order = len(tokens) - 1, len(context), 1 << chain
     if n < order:
         return found
@@ -189,7 +205,7 @@ def gather_chain(
         while end < full and p >= oldest:
             positions[end], matches[end] = p, tokens[(p + 1) & mask]
             end += 1
-            step = back[p & mask]
+            step = back[p & mask, chain]
             before = p - step if step != 0 else -1
             if chain == 0:
                 p = before

@@ -154,7 +154,7 @@ def fresh_occurrences(
             pool.links[used] = first
             first = used
             used += 1
-        step = log.back[0, p & mask]
+        step = log.back[p & mask, 0]
         if step == 0:
             break
         p -= step

@@ -8,7 +8,8 @@ Texts live in blocks of 64 tokens in a ring, so that several can grow at once. W
 what was frequent in it survives with half its frequency, as under the pruning of the published trie (Lookahead, arXiv 2312.12728,
 section 4.2; there, nodes are halved and those at 1 or below are dropped).
 
-A log starts small and doubles until it has its capacity, so that many can be kept of which few are full.
+A log starts small and doubles until it has its capacity, so that many can be kept of which few are full; no step pays for the
+whole of a large one (``decoding.log_arrays``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decoding.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
-from decoding.log_arrays import empty_arrays, enlarged
+from decoding.log_arrays import LARGE, copied, empty_log, enlarged, memory_for
 from decoding.survivors import append_counted, survivors
 from decoding.tree import Int32Array
 
@@ -41,7 +42,7 @@ class _Text:
 class TokenLog:
     """Token sequences in a ring, with chains of the occurrences of their 1-, 2- and 4-grams.
 
-    Memory: ``nbytes``, 41 to 49 bytes for each token of the ring as it is. ``arrays``, ``plain`` (the same; a plain tuple is
+    Memory: ``nbytes``, 33 to 49 bytes for each token of the ring as it is. ``arrays``, ``plain`` (the same; a plain tuple is
     passed to compiled code in half the time) and the ring's size change while it grows: read them anew at each use. Positions
     stay what they are.
     """
@@ -65,7 +66,8 @@ class TokenLog:
 
     def clear(self) -> None:
         """Forgets everything, open texts too, and becomes as small as at the start. Numbers are not used again."""
-        self._use(empty_arrays(self._initial))
+        self._memory, self._split = memory_for(self._initial), self._initial
+        self._use(empty_log(self._memory, self._initial))
         self.end = 0  # the first position behind all blocks
         self._open: dict[Hashable, _Text] = {}
         self._rescued = _Text(_RESCUED)
@@ -91,7 +93,7 @@ class TokenLog:
     @property
     def num_tokens(self) -> int:
         """Tokens of texts that are still there, and of runs that survived."""
-        return int(np.count_nonzero((self.arrays.tokens >= 0) & (self.arrays.back[0] != COPIED)))
+        return int(np.count_nonzero((self.arrays.tokens >= 0) & (self.arrays.back[:, 0] != COPIED)))
 
     def extend(self, text: Hashable, new: Sequence[int] | Int32Array) -> int:
         """Appends tokens to a text, which is created when it is not open; returns its owner number, -1 for no tokens.
@@ -128,7 +130,7 @@ class TokenLog:
         blocks = np.flatnonzero(arrays.owners == number)
         blocks = blocks[np.argsort((blocks * BLOCK - self.oldest) % size)]
         tokens = arrays.tokens.reshape(-1, BLOCK)[blocks]
-        there: Int32Array = tokens[(tokens >= 0) & (arrays.back[0].reshape(-1, BLOCK)[blocks] != COPIED)]
+        there: Int32Array = tokens[(tokens >= 0) & (arrays.back[:, 0].reshape(-1, BLOCK)[blocks] != COPIED)]
         return there
 
     def remove(self, number: int, rescued: bool) -> None:
@@ -179,19 +181,24 @@ class TokenLog:
         context, moved = tail[:_CONTEXT], tail[_CONTEXT:]
         begin = (start + 1) & mask
         tokens[begin : begin + len(context)] = context
-        self.arrays.back[0, begin : begin + len(context)] = COPIED
+        self.arrays.back[begin : begin + len(context), 0] = COPIED
         there = np.arange(max(left - len(moved), self.oldest), left)
         tokens[there & mask] = MOVED - moved[len(moved) - len(there) :]
         self.arrays.counts[there & mask] = 0
         append(self.plain, self.oldest, start + 1 + len(context), moved, 1)
 
     def _make_room(self, end: int) -> None:
-        """Doubles the ring until it holds all positions before ``end``, or as many as it may."""
+        """Doubles the ring until it holds all positions before ``end``, or as many as it may, with buckets for twice as many."""
         size = len(self.arrays.tokens)
         while size < min(end, self._capacity):
             size *= 2
-        if size > len(self.arrays.tokens):
-            self._use(enlarged(self.arrays, size))
+        if size > len(self._memory.tokens):
+            memory = memory_for(size if size < LARGE else self._capacity)
+            self.arrays, self._memory = copied(self.arrays, memory), memory
+        split = min(max(2 * end, self._split), len(self._memory.tokens))
+        if split > self._split or size > len(self.arrays.tokens):
+            self._use(enlarged(self.arrays, self._memory, size, split))
+            self._split = split
 
     def _tail(self, end: int) -> Int32Array:
         """Up to ``OVERLAP`` tokens that stand before a position in its run; none where they are gone."""

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.chains import BLOCK, MAX_MATCH, bucket, follower, gather, unigram_bucket
+from decoding.chains import BLOCK, MAX_MATCH, bucket, follower, gather, place, unigram_bucket
+from decoding.log_arrays import LARGE
 from decoding.token_log import TokenLog
 
 NO_CAP = np.full(3, 1000, np.int64)
@@ -157,6 +158,40 @@ def test_a_log_doubles_up_to_its_capacity_and_then_forgets() -> None:
     for number, text in enumerate(texts):
         assert [f for f, length in found(log, text[:5].tolist()) if length == 5] == [text[5:9].tolist()] * (number >= 8)
     assert TokenLog(1 << 30).nbytes < 1 << 20
+
+
+def test_a_large_log_grows_where_it_lies() -> None:
+    """No step copies what is there, or splits more buckets than it writes tokens, twice over."""
+    log, whole, rng = TokenLog(1 << 18), TokenLog(1 << 18, initial=1 << 18), np.random.default_rng(0)
+    texts = rng.integers(0, 3000, (700, 512))
+    sizes = set()
+    for number, text in enumerate(texts):
+        before, end = log.arrays, log.end
+        log.extend(number, text)
+        whole.extend(number, text)
+        after, written = log.arrays, log.end - end
+        if len(before.tokens) >= LARGE:
+            assert [one.ctypes.data for one in before] == [one.ctypes.data for one in after]
+            buckets = [(len(old), len(new)) for old, new in zip(before[2:5], after[2:5], strict=True)]
+            assert all(new - old <= 2 * written for old, new in buckets)
+            sizes.add(len(after.tokens))
+            assert (after.tokens[log.end :] == -1).all() and (after.owners[log.end // BLOCK :] == -1).all()
+    assert sizes == {1 << 16, 1 << 17, 1 << 18} and log.end > 1 << 18 and log.oldest == whole.oldest
+    assert [len(array) for array in log.arrays] == [len(array) for array in whole.arrays]
+    for text in texts[::50]:
+        for length in (1, 2, 4, 9):
+            assert found(log, text[100 : 100 + length].tolist()) == found(whole, text[100 : 100 + length].tolist())
+
+
+def test_keys_keep_their_bucket_until_it_is_split() -> None:
+    for buckets in range(1, 40):
+        for key in range(200):
+            at, later = place(key, buckets), place(key, buckets + 1)
+            assert 0 <= at < buckets and later in (at, buckets)
+            if buckets & (buckets - 1) == 0:
+                assert at == key % buckets
+            if later != at:
+                assert at == buckets - (1 << (buckets.bit_length() - 1))  # whose chains the new one begins with
 
 
 def test_a_count_goes_on_after_the_log_has_grown() -> None:
