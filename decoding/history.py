@@ -187,6 +187,11 @@ class History:
         """The owner number in the log of the text's part that grows; -1 for none."""
         return self.log.number(text)
 
+    def removed(self, text: int) -> bool:
+        """Whether a text was taken out, and not started since: what comes of it is dropped."""
+        entry = self._texts.get(text)
+        return entry is not None and entry.dead
+
     def remove(self, text: int, rescued: bool = True) -> None:
         """Takes a text out, and all before it of the same key: they are never drafted from again.
 
@@ -250,7 +255,7 @@ class Histories:
         Raises:
             ValueError: a capacity below one token.
         """
-        self._capacity = capacity
+        self.capacity = capacity
         self._end_tokens: tuple[int, ...] = ()
         self.public = History(capacity)
         self._by_tenant = {PUBLIC: self.public}
@@ -282,5 +287,5 @@ class Histories:
             return None
         history = self._by_tenant.get(tenant)
         if history is None:
-            history = self._by_tenant[tenant] = History(self._capacity, self._end_tokens)
+            history = self._by_tenant[tenant] = History(self.capacity, self._end_tokens)
         return history

@@ -21,8 +21,8 @@ class ByRequest(Drafter):
     """A drafter for each strategy, of which every request has one (``Request.strategy``) for all of its life.
 
     A request is known to the drafter of its strategy alone: no other proposes for it or learns from it. Those that keep past
-    outputs keep them in one memory, that of the first strategy which has one: they draft from each other's texts, a text that is
-    deleted is deleted for all of them, and it is this memory that replicas share. Its size is that strategy's option.
+    outputs keep them in one memory, the largest of theirs: they draft from each other's texts, a text that is deleted is deleted
+    for all of them, and it is this memory that replicas share.
 
     The first strategy proposes last, and is told of the rows that the others drafted as of rows that the step computes anyway.
 
@@ -41,10 +41,11 @@ class ByRequest(Drafter):
         self._all = tuple(self._drafters.values())
         self.needs_logits = any(drafter.needs_logits for drafter in self._all)
         self.own_rules = any(drafter.own_rules for drafter in self._all)
-        remembering = [drafter for drafter in self._all if drafter.memory is not None]
-        self.memory = remembering[0].memory if remembering else None
-        for drafter in remembering:
-            drafter.memory = self.memory
+        memories = [drafter.memory for drafter in self._all if drafter.memory is not None]
+        self.memory = max(memories, key=lambda memory: memory.capacity, default=None)
+        for drafter in self._all:
+            if drafter.memory is not None:
+                drafter.memory = self.memory
         self._live: dict[str, set[str]] = {name: set() for name in self._drafters}  # ids of requests that a drafter has met
         self._asking: dict[str, int] = dict.fromkeys(self._drafters, 0)  # top_k of each in this step
         self._ranks = 1

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decoding.drafters.base import Drafter, Target, TargetRows
+from decoding.history import Histories
 from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree
@@ -40,7 +41,16 @@ class PayingDrafter(Drafter):
         self._gains = _PRIOR * np.log2(1.0 + self._counts)  # [most + 1] expected accepted tokens of so many rows
         self._curve: LatencyCurve | None = None
         self._load: StepLoad | None = None
-        self.needs_logits, self.own_rules, self.memory = drafter.needs_logits, drafter.own_rules, drafter.memory
+        self.needs_logits, self.own_rules = drafter.needs_logits, drafter.own_rules
+
+    @property
+    def memory(self) -> Histories | None:
+        """The drafter's."""
+        return self._drafter.memory
+
+    @memory.setter
+    def memory(self, memory: Histories | None) -> None:
+        self._drafter.memory = memory
 
     def remembers(self, request: Request) -> bool:
         """As the drafter."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.history import Histories, History
 from decoding.request import Acceptance, Request
 from decoding.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
 from decoding.tree import DraftTree
@@ -46,8 +47,8 @@ class RecyclingDrafter(Drafter):
     **Privacy**: with ``scope="tenant"`` one table serves all requests of a tenant and outlives them; a request without a tenant
     has a table of its own, which goes when it ends. So no tenant drafts from what another's requests taught, nor does its speed
     tell of them. Within a tenant how fast a text comes depends on what its other requests generated; ``scope="request"`` gives
-    every request a table of its own. The tables of the 64 tenants served last are kept. They hold no texts, and deleting texts
-    does not reach them: they end with the process.
+    every request a table of its own. The tables of the 64 tenants served last are kept. They hold no texts, so what one text
+    taught cannot be taken out: where texts of a tenant are deleted, the tenant's table goes. ``memory`` is there to hear of it.
     """
 
     needs_logits = True
@@ -78,6 +79,12 @@ class RecyclingDrafter(Drafter):
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
         self._ranks = 1
         self._tables: SuccessorTables | None = None
+        self.memory = None if self._by_request else Histories(1)
+        self._begun: set[str] = set()  # ids of live requests that a history knows
+
+    def remembers(self, request: Request) -> bool:
+        """Never."""
+        return False
 
     @property
     def top_k(self) -> int:
@@ -102,9 +109,9 @@ class RecyclingDrafter(Drafter):
             if budget == 0 or self._tables is None:
                 trees.append(DraftTree.chain(request.root, ()))
             elif self._ranked:
-                trees.append(_grow_ranked(self._tables.of(request), request.root, budget))
+                trees.append(_grow_ranked(self._table(self._tables, request), request.root, budget))
             else:
-                trees.append(_grow_fixed(self._tables.of(request), request.root, budget, self._template))
+                trees.append(_grow_fixed(self._table(self._tables, request), request.root, budget, self._template))
         return trees
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
@@ -112,7 +119,7 @@ class RecyclingDrafter(Drafter):
         if not target.has_logits:  # a replay of known outputs, in which another drafter may well draft
             return
         assert self._tables is not None, "prepare comes before the first observation"
-        table = self._tables.of(request)
+        table = self._table(self._tables, request)
         path = [0, *acceptance.rows]
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
         for row, follower in zip(path, emitted, strict=True):
@@ -124,6 +131,29 @@ class RecyclingDrafter(Drafter):
         """Drops the table of the request, where it has one."""
         if self._tables is not None:
             self._tables.finish(request)
+        history = self._history(request)
+        if history is not None and request.request_id in self._begun:
+            self._begun.remove(request.request_id)
+            history.extend(request.text, 0, (), final=True)
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._begun
+
+    def _history(self, request: Request) -> History | None:
+        return None if self.memory is None else self.memory.of(request.tenant)
+
+    def _table(self, tables: SuccessorTables, request: Request) -> SuccessorTable:
+        """The table of a request, which begins at the first call. One whose text was removed since has a table of its own."""
+        history = self._history(request)
+        if history is None:
+            return tables.of(request)
+        if request.request_id not in self._begun:
+            self._begun.add(request.request_id)
+            history.start(request.text)
+        elif history.removed(request.text):
+            tables.set_apart(request)
+        return tables.of(request, history.edition)
 
 
 def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int]:

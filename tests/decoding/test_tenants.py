@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.drafters import SOURCES, Drafter, build_drafter
+from decoding.drafters import SOURCES, Drafter, build_drafter, build_drafters
 from decoding.drafters.base import TargetRows
 from decoding.history import Histories, History
 from decoding.latency import LatencyCurve
@@ -342,6 +342,50 @@ def test_what_was_derived_from_deleted_texts_goes_too(delete: Delete) -> None:
     assert drafted(drafter, "a", [7]) == {(7,)}
     rank(drafter, beside, 7, 34)
     assert (34,) in drafted(drafter, "a", [7])
+
+
+@DELETIONS
+def test_what_was_ranked_for_deleted_texts_goes_with_recycling_alone(delete: Delete) -> None:
+    drafter = prepared("recycling", {})
+    saying = say(drafter, "a", [50, 51], end=False)
+    rank(drafter, saying, 7, 31)
+    rank(drafter, request("b"), 7, 32)
+    assert (31,) in drafted(drafter, "a", [7])
+    delete(drafter, saying)
+    assert drafted(drafter, "a", [7]) == set() and (32,) in drafted(drafter, "b", [7])
+    rank(drafter, saying, 7, 33)  # it teaches itself, and no other any more
+    assert drafted(drafter, "a", [7]) == set()
+    saying.commit([7])
+    assert (33,) in paths(drafter.propose([saying], [40])[0])
+    drafter.finish(saying)
+    assert drafted(drafter, "a", [7]) == set()
+    rank(drafter, request("a"), 7, 34)
+    assert (34,) in drafted(drafter, "a", [7])
+    assert not drafter.remembers(saying) and history(drafter, "a").num_tokens == 0
+
+
+@pytest.mark.parametrize("most_rows", [None, 16], ids=["all rows", "rows that pay"])
+def test_a_deletion_reaches_every_strategy_of_an_engine(most_rows: int | None) -> None:
+    drafter = build_drafters("recycling", {}, ["auto:all_rows=true,frequent_tokens=0,recycling=false", "trie"], most_rows)
+    drafter.prepare(Small())
+
+    def offered(strategy: str, root: int) -> set[tuple[int, ...]]:
+        asking = Request(f"r{next(_names)}", [8, root], SamplingParams(max_tokens=900), tenant="a", strategy=strategy)
+        (tree,) = drafter.propose([asking], [40])
+        drafter.finish(asking)
+        return paths(tree)
+
+    assert memory(drafter).capacity > 1  # as many texts as the strategies that keep any
+    said = Request("said", [9], SamplingParams(max_tokens=900), tenant="a", strategy="trie")
+    for token in (40, 41, 42):
+        said.commit([token])
+        drafter.propose([said], [4])
+    drafter.finish(said)
+    ranked = Request("ranked", [9], SamplingParams(max_tokens=900), tenant="a", strategy="recycling")
+    rank(drafter, ranked, 40, 31)
+    assert (31,) in offered("recycling", 40) and (41,) in offered("trie", 40) and (41,) in offered("auto", 40)
+    history(drafter, "a").remove(said.text)
+    assert offered("recycling", 40) == offered("trie", 40) == offered("auto", 40) == set()
 
 
 @settings(max_examples=40)
