@@ -26,19 +26,24 @@ class DraftLaws:
         """
         self._own_ends = tuple(end_token_ids)
         self._rules: dict[str, LogitRules] = {}
+        self._ends: dict[str, frozenset[int]] = {}
 
     def held(self) -> Collection[str]:
         """The ids of requests of which something is kept."""
-        return self._rules.keys()
+        return self._rules.keys() | self._ends.keys()
 
     def forget(self, request: Request) -> None:
         """Drops what is kept of a request."""
         self._rules.pop(request.request_id, None)
+        self._ends.pop(request.request_id, None)
 
-    def ends(self, request: Request) -> Collection[int]:
+    def ends(self, request: Request) -> frozenset[int]:
         """The tokens that end a request."""
-        params = request.params
-        return params.stop_token_ids if params.ignore_eos else (*self._own_ends, *params.stop_token_ids)
+        ends = self._ends.get(request.request_id)
+        if ends is None:
+            own = () if request.params.ignore_eos else self._own_ends
+            ends = self._ends[request.request_id] = frozenset((*own, *request.params.stop_token_ids))
+        return ends
 
     def altered(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """[vocab] logits after grammar, bias, minimum length and penalties.

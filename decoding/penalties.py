@@ -23,11 +23,12 @@ import torch
 
 from decoding.grammar import Grammar
 from decoding.request import SamplingParams
-from decoding.tree import Int32Array
+from decoding.tree import BoolArray, Int32Array
 
 # The logit of what a grammar forbids. No bias or penalty makes up for it, no temperature takes it out of float32, and its
 # probability is 0; finite, because rows of finite numbers are drawn from in one compiled call (see ``decoding.row_draw``).
 FORBIDDEN = -1e30
+_MANY = 8  # of so many tokens of the vocabulary, each eighth or more: then all of it is gone through, which is faster
 
 
 class TokenCounts:
@@ -95,7 +96,7 @@ class TokenCounts:
 class LogitRules:
     """The rules of one request, and the tokens that they look back on."""
 
-    __slots__ = ("_bias_ids", "_biases", "_params", "counts", "grammar")
+    __slots__ = ("_barred", "_bias", "_params", "counts", "grammar")
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] | Int32Array, grammar: Grammar | None = None) -> None:
         """
@@ -106,8 +107,9 @@ class LogitRules:
         """
         self._params, self.grammar = params, grammar
         self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1.0 else ())
-        self._bias_ids = torch.tensor([token for token, _ in params.logit_bias], dtype=torch.int64)
-        self._biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float64)
+        # Made at the first row, as all of them are alike: the bias, with its places, None for all; what is barred, and where.
+        self._bias: tuple[torch.Tensor | None, torch.Tensor] | None = None
+        self._barred: tuple[Collection[int], torch.Tensor] | None = None
 
     def push(self, token: int) -> None:
         """Appends a token to the output."""
@@ -133,30 +135,52 @@ class LogitRules:
         Args:
             logits: [vocab] floating point, left as they are.
             barred: tokens that may not be chosen here, because the output is shorter than ``min_tokens``; those outside the
-                vocabulary are ignored.
+                vocabulary are ignored. The same object in each call, or it is looked through again.
             constrained: whether the grammar has a say.
 
         Returns:
             [vocab] float32, or float64 where the logits are; -inf for barred tokens, about ``FORBIDDEN`` for those that the
             grammar forbids. The logits themselves where it has no say and nothing else changes them.
         """
-        if not constrained and not barred and not self._params.penalized and not len(self._bias_ids):
+        if not constrained and not barred and not self._params.penalized and not self._params.logit_bias:
             return logits
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         allowed = self.grammar.allowed() if constrained and self.grammar is not None else None
         if allowed is not None:
             forbidden = torch.from_numpy(~allowed).to(scores.device)
             scores[: len(forbidden)].masked_fill_(forbidden, FORBIDDEN)
-        if len(self._bias_ids):
-            scores[self._bias_ids.to(scores.device)] += self._biases.to(scores)
-        inside = [token for token in barred if token < len(scores)]
-        if allowed is not None and inside and allowed.sum() == allowed[inside].sum():
-            inside = []  # there would be nothing left
-        if inside:
-            scores[torch.tensor(inside, device=scores.device)] = -torch.inf
+        if self._params.logit_bias:
+            self._add_bias(scores)
+        if barred:
+            at = self._places(barred, scores)
+            if allowed is None or not _holds_all(at, allowed):  # there would be nothing left
+                scores[at] = -torch.inf
         if self._params.penalized and len(self.counts.ids):
             self._penalize(scores)
         return scores
+
+    def _add_bias(self, scores: torch.Tensor) -> None:
+        if self._bias is None:
+            ids, biases = zip(*self._params.logit_bias, strict=True)
+            at, values = torch.tensor(ids, device=scores.device), torch.tensor(biases, dtype=torch.float64).to(scores)
+            if _MANY * len(ids) < len(scores):
+                self._bias = at, values
+            else:
+                self._bias = None, torch.zeros_like(scores).index_copy_(0, at, values)
+        places, values = self._bias
+        if places is None:
+            scores += values
+        else:
+            scores[places] += values
+
+    def _places(self, barred: Collection[int], scores: torch.Tensor) -> torch.Tensor:
+        """[n] the barred tokens within the vocabulary; [vocab] whether a token is one, where they are many."""
+        if self._barred is None or barred is not self._barred[0]:
+            at = torch.tensor([token for token in barred if token < len(scores)], dtype=torch.int64, device=scores.device)
+            if _MANY * len(at) >= len(scores):
+                at = torch.zeros(len(scores), dtype=torch.bool, device=scores.device).index_fill_(0, at, True)
+            self._barred = barred, at
+        return self._barred[1]
 
     def _penalize(self, scores: torch.Tensor) -> None:
         ids = self.counts.ids
@@ -177,3 +201,13 @@ class LogitRules:
         if params.presence_penalty != 0.0:
             seen -= np.float32(params.presence_penalty) * (counts > 0)
         return seen
+
+
+def _holds_all(places: torch.Tensor, allowed: BoolArray) -> bool:
+    """Whether all allowed tokens stand at some places.
+
+    Args:
+        places: [n] tokens, or [vocab] whether a token is there.
+        allowed: [vocab].
+    """
+    return bool(allowed.sum() == allowed[places.cpu().numpy()].sum())

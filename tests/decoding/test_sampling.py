@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -257,6 +258,34 @@ def test_parameters_are_values() -> None:
 def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="stop"):
         SamplingParams(stop=("",))
+
+
+class Counted(frozenset[int]):
+    """Tokens that count how often all of them are looked through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("count", [1, 5, 7, 8, 9, 64])
+def test_long_lists_of_tokens_are_looked_through_once_and_do_what_short_ones_do(count: int) -> None:
+    rng = np.random.default_rng(count)
+    tokens = rng.permutation(64)[:count].tolist()
+    settings = params(logit_bias=tuple((token, float(rng.uniform(-100, 100))) for token in tokens), presence_penalty=0.5)
+    barred, rules = Counted(rng.permutation(70)[:count].tolist()), LogitRules(settings, [])
+    for step in range(4):
+        logits = rng.normal(size=64).tolist()
+        if step % 2:
+            expected = naive_rules(logits, settings, [], list(range(step)), barred)
+            assert rules.apply(torch.tensor(logits, dtype=torch.float64), barred).tolist() == expected
+        else:
+            expected = naive_rules(logits, settings, [], list(range(step)), set())
+            assert rules.apply(torch.tensor(logits, dtype=torch.float64)).tolist() == expected
+        rules.push(step)
+    assert barred.times == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
