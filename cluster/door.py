@@ -6,9 +6,10 @@ event loop, and between two awaits: there is nothing to lock.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -64,12 +65,23 @@ def door_options(config: Config) -> DoorOptions:
     return DoorOptions(required, capacity(config), config.limits)
 
 
+def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[Job]:
+    """Jobs that are the caller's, with a priority that it may have."""
+    least, account = caller.options.min_priority, "" if caller.tenant is None else caller.tenant
+    if asked is not None and asked < least:
+        message = f"priority: {asked} is asked for, and this API key may have {least} or more (its tenant's min_priority)"
+        raise ApiError(400, message, param="priority", code="invalid_value")
+    priority = max(0, least) if asked is None else asked
+    return [dataclasses.replace(job, account=account, weight=caller.options.weight, priority=priority) for job in jobs]
+
+
 class Ticket:
     """The right of one request to be answered. ``close`` is called once it has been, and does its work once."""
 
-    def __init__(self, door: Door, account: Account, rates: Rates, arrived_s: float) -> None:
+    def __init__(self, door: Door, caller: Caller, account: Account, rates: Rates, arrived_s: float) -> None:
         """To be called by the door."""
         self._door, self._account, self._rates, self.arrived_s = door, account, rates, arrived_s
+        self.caller = caller
         self._places = 1  # before the body is read it is one choice
         self._planned = self._closed = False
         self._taken: list[tuple[Take, Spending]] = []
@@ -78,11 +90,17 @@ class Ticket:
         """Takes what the jobs of the request need, on top of what it has; what its tokens are counted with, where they are.
 
         Raises:
-            ApiError: 429, too many are held, or too few tokens are left to the key.
+            ApiError: 429, too many are held, by all or by the key, or too few tokens are left to it; 400, the key may never have
+                so many choices at once.
         """
         spending, tokens = None, self._rates.tokens
         more = len(jobs) - (not self._planned)
-        self._door.widen(more)
+        try:
+            self._account.check_choices(self._rates, len(jobs), more)
+        except ApiError as error:
+            raise self._door.refuse(error) from None
+        self._door.widen(self.caller, more)
+        self._account.running += more
         self._places += more
         self._planned = True
         if tokens is not None:
@@ -104,10 +122,10 @@ class Ticket:
         if self._closed:
             return
         self._closed = True
-        self._account.running -= 1
+        self._account.running -= self._places
         for take, spending in self._taken:
             self._account.tokens.correct(take, spending.tokens)
-        self._door.leave(self._places, self._door.now_s() - self.arrived_s if answered else None)
+        self._door.leave(self.caller, self._places, self._door.now_s() - self.arrived_s if answered else None)
 
     def _reserve(self, tokens: int, limit: int) -> Take:
         try:
@@ -131,6 +149,7 @@ class Door:
         self._accounts: dict[str, Account] = {}  # by the hash of the key
         self._stays_s: deque[float] = deque(maxlen=_STAYS_KEPT)
         self._held = self._in_flight = self._requests = 0
+        self._held_by: Counter[str | None] = Counter()  # of ``_held``, each tenant's
         self._refused = dict.fromkeys(REFUSALS, 0)
 
     @property
@@ -162,15 +181,16 @@ class Door:
         Raises:
             ApiError: 401, nobody has the key; 429, too many are held, or the key has taken what it may.
         """
-        account, rates = self._account(authorization)
+        caller, account, rates = self._account(authorization)
         now_s = self.now_s()
         if rates.requests is not None:
             account.requests.take(1, now_s)
         account.running += 1
         self._held += 1
+        self._held_by[caller.tenant] += 1
         self._in_flight += 1
         self._requests += 1
-        return Ticket(self, account, rates, arrived_s)
+        return Ticket(self, caller, account, rates, arrived_s)
 
     def admit(
         self, engine: EnginePort, jobs: Sequence[Job], body: ChatCompletionRequest | CompletionRequest
@@ -183,10 +203,11 @@ class Door:
             body: the request that is being answered in this task.
 
         Raises:
-            ApiError: 400, a prompt or an answer is too long; 429 as ``Ticket.plan``.
+            ApiError: 400, a prompt or an answer is too long, or the tenant may ask for no such priority; else as ``Ticket.plan``.
         """
-        bounded = [bounded_job(job, body, self._limits) for job in jobs]
-        ticket = CURRENT.get()
+        bounded, ticket = [bounded_job(job, body, self._limits) for job in jobs], CURRENT.get()
+        if ticket is not None:
+            bounded = _accounted(bounded, ticket.caller, body.priority)
         spending = None if ticket is None else ticket.plan(bounded, body.n or 1)
         allowed_s = min(body.timeout or math.inf, self._limits.request_timeout_s or math.inf)
         if spending is None and allowed_s == math.inf:
@@ -194,36 +215,64 @@ class Door:
         arrived_s = self.now_s() if ticket is None else ticket.arrived_s
         return WatchedEngine(engine, spending, arrived_s, allowed_s, self.refuse), bounded
 
-    def widen(self, more: int) -> None:
-        """Takes more places. Raises ``ApiError`` (429) when there are not so many."""
-        if self._capacity is not None and self._held + more > self._capacity:
-            raise self.refuse(self._full())
+    def widen(self, caller: Caller, more: int) -> None:
+        """Takes more places. Raises ``ApiError`` (429) when there are not so many, or the others' would not be left."""
+        if more > 0:
+            self._check_places(caller, more)
         self._held += more
+        self._held_by[caller.tenant] += more
 
-    def leave(self, places: int, stay_s: float | None) -> None:
+    def leave(self, caller: Caller, places: int, stay_s: float | None) -> None:
         """To be called by a ticket: gives its places back.
 
         Args:
+            caller: who had them.
             places: as many as it took.
             stay_s: for which it was held; None where that says nothing of other requests.
         """
         self._held -= places
+        self._held_by[caller.tenant] -= places
         self._in_flight -= 1
         if stay_s is not None:
             self._stays_s.append(stay_s)
 
-    def _account(self, authorization: str | None) -> tuple[Account, Rates]:
+    def _account(self, authorization: str | None) -> tuple[Caller, Account, Rates]:
         """Of the caller, when it may come in."""
         caller, now_s = self._caller(authorization), self.now_s()
         account, rates = self._accounts.setdefault(caller.key, Account()), rates_of(self._limits, caller.options)
         try:
             account.check(rates, now_s)
-            if self._capacity is not None and self._held >= self._capacity:
-                raise self._full()
         except ApiError as error:
             error.headers |= account.headers(rates, now_s)
             raise self.refuse(error) from None
-        return account, rates
+        try:
+            self._check_places(caller, 1)
+        except ApiError as error:
+            error.headers |= account.headers(rates, now_s)
+            raise
+        return caller, account, rates
+
+    def _check_places(self, caller: Caller, more: int) -> None:
+        """Raises ``ApiError`` (429) where there are not so many places for a tenant.
+
+        Where there are several tenants, one may hold so much of what the others leave that a place for its weight stays free: at
+        weight 1 half of it. So a newcomer always finds places, however many the others want (dynamic thresholds, Choudhury and
+        Hahne 1998).
+        """
+        if self._capacity is None:
+            return
+        if self._held + more > self._capacity:
+            raise self.refuse(self._full())
+        if not self._tenancy.several:
+            return
+        own, weight = self._held_by[caller.tenant], caller.options.weight
+        most = max(1, int((self._capacity - self._held + own) * weight / (weight + 1)))
+        if own + more > most:
+            message = (
+                f"this tenant has {own} choices that run or wait and asks for {more} more: of server.max_queued "
+                f"({self._capacity}) it may hold {most} now, the rest is for other tenants"
+            )
+            raise self.refuse(too_many(message, "queue_full", self._retry_s()))
 
     def _caller(self, authorization: str | None) -> Caller:
         try:

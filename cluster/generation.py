@@ -29,6 +29,8 @@ class Job:
     strategy: str | None = None  # who drafts for it; None: the engine's own
     max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
     priority: int = 0  # lower goes first
+    account: str = ""  # whose share of slots and rows it takes
+    weight: float = 1.0  # of the account
     siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
     report: bool = False  # outputs say who drafted their tokens
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told

@@ -1,4 +1,4 @@
-"""How much one API key may take: requests and tokens in a minute, and requests at once.
+"""How much one API key may take: requests and tokens in a minute, and choices at once.
 
 The window moves: what counts is the last 60 seconds, whenever they began. Of the windows in the `limits` library the exact one
 keeps an entry for each unit and lets nothing be given back, which does not suit tokens; this one keeps an entry for each request.
@@ -23,7 +23,7 @@ class Rates:
 
     requests: int | None  # in 60 seconds
     tokens: int | None  # in 60 seconds
-    concurrent: int | None  # requests at once
+    concurrent: int | None  # choices at once
 
 
 def rates_of(limits: LimitsOptions, tenant: TenantOptions) -> Rates:
@@ -95,17 +95,38 @@ class Account:
 
     requests: MovingWindow = field(default_factory=MovingWindow)
     tokens: MovingWindow = field(default_factory=MovingWindow)
-    running: int = 0
+    running: int = 0  # choices
 
     def check(self, rates: Rates, now_s: float) -> None:
         """Returns if one more request may begin. Raises ``ApiError`` (429) that says when to come back."""
         if rates.concurrent is not None and self.running >= rates.concurrent:
-            message = f"{self.running} requests with this API key are running, and {rates.concurrent} may (max_concurrent)"
-            raise too_many(message, "too_many_concurrent", BUSY_S)
+            raise self._busy(rates.concurrent)
         if rates.requests is not None:
             _check(self.requests, 1, rates.requests, now_s, "requests")
         if rates.tokens is not None:  # how many it wants is not known yet: one at least
             _check(self.tokens, 1, rates.tokens, now_s, "tokens")
+
+    def check_choices(self, rates: Rates, choices: int, more: int) -> None:
+        """Returns if a request that runs already may have so many choices.
+
+        Args:
+            rates: of the key.
+            choices: of the request.
+            more: of them, those that are not counted yet.
+
+        Raises:
+            ApiError: 429, when others of the key have ended; 400, it has more than may ever run.
+        """
+        if rates.concurrent is None or self.running + more <= rates.concurrent:
+            return
+        if choices > rates.concurrent:
+            message = f"the request has {choices} choices, and {rates.concurrent} may run with this API key (max_concurrent)"
+            raise ApiError(400, f"{message}: ask for fewer", param="n", code="invalid_value")
+        raise self._busy(rates.concurrent)
+
+    def _busy(self, most: int) -> ApiError:
+        message = f"{self.running} choices with this API key are running, and {most} may (max_concurrent)"
+        return too_many(message, "too_many_concurrent", BUSY_S)
 
     def reserve(self, tokens: int, limit: int, now_s: float) -> Take:
         """Takes the tokens that a request may use at most. Raises ``ApiError`` (429) that says when they are there."""

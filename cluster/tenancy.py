@@ -78,6 +78,11 @@ class Tenancy:
             raise _unauthorized(f"no tenant of this server has this API key; {advice}")
         return Caller(tenant, key, self._options[tenant])
 
+    @property
+    def several(self) -> bool:
+        """Whether requests of more than one tenant may come."""
+        return len(self._options) + (not self._required and self._anonymous not in self._options) > 1
+
     def tenant_of(self, authorization: str | None) -> str | None:
         """The tenant of a request; None for one that belongs to nobody. Raises as ``caller_of``."""
         return self.caller_of(authorization).tenant

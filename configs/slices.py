@@ -160,6 +160,8 @@ class TenantOptions:
     requests_per_minute: int | None = None  # each of its keys' own limits.requests_per_minute
     tokens_per_minute: int | None = None  # each of its keys' own limits.tokens_per_minute
     max_concurrent: int | None = None  # each of its keys' own limits.max_concurrent
+    weight: float = 1.0  # its share of slots, queue places and rows of prefills, beside those of the other tenants
+    min_priority: int = 0  # the most urgent priority that its requests may ask for, and have where that is above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class LimitsOptions:
 
     requests_per_minute: int | None = None  # in any 60 seconds; no limit when absent
     tokens_per_minute: int | None = None  # of prompts and answers; a request reserves the longest answer that it may get
-    max_concurrent: int | None = None  # requests at once
+    max_concurrent: int | None = None  # choices at once
     max_request_bytes: int = 8 * 2**20  # of a request's body
     max_prompt_tokens: int | None = None  # the model's context when absent
     max_output_tokens: int | None = None  # of one choice: more is refused, and what asks for no number gets no more

@@ -12,6 +12,7 @@ KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-k
 _TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 LIMIT_BOUNDS = (1, 2**40)  # of a number of requests or tokens
+WEIGHT_BOUNDS = (0.01, 100.0)  # of a tenant
 _OWN_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
 
 
@@ -76,6 +77,11 @@ def _limits(name: str, tenant: TenantOptions) -> Iterator[str]:
         value = getattr(tenant, limit)
         if value is not None and not low <= value <= high:
             yield f"tenancy.tenants.{name}.{limit} is {value}; allowed: {low} to {high}"
+    lightest, heaviest = WEIGHT_BOUNDS
+    if not lightest <= tenant.weight <= heaviest:
+        yield f"tenancy.tenants.{name}.weight is {tenant.weight}; allowed: {lightest:g} to {heaviest:g}"
+    if not -(2**31) <= tenant.min_priority < 2**31:
+        yield f"tenancy.tenants.{name}.min_priority is {tenant.min_priority}; allowed: -2**31 to 2**31 - 1"
 
 
 def _needed(tenancy: TenancyOptions, host: str, require_key: bool | None) -> Iterator[str]:

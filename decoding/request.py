@@ -69,6 +69,8 @@ class Request:
         params: how to choose tokens, when to end.
         references: token sequences to draft from besides the prompt (documents, earlier turns).
         priority: lower runs first, as in vLLM; any but 0 needs ``engine.scheduling_policy`` priority.
+        account: whose share of slots and rows it takes, and by what weight accounts share them.
+        weight: of the account, above 0.
         tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
             request's output, and none drafts from its.
         public: may draft from the public corpus.
@@ -92,10 +94,10 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "admitted_s", "argmax", "arrival", "arrived_s", "fault", "finish_reason", "first_token_s",
-        "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority", "prompt_logprobs",
-        "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings", "slot", "state",
-        "stats", "strategy", "tenant", "text", "waited_s",
+        "_buffer", "_length", "account", "admitted_s", "argmax", "arrival", "arrived_s", "fault", "finish_reason",
+        "first_token_s", "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
+        "prompt_logprobs", "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings",
+        "slot", "state", "stats", "strategy", "tenant", "text", "waited_s", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +108,8 @@ class Request:
         references: Sequence[Sequence[int] | Int32Array] = (),
         priority: int = 0,
         *,
+        account: str = "",
+        weight: float = 1.0,
         tenant: str | None = None,
         public: bool = True,
         emitted: Sequence[int] | Int32Array = (),
@@ -117,6 +121,7 @@ class Request:
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
         self.request_id, self.params, self.priority = request_id, params, priority
+        self.account, self.weight = account, weight
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from configs.slices import EngineOptions
 from decoding.request import Request, RequestState
 from engine.errors import QueueFullError, RequestError
+from engine.fair_queue import FairQueue
 from engine.prefix_cache import WORTH_COPYING, common_prefix
 
 
@@ -59,7 +59,11 @@ class Scheduler:
     Under the policy ``priority`` a more urgent request that finds no slot preempts the least urgent one, which later computes its
     tokens again: with position-keyed choices its output is the same. Nobody starves: who has waited ``max_wait_s``, all waits
     added, takes the next free slot whatever the priorities, in order of arrival, and is not preempted again. Under ``fcfs`` all
-    are alike urgent, and nobody is preempted.
+    are alike urgent.
+
+    Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
+    has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
+    preempted where there is one account. Rows of prefills are shared alike in every step.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Scheduler:
         check_options(options)
         self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
         self._max_wait_s = options.max_wait_s if options.scheduling_policy == "priority" else math.inf
-        self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, arrival)
+        self._waiting = FairQueue()
         self._arrivals = 0
         self.num_preemptions = 0  # since the start
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
@@ -99,7 +103,7 @@ class Scheduler:
     def requests(self) -> Iterator[Request]:
         """All that run or wait."""
         yield from self.running
-        yield from (request for _, _, request in self._waiting)
+        yield from self._waiting
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -114,33 +118,31 @@ class Scheduler:
             raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
         self._arrivals += 1
         request.arrival, request.queued_s = self._arrivals, self._clock()
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out, waiting or running; its slot is free at once."""
         if request.slot is None:
-            self._withdraw(request)
+            self._waiting.remove(request)
         else:
-            self.running.remove(request)
-            self._free_slots.append(request.slot)
-            request.slot = None
+            self._vacate(request)
         request.state = RequestState.FINISHED
 
-    def _withdraw(self, request: Request) -> None:
-        """Takes a request out of those that wait."""
-        self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-        heapq.heapify(self._waiting)
-
-    def preempt(self, request: Request) -> None:
-        """Takes the slot from a running request, which waits in its old place in the order and recomputes its tokens."""
+    def _vacate(self, request: Request, unserved: bool = False) -> None:
         assert request.slot is not None, request.request_id
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot, request.num_computed, request.state = None, 0, RequestState.WAITING
+        self._waiting.release(request, unserved)
+        request.slot = None
+
+    def preempt(self, request: Request) -> None:
+        """Takes the slot from a running request, which waits in its old place in the order and recomputes its tokens."""
+        self._vacate(request, unserved=True)
+        request.num_computed, request.state = 0, RequestState.WAITING
         request.stats.preemptions += 1
         self.num_preemptions += 1
         request.queued_s = self._clock()
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._waiting.push(request)
 
     def schedule(self, width: int = 1) -> list[Share]:
         """The shares of the next step; empty when there is nothing to do.
@@ -186,7 +188,7 @@ class Scheduler:
 
     def _prefill_shares(self, budget: int) -> list[Share]:
         prefilling = self._prefilling
-        rows = _prefill(prefilling, budget)
+        rows = _shared_prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
         return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]
 
@@ -199,10 +201,7 @@ class Scheduler:
                 if victim is None:
                     return
                 self.preempt(victim)
-            if request is self._waiting[0][2]:
-                heapq.heappop(self._waiting)
-            else:
-                self._withdraw(request)
+            self._waiting.admit(request)
             slot, computed = self._place(request, self._free_slots)
             self._free_slots.remove(slot)
             request.slot, request.num_computed, request.state = slot, computed, RequestState.RUNNING
@@ -212,23 +211,28 @@ class Scheduler:
     def _next(self, now: float) -> Request:
         """Who is to run next of those that wait."""
         if self._free_slots and self._max_wait_s < math.inf:
-            overdue = [one for _, _, one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
+            overdue = [one for one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
             if overdue:
                 return min(overdue, key=lambda one: one.arrival)
-        return self._waiting[0][2]
+        return self._waiting.first()
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives its slot to a request that waits: the least urgent and latest, if that is less urgent, and has not waited
-        for too long before."""
-        below = (one for one in self.running if one.priority > request.priority and one.waited_s < self._max_wait_s)
-        return max(below, key=lambda one: (one.priority, one.arrival), default=None)
+        """Who gives its slot to a request that waits: the latest of the least urgent, where they are less urgent, or else of the
+        account with the most for its weight, where that is more than fair. Who has waited for too long before gives none."""
+        running = [one for one in self.running if one.priority >= request.priority and one.waited_s < self._max_wait_s]
+        below = [one for one in running if one.priority > request.priority]
+        if below:
+            return max(below, key=lambda one: (one.priority, one.arrival))
+        load, fair = self._waiting.load, self._waiting.load(request, 1)
+        above = [one for one in running if one.account != request.account and load(one) > fair]
+        return max(above, key=lambda one: (load(one), one.arrival), default=None)
 
     def check_integrity(self) -> None:
         """Asserts that every slot is free or has one request, and that requests are where their state says."""
         held = [request.slot for request in self.running]
         slots = sorted((*self._free_slots, *(-1 if slot is None else slot for slot in held)))
         assert slots == list(range(self.options.max_running)), (self._free_slots, held)
-        waiting = [request for _, _, request in self._waiting]
+        waiting = list(self._waiting)
         for request in self.running:
             assert request.state is RequestState.RUNNING, (request.request_id, request.state)
             assert 0 <= request.num_computed < request.num_tokens, (request.request_id, request.num_computed, request.num_tokens)
@@ -247,8 +251,33 @@ def _bounded(request: Request, rows: int) -> int:
     return rows if request.max_draft_tokens is None else min(rows, request.max_draft_tokens)
 
 
+def _shared_prefill(requests: Sequence[Request], budget: int) -> list[int]:
+    """The rows of prefills, shared among accounts by weight: what one does not need is the others'.
+
+    Example: 16 rows. One account's prefills lack 100 and 40, another's 6: this one gets its 6 rows, the first one 10.
+    """
+    groups: dict[str, list[int]] = {}
+    for at, request in enumerate(requests):
+        groups.setdefault(request.account, []).append(at)
+    if len(groups) == 1:
+        return _prefill(requests, budget)
+    rows, wanting = [0] * len(requests), list(groups.values())
+    wanting.sort(key=lambda own: _lacking(requests, own) / requests[own[0]].weight)  # who needs least for its weight
+    for number, own in enumerate(wanting):
+        weight = requests[own[0]].weight / sum(requests[each[0]].weight for each in wanting[number:])
+        given = _prefill([requests[at] for at in own], math.ceil(budget * weight))
+        for at, count in zip(own, given, strict=True):
+            rows[at] = count
+        budget -= sum(given)
+    return rows
+
+
+def _lacking(requests: Sequence[Request], own: Sequence[int]) -> int:
+    return sum(requests[at].num_tokens - requests[at].num_computed for at in own)
+
+
 def _prefill(requests: Sequence[Request], budget: int) -> list[int]:
-    """The rows of prefills, given in order of admission. See ``Scheduler``.
+    """The rows of one account's prefills, given in order of admission. See ``Scheduler``.
 
     Example: 16 rows, and prefills that lack 100, 40 and 6 tokens: the third may pass, and so may the second, but the third lacks
     less. It gets 6 rows of the 8, the second gets 2, the first 8.

@@ -48,7 +48,8 @@ class LocalEngine:
 
     async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
-        request = Request(job.request_id, job.prompt_ids, job.params, tenant=job.tenant, public=job.public)
+        sharing = {"tenant": job.tenant, "public": job.public, "account": job.account, "weight": job.weight}
+        request = Request(job.request_id, job.prompt_ids, job.params, **sharing)
         async with contextlib.aclosing(self._replica.generate(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -262,6 +263,45 @@ def test_requests_of_a_key_at_once(house: Callable[..., House]) -> None:
         assert limited.post(SHORT).status_code == limited.post(SHORT, UMBRELLA).status_code == 200
     until(limited.is_empty)
     assert limited.post(SHORT, ACME).status_code == 200
+
+
+def test_choices_count_as_requests_do(house: Callable[..., House]) -> None:
+    """Three requests of 88 choices took all places in spite of ``max_concurrent``."""
+    limited = house(KEYED, max_concurrent=3)
+    never = limited.post(SHORT | {"n": 88}, ACME)
+    assert (never.status_code, error_of(never)["param"]) == (400, "n") and "max_concurrent" in error_of(never)["message"]
+    with limited.streaming(ACME, n=2):
+        later = limited.post(SHORT | {"n": 2}, ACME)
+        assert (later.status_code, error_of(later)["code"]) == (429, "too_many_concurrent")
+    until(limited.is_empty)
+    assert limited.post(SHORT | {"prompt": ["<"] * 3}, ACME).status_code == 200
+
+
+def test_a_tenant_leaves_places_for_the_others(house: Callable[..., House]) -> None:
+    """Of twelve places one may hold half of what the others leave, and twice as much of weight two as there is left free."""
+    tenants = TENANTS | {"umbrella": TenantOptions(keys=(hash_key(UMBRELLA),), weight=2.0)}
+    shared = house(TenancyOptions(tenants=tenants), capacity=12)
+    with shared.streaming(ACME, n=6):
+        refused = shared.post(SHORT, ACME)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+        assert "this tenant has 6 choices" in error_of(refused)["message"] and refused.headers["retry-after"]
+        with shared.streaming(UMBRELLA, n=4):
+            assert shared.post(SHORT, UMBRELLA).status_code == 429
+            with shared.streaming():
+                assert shared.post(SHORT).status_code == 429
+    until(shared.is_empty)
+    alone = house(capacity=12)
+    with alone.streaming(n=12):
+        assert alone.post(SHORT).status_code == 429
+    until(alone.is_empty)
+
+
+def test_one_tenants_requests_are_answered_beside_anothers_flood(house: Callable[..., House]) -> None:
+    """All slots are the flood's, for minutes; a request of another tenant takes one."""
+    shared = house(KEYED)
+    with shared.streaming(ACME, n=MAX_RUNNING), shared.streaming(ACME, n=4):
+        assert shared.post(SHORT, UMBRELLA).json()["choices"][0]["text"] == "abc"
+        assert shared.post(SHORT, UMBRELLA).json()["choices"][0]["text"] == "abc"
 
 
 def test_a_large_body_is_refused_before_it_is_sent(house: Callable[..., House]) -> None:

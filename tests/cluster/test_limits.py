@@ -76,7 +76,7 @@ def test_an_account_says_when_to_come_back() -> None:
         "x-ratelimit-reset-tokens": "59s",
     }
     account.running = 3
-    with pytest.raises(ApiError, match="3 requests with this API key are running") as busy:
+    with pytest.raises(ApiError, match="3 choices with this API key are running") as busy:
         account.check(rates, 300.0)
     assert busy.value.code == "too_many_concurrent"
     assert account.headers(Rates(None, None, 3), 0.0) == {}

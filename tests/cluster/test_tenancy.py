@@ -27,8 +27,8 @@ from engine.loading import load_tokenizer
 
 ACME, ACME_NEW, UMBRELLA, ADMIN = "outrider-acme", "outrider-acme-2", "outrider-ümbrella", "outrider-admin"
 TENANTS = {
-    "acme": TenantOptions(keys=(hash_key(ACME), hash_key(ACME_NEW))),
-    "umbrella": TenantOptions(keys=(hash_key(UMBRELLA),)),
+    "acme": TenantOptions(keys=(hash_key(ACME), hash_key(ACME_NEW)), min_priority=-5),
+    "umbrella": TenantOptions(keys=(hash_key(UMBRELLA),), min_priority=2),
     "dormant": TenantOptions(),
 }
 KEYED = TenancyOptions(tenants=TENANTS, admin_keys=(hash_key(ADMIN),))
@@ -203,11 +203,19 @@ def test_a_prompt_that_a_tenant_has_sent_before_is_reused_for_no_other(engine: L
     assert engine.counts().prefix_hits == hits + 2 * (len(prompt) - 1) + chat[1]
 
 
-def test_a_priority_reaches_the_engine(engine: LocalEngine, url: str) -> None:
-    for body, priority in (({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3)):
+def test_a_priority_within_the_tenants_range_reaches_the_engine(engine: LocalEngine, url: str) -> None:
+    """Whatever a key asked for, it had: any could have all others preempted."""
+    for key, asked, had in (
+        (None, None, 0), (None, 3, 3), (None, -1, None), (ACME, None, 0), (ACME, -5, -5), (ACME, -6, None), (UMBRELLA, None, 2),
+        (UMBRELLA, 1, None), (UMBRELLA, 7, 7),
+    ):  # fmt: skip
         engine.jobs.clear()
-        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT | body, timeout=60).status_code == 200
-        assert [job.priority for job in engine.jobs] == [priority]
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"priority": asked}, headers=headers, timeout=60)
+        assert answer.status_code == (400 if had is None else 200)
+        assert [job.priority for job in engine.jobs] == ([] if had is None else [had])
+        if had is None:
+            assert answer.json()["error"]["param"] == "priority" and "min_priority" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,10 @@ from engine.errors import QueueFullError, RequestError
 from engine.scheduler import Place, Scheduler
 
 
-def request(name: str, prompt: int = 4, priority: int = 0, max_tokens: int = 50) -> Request:
-    return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
+def request(
+    name: str, prompt: int = 4, priority: int = 0, max_tokens: int = 50, account: str = "", weight: float = 1.0
+) -> Request:
+    return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens), priority=priority, account=account, weight=weight)
 
 
 class Clock:
@@ -452,3 +455,120 @@ def test_check_integrity_finds_what_is_lost(harm: Callable[[Scheduler], None]) -
     harm(s)
     with pytest.raises(AssertionError):
         s.check_integrity()
+
+
+def flood(of: Scheduler, account: str, count: int, weight: float = 1.0, prompt: int = 4) -> list[Request]:
+    """Requests of an account, named by it and a number."""
+    first = sum(one.account == account for one in of.requests())
+    names = [f"{account}{first + number}" for number in range(count)]
+    requests = [request(name, prompt, account=account, weight=weight) for name in names]
+    for one in requests:
+        of.add(one)
+    return requests
+
+
+def slots(of: Scheduler) -> dict[str, int]:
+    """How many each account has."""
+    return dict(collections.Counter(one.account for one in of.running))
+
+
+def test_slots_are_shared_among_accounts_whoever_came_first() -> None:
+    s = scheduler(running=8, step_tokens=64, waiting=100)
+    flooding = flood(s, "a", 40)
+    compute(s)
+    assert slots(s) == {"a": 8}
+    flood(s, "b", 1)
+    compute(s)
+    assert slots(s) == {"a": 7, "b": 1}
+    assert [one.stats.preemptions for one in flooding[:8]] == [0] * 7 + [1]  # the latest gave its slot
+    flood(s, "b", 9)
+    flood(s, "c", 9, weight=2.0)
+    compute(s)
+    assert slots(s) == {"a": 2, "b": 2, "c": 4}
+    taken = s.num_preemptions
+    for _ in range(20):
+        compute(s)
+    assert s.num_preemptions == taken  # nobody takes a slot of another's share
+
+
+def test_one_accounts_requests_are_not_preempted_for_its_own() -> None:
+    s = scheduler(running=2, waiting=50)
+    flood(s, "a", 20)
+    for _ in range(10):
+        compute(s)
+    assert s.num_preemptions == 0 and [one.request_id for one in s.running] == ["a0", "a1"]
+
+
+def test_with_one_slot_accounts_take_turns() -> None:
+    """In order of arrival the flood's ten would be first."""
+    s = scheduler(running=1, waiting=50)
+    flood(s, "a", 10)
+    compute(s)
+    flood(s, "b", 3)
+    order = []
+    for _ in range(8):
+        compute(s)
+        order.append(s.running[0].request_id)
+        s.remove(s.running[0])
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4"]
+
+
+def test_turns_are_not_saved_up() -> None:
+    s = scheduler(running=1, waiting=50)
+    flood(s, "a", 6)
+    for _ in range(4):
+        compute(s)
+        s.remove(s.running[0])
+    flood(s, "b", 6)
+    order = []
+    for _ in range(4):
+        compute(s)
+        order.append(s.running[0].account)
+        s.remove(s.running[0])
+    assert sorted(order) == ["a", "a", "b", "b"]
+
+
+def test_urgent_requests_go_before_fair_ones() -> None:
+    s = scheduler(running=2, waiting=50)
+    for number in range(4):
+        s.add(request(f"urgent{number}", priority=-1, account="a"))
+    compute(s)
+    flood(s, "b", 2)
+    compute(s)
+    assert slots(s) == {"a": 2}
+
+
+def test_rows_of_prefills_are_shared_among_accounts() -> None:
+    s = scheduler(running=4, step_tokens=64, waiting=50)
+    flood(s, "a", 2, prompt=1000)
+    flood(s, "b", 1, prompt=20)
+    flood(s, "c", 1, prompt=200)
+    rows = plan(s)
+    ends = {account: sum(end for name, (end, _) in rows.items() if name[0] == account) for account in "abc"}
+    assert ends["b"] == 20 and ends["a"] == ends["c"] == 22
+
+
+def test_nobody_is_lost_whatever_comes_and_goes() -> None:
+    """Random arrivals and ends of accounts of several weights: after each step all is where it belongs, and all end."""
+    rng = random.Random(3)
+    s = scheduler(running=5, step_tokens=40, waiting=1000)
+    live: list[Request] = []
+    for number in range(400):
+        if rng.random() < 0.7 and number < 300:
+            account = rng.choice("aaaaabc")
+            weight = {"a": 1.0, "b": 0.5, "c": 3.0}[account]
+            one = request(
+                f"{account}{number}", rng.randint(1, 60), account=account, weight=weight, priority=rng.choice([0, 0, 1])
+            )
+            s.add(one)
+            live.append(one)
+        compute(s)
+        for one in [one for one in live if one.num_output >= 5 or rng.random() < 0.02]:
+            s.remove(one)
+            live.remove(one)
+    for _ in range(2000):
+        compute(s)
+        for one in [one for one in live if one.num_output >= 5]:
+            s.remove(one)
+            live.remove(one)
+    assert not live and s.num_free_slots == 5 and s.num_waiting == 0
