@@ -164,17 +164,15 @@ def _torch(has_gpu: bool) -> Finding:
 
 
 def _redis() -> Finding:
-    from cache_service.embedded import find_redis_server
+    from cache_service.redis_binary import find_redis_server
 
-    binary = find_redis_server()
+    binary, remedy = find_redis_server(), "apt-get install redis-server (or set redis_url)"
     if binary is None:
-        return Finding("redis", "missing", "no redis-server", "apt-get install redis-server (or set redis_url)")
-    try:
-        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        return Finding("redis", "missing", f"{binary} does not run: {error}", "apt-get install redis-server (or set redis_url)")
-    words = dict(word.split("=", 1) for word in answer.stdout.split() if "=" in word)
-    return Finding("redis", "ok", f"{words.get('v', 'version unknown')} ({binary})")
+        return Finding("redis", "missing", "no redis-server", remedy)
+    if binary.version is None:
+        return Finding("redis", "missing", f"{binary.path} does not run", remedy)
+    found = f"{binary} ({binary.path})"
+    return Finding("redis", "ok", found if binary.fault is None else f"{found}, which {binary.fault}")
 
 
 def _flash_attention() -> Finding:

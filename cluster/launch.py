@@ -107,7 +107,9 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, by
         embedded = EmbeddedRedis.start()
     except EmbeddedRedisError as error:
         raise LaunchError(str(error)) from None
-    say(f"Redis started (embedded, 127.0.0.1:{embedded.port})")
+    say(f"Redis started (embedded, {embedded.binary})")
+    if embedded.binary.fault is not None:
+        say(f"{embedded.binary} {embedded.binary.fault}; this user's processes alone reach it; put a newer one on the PATH")
     if config.server.ray_address and config.cache.enabled:
         say("replicas on other machines do not reach this Redis and share nothing; set redis_url to one that all reach")
     try:

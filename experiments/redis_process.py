@@ -12,7 +12,8 @@ from types import TracebackType
 
 import redis
 
-from cache_service.embedded import EmbeddedRedisError, find_redis_server
+from cache_service.embedded import EmbeddedRedisError
+from cache_service.redis_binary import find_redis_server
 
 _START_S = 20.0
 
@@ -54,7 +55,7 @@ class RedisProcess:
         options = ["--port", str(self._port), "--bind", self._host, "--protected-mode", "no", "--save", "", "--dir", self._folder]
         options += ["--appendonly", "yes" if self._has_files else "no"]
         # A session of its own: Ctrl-C in the terminal is for the experiment, which then ends this.
-        self._process = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen([str(binary.path), *options], stdout=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + _START_S
         while True:
             try:

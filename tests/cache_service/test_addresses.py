@@ -16,7 +16,7 @@ import redis
 
 from cache_service.acl import acl_rule
 from cache_service.addresses import connect
-from cache_service.embedded import find_redis_server
+from cache_service.redis_binary import find_redis_server
 from cache_service.redis_store import RedisStore
 
 A = "a" * 32
@@ -41,7 +41,7 @@ def server(folder: Path, port: int, *options: str, sentinel: bool = False, passw
     assert binary is not None
     config = folder / f"{port}.conf"
     config.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\n" + "\n".join(options) + "\n")
-    command = [str(binary), str(config), *(["--sentinel"] if sentinel else [])]
+    command = [str(binary.path), str(config), *(["--sentinel"] if sentinel else [])]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port, password=password) as client:

@@ -223,7 +223,7 @@ def everything(store: RedisStore) -> None:
 
 def test_the_documented_acl_rule_is_enough_and_holds(server: EmbeddedRedis, raw: redis.Redis) -> None:
     raw.execute_command("ACL", "SETUSER", "limited", "on", ">se:cret", *acl_rule("outrider").split())
-    url = f"redis://limited:se%3Acret@127.0.0.1:{server.port}/0"
+    url = f"unix://limited:se%3Acret@{server.url.partition('@')[2]}"
     mine = RedisStore(url, "outrider", 2.0)
     everything(mine)
     mine.close()
@@ -254,7 +254,7 @@ def test_no_error_is_swallowed(server: EmbeddedRedis, raw: redis.Redis, store: R
         late.ping()
     with pytest.raises(redis.ConnectionError):
         late.ping()
-    wrong = RedisStore(f"redis://:wrong@127.0.0.1:{server.port}", "outrider", 2.0)
+    wrong = RedisStore(f"unix://:wrong@{server.url.partition('@')[2]}", "outrider", 2.0)
     with pytest.raises(redis.AuthenticationError):
         wrong.ping()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from cache_service.redis_binary import FLOORS, version_fault
 from tests.k8s.manifests import NAMESPACE, Document, Pods, environment, named, pods_of, quantity, resource
 
 _IMAGE = re.compile(r"(?P<name>[^@\s]+?)(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?")
@@ -51,6 +52,9 @@ def _image(container: Document) -> Iterator[str]:
         yield f"image {image!r} has neither tag nor digest"
     elif match["tag"] == "latest":
         yield f"image {image!r}: latest is another one tomorrow"
+    elif (kind := match["name"].rpartition("/")[2]) in FLOORS:
+        fault = version_fault(kind, match["tag"] or "")
+        yield from () if fault is None else (f"image {image!r} {fault}",)
 
 
 def _rights(container: Document, pods: Pods) -> Iterator[str]:

