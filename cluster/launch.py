@@ -19,7 +19,7 @@ import redis
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from actors.own_ray import start_ray
+from actors.own_ray import RayTokenError, start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
 from cluster.launch_console import Progress, StopRequested, StopSignals
@@ -142,6 +142,8 @@ def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
             os.environ.setdefault(name, value)
     try:
         start_ray(address, NAMESPACE)
+    except RayTokenError as error:
+        raise LaunchError(str(error)) from None
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
         raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None

@@ -34,7 +34,8 @@ def work_unit(nodeid: str) -> str:
     share would start twice, and Rays that start at once can choose the same ports.
     """
     file = nodeid.split("::")[0]
-    return "ray" if file.startswith("tests/cluster/") or file == "tests/actors/test_group.py" else file
+    own = ("tests/actors/test_group.py", "tests/actors/test_own_ray.py")
+    return "ray" if file.startswith("tests/cluster/") or file in own else file
 
 
 class OneRay(LoadScopeScheduling):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -30,6 +31,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wants_a_token(port: int) -> bool:
+    """Whether a replica of Serve listens there, which unpickles nothing of a stranger's."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        for metadata in ((), (("authorization", f"Bearer {'a' * 64}"),)):
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(b"", metadata=metadata, timeout=30)
+            if refused.value.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                return False
+    return True
+
+
 class Serving:
     """``outrider serve`` in a process group of its own, as a terminal would start it."""
 
@@ -40,7 +53,7 @@ class Serving:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
-                env=os.environ | {
+                env={name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | {
                     "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80", "TMPDIR": str(self.files),
                     "OUTRIDER_CACHE_SECRET": "of the tests",
                 },
@@ -68,6 +81,11 @@ class Serving:
 
     def look(self) -> None:
         self.started.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def listening(self) -> set[tuple[str, int]]:
+        """Every address at which one of all that was started listens."""
+        found = [one for process in self.started if process.is_running() for one in process.net_connections("inet")]
+        return {(one.laddr.ip.removeprefix("::ffff:"), one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
     def press_ctrl_c(self) -> None:
         """A terminal sends SIGINT to the whole group."""
@@ -110,6 +128,8 @@ def test_serve_answers_the_printed_curl_and_ctrl_c_leaves_nothing(serving: Servi
     assert '"finish_reason":"length"' in answer.stdout.replace(" ", ""), answer
     serving.look()
     assert len(serving.started) > 5
+    others_reach = {port for host, port in serving.listening() if host != "127.0.0.1"}
+    assert others_reach and all(map(wants_a_token, others_reach))  # those of Serve's replicas
 
     serving.press_ctrl_c()
     assert serving.ends(60) == 0, serving.output()
