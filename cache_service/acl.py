@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # What a Redis user needs; the last line only behind Cluster and Sentinel addresses and for a database other than 0.
 ACL_COMMANDS = (
-    "+ping", "+eval", "+xadd", "+xread", "+xtrim", "+xlen", "+xinfo|stream", "+memory|usage", "+get", "+set", "+incr",
+    "+ping", "+eval", "+xadd", "+xread", "+xtrim", "+xlen", "+xinfo|stream", "+memory|usage",
+    "+info", "+bgrewriteaof", "+get", "+set", "+incr",
     "+expire", "+persist", "+exists", "+hset", "+hget", "+hmget", "+del", "+unlink",
     "+select", "+command", "+cluster|slots",
 )  # fmt: skip

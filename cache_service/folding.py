@@ -41,6 +41,7 @@ class Fold:
         self._purge_at: float | None = None  # monotonic seconds; when what was deleted has to leave Redis
         self._saved_at = 0.0  # monotonic seconds
         self._residue = 0  # entries to read before bytes of trimmed ones are gone for sure; 0: they are
+        self.has_deleted = False  # Redis' memory is rid of something deleted since this was set back, its files may not be
 
     @classmethod
     def load(cls, store: RedisStore, namespace: str, identity: Identity) -> Fold:
@@ -60,6 +61,7 @@ class Fold:
             if compare_ids(fold.cursor, snapshot_id) < 0:
                 fold.cursor = snapshot_id
         fold._snapshot_bytes = len(data)
+        fold.has_deleted = bool(fold.epoch or fold.texts.ledger.removed)  # who kept it before may have died before it saw to that
         return fold
 
     @property
@@ -144,8 +146,8 @@ class Fold:
         """
         # State changes last: if Redis fails before, the snapshot is written once more and the rest is tried again.
         purge = self._purge_at is not None
-        residue = 0
-        if purge or self._residue:
+        cleans, residue = bool(self._residue), 0
+        if purge or cleans:
             ms, _, sequence = self.cursor.partition("-")
             store.trim(self.namespace, f"{ms}-{int(sequence) + 1}", exact=True)
             emptied = store.heads([self.namespace])[self.namespace].first_id == START
@@ -156,6 +158,7 @@ class Fold:
         self.snapshot_id, self._snapshot_bytes, self._saved_at = self.cursor, num_bytes, time.monotonic()
         self._grown_bytes, self._purge_at, self._residue = 0, None, residue
         self._dirty_since = self._saved_at if residue else None
+        self.has_deleted |= (purge or cleans) and not residue
 
 
 def read_snapshot(data: bytes, identity: Identity) -> Snapshot:

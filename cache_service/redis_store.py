@@ -18,6 +18,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import redis
+from redis.cluster import RedisCluster
 
 from cache_service import scripts
 from cache_service.redis_link import RedisLink, answers_of, translated
@@ -192,6 +196,26 @@ class RedisStore(RedisLink):
     def release(self, name: str, holder: str) -> None:
         """Gives a lease back; nothing happens if another one holds it."""
         self._run("EVAL", scripts.RELEASE, 1, f"{self._tag}:lease:{name}", holder)
+
+    @translated
+    def rewrite_files(self) -> bool:
+        """Has Redis write its append-only file anew, without what is not in its memory any more.
+
+        Returns:
+            False where it is at it already, and may have begun too early; True where it has begun, or keeps no such file.
+        """
+        client: Any = self._client()
+        nodes = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
+        told = client.execute_command("INFO", "persistence", **nodes)
+        if not any(int(one["aof_enabled"]) for one in (told.values() if nodes and "aof_enabled" not in told else [told])):
+            return True
+        try:
+            client.execute_command("BGREWRITEAOF", **nodes)
+        except redis.ResponseError as error:
+            if "in progress" in str(error):
+                return False
+            raise
+        return True
 
     @translated
     def usage(self, namespace: str) -> Usage:

@@ -28,6 +28,7 @@ _KEEP_S = 3600.0  # between two notes to Redis that the namespaces are still in 
 _EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
 _ROOM = 0.9  # share of its quota that a full tenant is brought down to
 _EVICTED_KEYS = 4096  # of one batch
+_REWRITE_S = 60.0  # between two times that Redis is told to write its files anew, which costs it its size in disk and a fork
 _WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes, the longest work there is
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class CacheServer:
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, options.lease_s)
         self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
-        self._check_at = self._expire_at = self._keep_at = 0.0
+        self._check_at = self._expire_at = self._keep_at = self._rewrite_at = 0.0
         self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
         self._last_error: str | None = None
         self._kept = (0, 0, 0)  # namespaces, texts, tokens
@@ -155,9 +156,24 @@ class CacheServer:
         for fold in self._folds.values():
             self._lease.hold()
             self._keep(fold)
+        self._rewrite()
         folds = self._folds.values()
         self._kept = len(folds), sum(len(fold.texts.texts) for fold in folds), sum(fold.texts.num_tokens for fold in folds)
         self._worked()
+
+    def _rewrite(self) -> None:
+        """After deletions the files of Redis are written anew, as they hold the deleted texts until then."""
+        deleted = [fold for fold in self._folds.values() if fold.has_deleted]
+        if not deleted or time.monotonic() < self._rewrite_at:
+            return
+        self._rewrite_at = time.monotonic() + _REWRITE_S
+        try:
+            done = self._store.rewrite_files()
+        except redis.ResponseError as error:  # it may not, or Redis has no such command: that stays so
+            done = True
+            logger.warning("cache service: deleted texts stay in Redis' append-only file until it is rewritten: %s", error)
+        for fold in deleted:
+            fold.has_deleted = not done
 
     def _worked(self) -> None:
         if not self._well:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
 from cache_service.admin import TenantStats
+from cluster.audit import Auditor
 from cluster.cache_port import CacheAdminPort, answered
 from cluster.errors import ApiError
 from cluster.strict import Text
@@ -47,6 +48,7 @@ class AdminService:
         tokenizer: PreTrainedTokenizerFast,
         port: CacheAdminPort | None,
         replicas: Callable[[], Awaitable[Sequence[Description]]],
+        auditor: Auditor | None = None,
     ) -> None:
         """
         Args:
@@ -54,8 +56,10 @@ class AdminService:
             tokenizer: of the model.
             port: the shared memory; None where there is none.
             replicas: what the engine replicas that answer say of themselves.
+            auditor: keeps answers, too; None where nothing is audited.
         """
         self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
+        self._auditor = auditor
 
     async def stats(self, request: Request) -> dict[str, Any]:
         """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
@@ -114,7 +118,8 @@ class AdminService:
         return {"documents": len(documents), "tokens": tokens, "texts": texts}  # documents and tokens of the body, new texts
 
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
-        """Forgets a tenant's texts."""
+        """Forgets a tenant's texts, and what is kept of them for audits."""
+        self._forget(request, tenant)
         port = self._allowed(request)
         with answered():
             await port.delete_tenant(tenant)
@@ -122,7 +127,8 @@ class AdminService:
         return {"tenant": tenant, "deleted": True}
 
     async def delete_request(self, request: Request, tenant: str, request_id: str) -> dict[str, Any]:
-        """Forgets the texts of one answer."""
+        """Forgets the texts of one answer, and what is kept of it for audits."""
+        self._forget(request, tenant, request_id)
         port = self._allowed(request)
         with answered():
             await port.delete_request(tenant, request_id)
@@ -134,6 +140,12 @@ class AdminService:
         port = self._allowed(request)
         with answered():
             return {"problems": [dataclasses.asdict(problem) for problem in await port.verify()]}
+
+    def _forget(self, request: Request, tenant: str, request_id: str | None = None) -> None:
+        """Lets go of what is kept for audits, also where nothing is shared."""
+        self._tenancy.check_admin(request.headers.get("authorization"))
+        if self._auditor is not None:
+            self._auditor.forget(tenant, request_id)
 
     def _allowed(self, request: Request) -> CacheAdminPort:
         """The shared memory, for the operator only."""

@@ -82,14 +82,14 @@ class Service:
         self._tokenizer = tokenizer
         self._tenancy = Tenancy(tenancy or TenancyOptions(), door is not None and door.require_key)
         self.door = Door(self._tenancy, door)
-        self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe)
+        self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, auditor)
         self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, auditor, self.door.counts)
         self._token_bytes = TokenBytes(tokenizer)
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.text = TextService(tokenizer, self._tenancy, self._model)
         own_mib = {name: options.cache_mib for name, options in (tenancy or TenancyOptions()).tenants.items()}
         kept = cache_options or CacheOptions()
-        self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib)
+        self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib, auditor)
         self._info: ModelInfo | None = None  # asked for once
         self._guard = guard or StreamGuard(ServerOptions())
         ready = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)

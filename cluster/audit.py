@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +70,8 @@ class Auditor:
         self._worker: asyncio.Task[None] | None = None  # while choices are sampled
         self._one_at_a_time = asyncio.Lock()
         self._counts = dict.fromkeys(Result, 0)
-        self._differences: deque[Audit] = deque(maxlen=LAST_DIFFERENCES)
+        self._differences: deque[tuple[Job, Audit]] = deque(maxlen=LAST_DIFFERENCES)
+        self._deletions: Counter[str | None] = Counter()  # by tenant
 
     def wants(self, job: Job) -> bool:
         """Whether a choice may be audited once it was served: it is drafted for, and its tenant's or not private to nobody."""
@@ -96,13 +97,31 @@ class Auditor:
         kept = list(self._kept)
         return kept if number is None else kept[-number:] if number else []
 
+    def forget(self, tenant: str, request_id: str | None = None) -> None:
+        """Lets go of a tenant's choices and of what was found about them, or of those of one answer; counters stay.
+
+        Args:
+            tenant: whose.
+            request_id: ``id`` of the answer; None for all.
+        """
+
+        answer = None if request_id is None else request_id.partition("/")[0]
+
+        def is_meant(job: Job) -> bool:
+            return job.tenant == tenant and answer in (None, job.request_id.partition("/")[0])
+
+        self._deletions[tenant] += 1  # what is being computed again is not noted either
+        self._kept = deque((one for one in self._kept if not is_meant(one.job)), self._kept.maxlen)
+        self._sampled = deque(one for one in self._sampled if not is_meant(one.job))
+        self._differences = deque((pair for pair in self._differences if not is_meant(pair[0])), LAST_DIFFERENCES)
+
     def counts(self) -> dict[str, int]:
         """Audits since the start, by result."""
         return {result.value: count for result, count in self._counts.items()}
 
     def differences(self) -> list[Audit]:
         """The last audits that found one, the latest last."""
-        return list(self._differences)
+        return [found for _, found in self._differences]
 
     @property
     def num_kept(self) -> int:
@@ -111,7 +130,7 @@ class Auditor:
 
     async def audit(self, served: Served) -> Audit:
         """Computes a choice again, counts what came of it, and logs a difference."""
-        job = served.job
+        job, deletions = served.job, self._deletions[served.job.tenant]
         tell = _Teller(job.request_id, job.strategy, len(served.token_ids))
         try:
             async with self._one_at_a_time:
@@ -121,7 +140,8 @@ class Auditor:
             found = tell(Result.FAILED, detail=str(error))
         self._counts[found.result] += 1
         if found.result is Result.DIFFERENT:
-            self._differences.append(found)
+            if self._deletions[job.tenant] == deletions:
+                self._differences.append((job, found))
             logger.error("audit: %s was served other tokens than plain decoding gives: %s", job.request_id, found.difference)
         return found
 
@@ -186,8 +206,10 @@ class Auditor:
         """Audits what was sampled, until nothing is left."""
         while self._sampled:
             served = self._sampled.popleft()
+            tenant = served.job.tenant
+            deletions = self._deletions[tenant]
             try:
-                if await self._comes_about(self._is_idle):
+                if await self._comes_about(self._is_idle) and self._deletions[tenant] == deletions:
                     await self.audit(served)
                 else:
                     self._counts[Result.DROPPED] += 1

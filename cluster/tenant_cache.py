@@ -10,6 +10,7 @@ from fastapi import FastAPI, Header
 from pydantic import BaseModel
 
 from cache_service.records import token_width
+from cluster.audit import Auditor
 from cluster.cache_port import CacheAdminPort, answered
 from cluster.documents import ERRORS
 from cluster.errors import ApiError
@@ -50,6 +51,7 @@ class TenantCacheService:
         model: Callable[[], Awaitable[ModelInfo]],
         options: CacheOptions,
         own_mib: Mapping[str, float | None],
+        auditor: Auditor | None = None,
     ) -> None:
         """
         Args:
@@ -58,7 +60,9 @@ class TenantCacheService:
             model: what is served.
             options: the slice ``cache`` of the configuration.
             own_mib: ``cache_mib`` of tenants, by name; None for the slice's.
+            auditor: keeps answers, too; None where nothing is audited.
         """
+        self._auditor = auditor
         self._tenancy, self._port, self._model, self._options, self._own_mib = tenancy, port, model, options, own_mib
 
     async def get(self, authorization: str | None) -> TenantCache:
@@ -80,7 +84,7 @@ class TenantCacheService:
         )
 
     async def delete(self, authorization: str | None) -> Deleted:
-        """Forgets all texts of the tenant, everywhere.
+        """Forgets all texts of the tenant, everywhere, and what is kept for audits, also where nothing is shared.
 
         Raises:
             ApiError: 400, the request is nobody's; 404, nothing is shared; 401 and 503 as ``get``.
@@ -89,6 +93,8 @@ class TenantCacheService:
         if tenant is None:
             message = "a request without a tenant's API key has no texts here: send Authorization: Bearer KEY"
             raise ApiError(400, message, code="no_tenant")
+        if self._auditor is not None:
+            self._auditor.forget(tenant)
         if self._port is None:
             message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
             raise ApiError(404, message, code="cache_disabled")

@@ -121,7 +121,7 @@ admin_keys: [\"sha256:$admin_hash\"]"
 secret outrider-redis-acl users.acl "user default off resetkeys resetchannels -@all
 user probe on >probe resetkeys resetchannels -@all +ping
 user outrider on #$password_hash resetkeys ~{outrider}:* resetchannels -@all +ping +eval +xadd +xread +xtrim +xlen +xinfo|stream\
- +memory|usage +get +set +incr +expire +persist +exists +hset +hget +hmget +del +unlink"
+ +memory|usage +info +bgrewriteaof +get +set +incr +expire +persist +exists +hset +hget +hmget +del +unlink"
 secret outrider-redis-tls tls.crt "$tls_crt" tls.key "$tls_key" ca.crt "$ca_crt"
 secret outrider-gcs-redis password "$gcs_password"
 secret outrider-ray-token auth_token "$ray_token"

@@ -218,6 +218,7 @@ def everything(store: RedisStore) -> None:
     assert store.delete(A) == 1 and store.raise_epoch(A, 5) == 5
     assert store.acquire("l", "me", 5) and store.acquire("l", "me", 5) and not store.acquire("l", "you", 5)
     store.release("l", "me")
+    assert store.rewrite_files()
     store.ping()
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -400,3 +401,73 @@ def test_full_redis_is_survived(make: Callable[..., Cluster], own_redis: RedisPr
     cluster.say(("s", [4, 5]))
     assert wait_for(lambda: cluster.snapshot() == expected(texts | {"s": [4, 5]}))
     assert server.status().leader
+
+
+def in_files(folder: Path, text: Sequence[int]) -> bool:
+    """Whether the bytes of these tokens are in a file of Redis."""
+    packed = np.array(text, "<u2").tobytes()
+    return any(packed in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def rewrites(client: redis.Redis) -> int:
+    """How often its files were asked to be written anew."""
+    told: dict[str, dict[str, int]] = client.info("commandstats")
+    return told.get("cmdstat_bgrewriteaof", {"calls": 0})["calls"]
+
+
+@pytest.fixture
+def writing_redis() -> Iterator[RedisProcess]:
+    """One that keeps an append-only file."""
+    with RedisProcess(has_files=True) as process:
+        process.client.config_set("rdbcompression", "no")
+        yield process
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_deleted_leaves_the_files_of_redis(
+    make: Callable[..., Cluster], writing_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr("cache_service.server._REWRITE_S", 0.5)
+    cluster, folder = make(writing_redis.url), Path(writing_redis.client.config_get("dir")["dir"])
+    server = cluster.server()
+    for name in ("first", "second"):
+        text = tokens(len(name), 40)
+        epoch = cluster.store.heads([cluster.name()])[cluster.name()].epoch
+        cluster.say((name, text), epoch=epoch)
+        assert wait_for(lambda text=text: len(cluster.snapshot()) > 0 and in_files(folder, text))
+        if whole:
+            cluster.say(epoch=cluster.store.delete(cluster.name()))
+        else:
+            cluster.say(removed=[name], epoch=epoch)
+        assert wait_for(lambda text=text: not cluster.holds(text) and not in_files(folder, text))
+    assert server.status().failures == 0
+
+
+def test_many_deletions_have_the_files_written_anew_once(make: Callable[..., Cluster], writing_redis: RedisProcess) -> None:
+    cluster = make(writing_redis.url)
+    server = cluster.server()
+    for number in range(1, 9):
+        cluster.say((f"r{number}", [1, 2, number]), epoch=number - 1)
+        assert wait_for(lambda number=number: server.status().texts == 1)
+        cluster.say(epoch=cluster.store.delete(cluster.name()))
+        assert wait_for(lambda: server.status().texts == 0 and cluster.snapshot() == {})
+    assert wait_for(lambda: rewrites(writing_redis.client) == 1)
+    assert server.status().failures == 0
+
+
+def test_a_redis_that_may_not_write_its_files_anew_is_told_of(
+    make: Callable[..., Cluster], writing_redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    writing_redis.client.execute_command("ACL", "SETUSER", "limited", "on", ">secret", "~*", "+@all", "-bgrewriteaof")
+    cluster = make(writing_redis.url.replace("redis://", "redis://limited:secret@"))
+    server = cluster.server()
+    cluster.say(("r", [1, 2, 3]))
+    assert wait_for(lambda: server.status().texts == 1)
+    cluster.say(epoch=cluster.store.delete(cluster.name()))
+    assert wait_for(lambda: "stay in Redis' append-only file until it is rewritten" in caplog.text)
+    assert server.status().failures == 0
+
+
+def test_nothing_is_written_where_redis_keeps_no_files(make: Callable[..., Cluster], own_redis: RedisProcess) -> None:
+    assert make(own_redis.url).store.rewrite_files()
+    assert rewrites(own_redis.client) == 0

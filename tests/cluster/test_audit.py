@@ -232,6 +232,24 @@ def test_a_verification_that_accepts_anything_is_found_out(
     assert "error: 1 different; the first: " in run.stderr
 
 
+def test_what_a_tenant_deletes_is_in_no_audit(audited: Callable[..., Audited], careless: None) -> None:
+    server = audited()
+    first, _, third = (server.complete()["id"] for _ in range(3))
+    assert server.replay()[1]["different"] == 3
+    answers = f"{server.url}/admin/cache/tenants/acme/requests"
+    assert httpx.delete(f"{answers}/{first}").status_code == 401
+    assert httpx.delete(f"{server.url}/admin/cache/tenants/other", headers=ADMIN).status_code == 404  # nothing is shared here
+    assert httpx.delete(f"{answers}/none", headers=ADMIN).status_code == 404
+    assert server.counters()["kept"] == 3 == len(server.counters()["last_differences"])
+    assert httpx.delete(f"{answers}/{first}", headers=ADMIN).status_code == 404
+    left = [str(line) for line in server.counters()["last_differences"]]
+    assert server.counters()["kept"] == 2 == len(left) and not any(first in name for name in left) and third in left[-1]
+    assert httpx.delete(f"{server.url}/v1/cache").status_code == 404
+    assert (server.counters()["kept"], server.counters()["last_differences"]) == (0, [])
+    server.complete()
+    assert server.counters()["kept"] == 1
+
+
 def test_prompts_through_the_public_api(audited: Callable[..., Audited], replica: Replica, tmp_path: Path, byte_ids: Any) -> None:
     server, file = audited(), tmp_path / "prompts.jsonl"
     records = [{"id": "one", "prompt": "<abc<abc"}, {"id": "two", "prompt": "s", "references": ["stuvw."]}]

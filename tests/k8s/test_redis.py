@@ -332,7 +332,7 @@ def test_the_settings_are_those_of_the_file(name: str, tmp_path: Path, made: Mad
     with running(name, tmp_path / "pod", made, secured) as pod:
         found = pod.read_back()
         for key, value in pod.rewritten().items():
-            asked = found[key]
+            asked, value = found[key], value.strip('"')
             if key == "maxmemory":
                 number, unit = value[:-2], value[-2:]
                 value = str(int(number) * {"mb": 1 << 20, "gb": 1 << 30}[unit])
