@@ -18,6 +18,7 @@ import ray
 import redis
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from redis.exceptions import AuthorizationError
 
 from actors.own_ray import RayTokenError, start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
@@ -99,8 +100,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, by
     """Its address, and the secret that names of tenants in it are derived from."""
     url = redis_address(config)
     if url is not None:
-        _check_redis(url)
-        say("Redis answers at redis_url")
+        say(_state_of_redis(url))
         yield url, os.environ.get(SECRET_VARIABLE, "").encode()
         return
     try:
@@ -119,19 +119,30 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, by
         say("Redis stopped")
 
 
-def _check_redis(url: str) -> None:
-    """Returns when a Redis answers at an address."""
+def _state_of_redis(url: str) -> str:
+    """Whether a Redis answers at an address, in words. One that is away may come: until then the server starts as when it goes.
+
+    Raises:
+        LaunchError: the address cannot be, or whoever is there does not let us in, which would stay so.
+    """
     try:
         store = RedisStore(url, "outrider", REDIS_TIMEOUT_S)
     except ValueError as error:
         raise LaunchError(str(error)) from None
     try:
         store.ping()
+    except (redis.AuthenticationError, AuthorizationError, redis.ResponseError, redis.InvalidResponse) as error:
+        raise LaunchError(f"redis_url {_shown(url)}: {error}; see README, Which Redis, for the rights that are needed") from None
     except (redis.RedisError, OSError) as error:
-        shown = re.sub(r"//[^@/]*@", "//***@", url.partition("?")[0])  # arguments may hold a password, too
-        raise LaunchError(f"redis_url {shown}: {error}; start that server, or leave redis_url out to get one") from None
+        return f"redis_url {_shown(url)} does not answer: {error}; replicas share nothing until it does"
     finally:
         store.close()
+    return "Redis answers at redis_url"
+
+
+def _shown(url: str) -> str:
+    """An address without what may hold a password."""
+    return re.sub(r"//[^@/]*@", "//***@", url.partition("?")[0])
 
 
 @contextlib.contextmanager

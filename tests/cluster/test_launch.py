@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import psutil
 import pytest
 
 from cache_service.embedded import EmbeddedRedis
-from cluster.launch import base_url, serve_until_stopped
+from cluster.launch import _state_of_redis, base_url, serve_until_stopped
 from cluster.preflight import LaunchError, check_disk, check_model, check_port
 from configs.schema import load_config
+from experiments.redis_process import RedisProcess
+from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -190,6 +193,50 @@ def test_given_redis_is_used_and_left_alone(log: Path, circle_model: Path) -> No
             assert serving.left() == []
         finally:
             serving.end()
+
+
+def test_a_redis_that_comes_later_is_used_when_it_is_there(log: Path, circle_model: Path) -> None:
+    with RedisProcess() as redis_server:
+        redis_server.kill()
+        serving = Serving(log, "--model", str(circle_model), f"redis_url={redis_server.url}")
+        try:
+            serving.wait_for('max_tokens": 64}')
+            assert f"{redis_server.url} does not answer" in serving.output()
+            with httpx.Client(base_url=f"http://127.0.0.1:{serving.port}", timeout=60) as client:
+
+                def is_well() -> bool:
+                    return client.get("/health").json()["shared_cache"] == "connected"
+
+                body = {"model": "circle", "prompt": "<", "max_tokens": 8, "temperature": 0}
+                before = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+                assert not is_well() and client.get("/ready").status_code == 200
+                redis_server.start()
+                eventually(is_well, 60)
+                assert client.post("/v1/completions", json=body).raise_for_status().json()["choices"] == before
+            serving.press_ctrl_c()
+            assert serving.ends(60) == 0
+        finally:
+            serving.end()
+
+
+@pytest.mark.parametrize(("url", "shown"), [
+    ("redis://:pass@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0 does not answer"),
+    ("redis+sentinel://:pass@127.0.0.1:1/main?sentinel_password=pass", "redis+sentinel://***@127.0.0.1:1/main does not answer"),
+    ("redis+cluster://:pass@127.0.0.1:1", "redis+cluster://***@127.0.0.1:1 does not answer"),
+])  # fmt: skip
+def test_what_is_said_of_a_redis_that_is_away(url: str, shown: str) -> None:
+    said = _state_of_redis(url)
+    assert said.startswith(f"redis_url {shown}") and "pass" not in said
+
+
+def test_a_redis_that_lets_nobody_in_ends_the_launch() -> None:
+    with EmbeddedRedis.start() as server:
+        for user in ("", ":wrong@"):
+            address = f"unix://{user}{server.url.partition('@')[2]}"
+            with pytest.raises(LaunchError, match=r"redis_url unix://.*(Authentication required|invalid).*rights") as refused:
+                _state_of_redis(address)
+            assert "wrong" not in str(refused.value)
+        assert _state_of_redis(server.url) == "Redis answers at redis_url"
 
 
 def test_check_port() -> None:

@@ -392,3 +392,19 @@ def test_the_redis_of_the_head(tmp_path: Path, made: Made) -> None:
         pod.start()
         with pod.client(password=pod.password) as client:
             assert client.hget("RAY", "a") == b"b"
+
+
+def test_the_password_is_no_argument(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis hides its arguments when it runs, but not before."""
+    programs, seen = tmp_path / "programs", tmp_path / "seen"
+    programs.mkdir()
+    (programs / "redis-cli").symlink_to(PROGRAMS / "redis-cli")
+    program = programs / "redis-server"
+    program.write_text(f'#!/bin/sh\necho $$ "$@" > {seen}\nexec {PROGRAMS}/redis-server "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setitem(globals(), "PROGRAMS", programs)
+    with running(STATE, tmp_path / "pod", made, False) as pod, pod.client(password=pod.password) as client:
+        assert client.ping() and pod.process is not None
+        pid, *arguments = seen.read_text().split()
+        assert int(pid) == pod.process.pid  # the shell has become it: what Kubernetes tells the one to end is the other
+        assert arguments and not any(pod.password in word for word in arguments)
