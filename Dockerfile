@@ -5,6 +5,9 @@
 #   docker run --rm --init --shm-size 2g -p 127.0.0.1:8000:8000 -v "$PWD/demo_model:/models/demo_model:ro" IMAGE \
 #     outrider serve --model /models/demo_model server.host=0.0.0.0 tenancy.anonymous=null server.require_key=false
 
+# A tag may be another image tomorrow. To build on one that is known, ask for its digest where the registry can be reached
+#   docker buildx imagetools inspect python:3.11.15-slim-bookworm --format '{{.Manifest.Digest}}'
+# and add to the build --build-context python:3.11.15-slim-bookworm=docker-image://python@sha256:...
 FROM python:3.11.15-slim-bookworm AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PATH=/opt/outrider/bin:$PATH \

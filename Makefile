@@ -8,10 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 NEEDED_MIB := 4096
+TOOLS := .venv-tools
+TOOLS_PINS := cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all validate-k8s lint lock clean
+.PHONY: help install serve test test-all validate-k8s lint lock sbom scan clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -62,8 +64,32 @@ lock: ## a fresh resolution of pyproject.toml into constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; .venv-lock/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | sort -f; } > constraints.new
 	@mv constraints.new constraints.txt
 	@rm -rf .venv-lock
-	@echo "lock: constraints.txt rewritten; make test checks it"
+	@$(MAKE) --no-print-directory constraints-hashed.txt
+	@echo "lock: constraints.txt and constraints-hashed.txt rewritten; make test checks them"
+
+# Without torch, whose CPU build is on an index of PyTorch's own, and whose CUDA build brings libraries that the list has not.
+constraints-hashed.txt: constraints.txt | $(TOOLS)/.installed
+	@{ sed -n '/^#/p' constraints-hashed.txt; grep -v -e '^#' -e '^torch==' constraints.txt \
+	  | $(TOOLS)/bin/uv pip compile -q --no-deps --generate-hashes --no-annotate --no-header --no-config --native-tls -p $(PYTHON) -; } > constraints.new
+	@mv constraints.new constraints-hashed.txt
+
+$(TOOLS)/.installed: Makefile
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) $(TOOLS_PINS)
+	@touch $@
+
+sbom: install $(TOOLS)/.installed ## sbom.json: what is installed, with licences, as CycloneDX
+	@$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+	@$(BIN)/python -c 'import json; parts = json.load(open("sbom.json"))["components"]; \
+	  print(f"sbom: {len(parts)} packages in sbom.json; their metadata names no licence that is known:", \
+	        ", ".join(part["name"] for part in parts if not part.get("licenses")) or "none")'
+
+scan: $(TOOLS)/.installed ## known holes of the versions in constraints.txt, as PyPI knows them
+	@if $(TOOLS)/bin/pip-audit -r constraints.txt --no-deps --disable-pip --strict --progress-spinner off > $(TOOLS)/scan.txt 2> $(TOOLS)/scan.log; \
+	then echo "scan: no known hole in constraints.txt"; \
+	elif [ -s $(TOOLS)/scan.txt ]; then cat $(TOOLS)/scan.txt; exit 1; \
+	else echo "scan: nothing was checked, PyPI does not tell of known holes from here: $$(tail -n 1 $(TOOLS)/scan.log | cut -c 1-240)" >&2; exit 1; fi
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-lock build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock $(TOOLS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

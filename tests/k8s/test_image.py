@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.k8s.dockerfile import ROOT, Stage, commands, context, ignored, line_of, stages
@@ -233,6 +235,17 @@ def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]
     assert {"gpu", "tracing"} <= PYPROJECT["project"]["optional-dependencies"].keys()
     (index,) = found["cpu-environment"].of("ARG")
     assert index.text.startswith("TORCH_INDEX_URL=https://") and index.text.endswith("/cpu")
+
+
+def test_every_pinned_version_has_hashes_but_torch() -> None:
+    """Whose CPU build is on another index than PyPI."""
+    lines = [line for line in (ROOT / "constraints-hashed.txt").read_text().splitlines() if not line.startswith("#")]
+    entries = [entry.split() for entry in "\n".join(lines).replace("\\\n", "").splitlines()]
+    hashed = {canonicalize_name(entry[0].split("==")[0]): (entry[0].split("==")[1], entry[1:]) for entry in entries}
+    versions = {name: version for name, (version, _) in hashed.items()}
+    assert versions == {canonicalize_name(name): version for name, version in PINS.items() if name != "torch"}
+    for _, hashes in hashed.values():
+        assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
 
 
 def test_the_lists_of_requirements_are_those_of_the_project(found: dict[str, Stage], tmp_path: Path) -> None:
