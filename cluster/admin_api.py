@@ -36,7 +36,7 @@ class _Preload(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1)]
+    documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 
 
 class AdminService:

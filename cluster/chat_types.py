@@ -10,7 +10,11 @@ from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from cluster.strict import Strict, Text, unsupported
+from cluster.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of a message
+MAX_TOOLS = 128  # as OpenAI; and calls of one message
 
 
 class TextPart(Strict):
@@ -20,7 +24,7 @@ class TextPart(Strict):
     text: Text
 
 
-Content = Text | list[TextPart]
+Content = Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def text_of(content: str | Sequence[TextPart]) -> str:
@@ -31,7 +35,7 @@ def text_of(content: str | Sequence[TextPart]) -> str:
 class FunctionCall(Strict):
     """What the assistant called in an earlier turn."""
 
-    name: Text
+    name: Name
     arguments: Text  # a JSON object, spelled as text
 
     @field_validator("arguments")
@@ -43,13 +47,14 @@ class FunctionCall(Strict):
             arguments = None
         if not isinstance(arguments, dict):
             raise ValueError("must be a JSON object, spelled as a string")
+        checked_json(arguments)
         return value or "{}"
 
 
 class ToolCall(Strict):
     """A call in an earlier turn of the assistant."""
 
-    id: Text
+    id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -65,10 +70,10 @@ class ChatMessage(Strict):
         "annotations": ([],),
     }
 
-    role: Text
+    role: Name
     content: Content  # may be left out, or null, beside tool_calls
-    tool_calls: list[ToolCall] | None = None  # of the assistant
-    tool_call_id: Text | None = None  # of a tool: the call that it answers
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # of the assistant
+    tool_call_id: Name | None = None  # of a tool: the call that it answers
 
     @model_validator(mode="before")
     @classmethod
@@ -111,9 +116,9 @@ class ChatMessage(Strict):
 class Function(Strict):
     """A function that the model may call."""
 
-    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+    name: Annotated[Name, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
     description: Text | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema; shown to the model, and enforced where the answer is bound
+    parameters: JsonObject | None = None  # JSON schema; shown to the model, and enforced where the answer is bound
     strict: bool | None = None  # calls are of tools that were sent, and this one's arguments valid; see cluster.tool_grammar
 
 
@@ -132,7 +137,7 @@ class Tool(Strict):
 class NamedFunction(Strict):
     """Which function."""
 
-    name: Text
+    name: Name
 
 
 class NamedTool(Strict):
@@ -141,6 +146,9 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 

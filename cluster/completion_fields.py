@@ -6,11 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.strict import Strict, Text, unsupported
+from cluster.strict import ENCODABLE, MAX_NUMBER, MAX_TEXT, Name, Strict, Text, TokenId, unsupported
 from cluster.structured import StructuredFields
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 
 MAX_STOPS = 4  # as OpenAI
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
+MAX_DOCUMENTS = 1024
+MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # of one request: its prompts, times n
 COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
@@ -19,9 +23,11 @@ COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Filled = Annotated[str, Field(min_length=1)]
-StopString = Annotated[Filled, Field(max_length=MAX_STOP_CHARS)]
-StopInput = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
+Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
+StopInput = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+Tokens = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+MostTokens = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 CacheChoice = Literal["tenant", "private", "off"]
 
 
@@ -43,29 +49,29 @@ class SpeculationChoice(Strict):
     """How a request is drafted for, without effect on the law of the answer; with a strategy that has one the answer says
     ``lossless: false``. The configuration bounds both (``speculation``)."""
 
-    strategy: Text | None = None  # one of the server's, listed by /v1/models; its own default when absent
-    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None  # most drafted rows in a step; 0 is plain decoding
+    strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent
+    max_draft_tokens: Tokens | None = None  # most drafted rows in a step; 0 is plain decoding
     report: bool | None = None  # the answer says of every token who drafted it; see cluster.step_reports
 
 
 class CompletionFields(StructuredFields):
     """What both kinds of completion take."""
 
-    model: Text
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    model: Name
+    max_tokens: MostTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 1.0 when absent; 0 is greedy
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all tokens
+    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1: all tokens
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None  # by token id, written as a string
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # by token id, written as a string
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see cluster.job_planner.choice_seed
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
-    min_tokens: Annotated[int, Field(ge=0)] | None = None  # no end token before so many
-    stop: list[Text] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    min_tokens: Tokens | None = None  # no end token before so many
+    stop: list[Stop] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
     skip_special_tokens: bool | None = None  # true when absent
@@ -73,13 +79,21 @@ class CompletionFields(StructuredFields):
     return_token_ids: bool | None = None  # as vLLM: the ids of the prompt and of the answer
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    reference_documents: list[Text] | None = None  # texts the answer may repeat: they speed it up and do not change it
+    # texts the answer may repeat: they speed it up and do not change it
+    reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds from arrival; after that it is a 504
-    user: Text | None = None  # opaque label
-    safety_identifier: Text | None = None  # opaque label
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds from arrival, then a 504
+    user: Name | None = None  # opaque label
+    safety_identifier: Name | None = None  # opaque label
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them has an error of its own
+            raise ValueError(f"must hold at most {MAX_BIASES} token ids")
+        return value
 
     @field_validator("logit_bias")
     @classmethod

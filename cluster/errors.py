@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,12 @@ from starlette.exceptions import HTTPException
 
 from cluster.openai_types import known_names
 from engine.errors import ContextLengthError, QueueFullError, RequestError
+
+_LONGEST = 80  # characters of what a client sent that an error shows
+_REPR = reprlib.Repr()  # of the beginning alone: a value may be as large as a body
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST
+_REPR.maxlist = _REPR.maxdict = 4
+_REPR.maxlevel = 3
 
 
 class ApiError(Exception):
@@ -86,7 +93,7 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
 
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """The 400 for what pydantic found: one finding, the one that reaches deepest into the body."""
-    paths = [_resolve(finding["loc"][1:], body) for finding in findings]
+    paths = [_resolve(finding["loc"][1:], body, finding["type"] == "missing") for finding in findings]
     best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
@@ -94,47 +101,59 @@ def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) ->
         return ApiError(400, f"the body is not JSON: {context.get('error', finding['msg'])}", code="invalid_json")
     if kind == "string_unicode" and finding["loc"] == ("body",):  # a name that is no text
         name = finding["input"]
-        return ApiError(400, f"unknown parameter {name!r}; remove it", param=name, code="unknown_parameter")
+        return ApiError(400, f"unknown parameter {_shown(name)}; remove it", param=_short(name), code="unknown_parameter")
     if finding["loc"] == ("body",) and "param" not in context:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json")
-    if kind == "unsupported_parameter":
-        return ApiError(400, finding["msg"], param=_dotted([*path, context["param"]]), code=kind)
-    param = _dotted(path)
+    if kind in ("unsupported_parameter", "unknown_parameters"):
+        code = kind.removesuffix("s") if kind == "unknown_parameters" else kind
+        return ApiError(400, finding["msg"], param=_dotted([*path, context["param"]]), code=code)
+    param, others = _dotted(path), _others(paths, path)
     if kind == "extra_forbidden":
-        return ApiError(400, _unknown(param, path, url_path), param=param, code="unknown_parameter")
+        return ApiError(400, _unknown(param, path, url_path) + others, param=param, code="unknown_parameter")
     if kind == "missing":
-        return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
+        return ApiError(400, f"{param} is required{others}", param=param, code="missing_required_parameter")
     message = finding["msg"].removeprefix("Value error, ")
-    message = f"{param}: {message[:1].lower()}{message[1:]}, got {_shown(finding['input'])}"
+    message = f"{param}: {message[:1].lower()}{message[1:]}, got {_shown(finding['input'])}{others}"
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _resolve(loc: Sequence[int | str], body: Any) -> list[int | str]:
-    """The path of a finding in the body: pydantic's names of union members are left out."""
+def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> str:
+    """How many fields are wrong beside the one that is told of. What holds it is not another one."""
+    found = {tuple(path) for path in paths}
+    holding = {path[:length] for path in (*found, tuple(told)) for length in range(len(path))}
+    count = len(found - holding - {tuple(told)})
+    return f" (and {count} more {'field is' if count == 1 else 'fields are'} wrong)" if count else ""
+
+
+def _resolve(loc: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
+    """The path of a finding in the body: pydantic's names of union members are left out, that of a missing field is not."""
     path: list[int | str] = []
     node = body
     for position, step in enumerate(loc):
         try:
             node = node[step]
         except (KeyError, IndexError, TypeError):
-            if position == len(loc) - 1 and isinstance(node, dict) and not str(step).startswith("<"):
-                path.append(step)  # a field that is missing; in brackets, a kind of body
+            if is_missing and position == len(loc) - 1:
+                path.append(step)
             continue
         path.append(step)
     return path
 
 
 def _dotted(path: Sequence[int | str]) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{_short(step)}" for step in path)
     return text.removeprefix(".")
 
 
 def _unknown(param: str, path: Sequence[int | str], url_path: str) -> str:
-    near = difflib.get_close_matches(str(path[-1]), known_names(url_path, path), n=1)
+    near = difflib.get_close_matches(_short(str(path[-1])), known_names(url_path, path), n=1)
     advice = f"did you mean {near[0]}?" if near else "remove it"
     return f"unknown parameter {param}; {advice}"
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return _short(_REPR.repr(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.chat_types import ChatMessage, NamedTool, Prediction, Tool
-from cluster.completion_fields import COMMON_NO_OPS, MAX_CHOICES, Alternatives, CompletionFields, Filled
-from cluster.strict import Strict, Text, unsupported
+from cluster.chat_types import Messages, NamedTool, Prediction, Tools
+from cluster.completion_fields import COMMON_NO_OPS, MAX_CHOICES, Alternatives, CompletionFields, Filled, MostTokens, Tokens
+from cluster.strict import MAX_NUMBER, MAX_TOKEN_IDS, Strict, Text, TokenId, unsupported
 from cluster.text_types import TEXT_BODIES
 from cluster.tool_grammar import tools_grammar
 
@@ -38,7 +38,7 @@ _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
     "add_special_tokens": (True,),
 }
 
-Prompt = Filled | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompt = Filled | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
@@ -47,7 +47,7 @@ class CompletionRequest(CompletionFields):
 
     NO_OPS = _COMPLETION_NO_OPS
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
+    max_tokens: Tokens | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
     prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
     logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
     echo: bool | None = None  # the text begins with the prompt's
@@ -62,6 +62,8 @@ class CompletionRequest(CompletionFields):
             raise ValueError("must not be empty")
         if len(prompts) > MAX_CHOICES:
             raise ValueError(f"must hold at most {MAX_CHOICES} prompts")
+        if any(len(prompt) > MAX_TOKEN_IDS for prompt in prompts if isinstance(prompt, list)):
+            raise ValueError(f"must hold at most {MAX_TOKEN_IDS} token ids")
         return prompts
 
     @model_validator(mode="after")
@@ -90,11 +92,11 @@ class ChatCompletionRequest(CompletionFields):
 
     NO_OPS = _CHAT_NO_OPS
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # the newer name of max_tokens
+    messages: Messages
+    max_completion_tokens: MostTokens | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    tools: list[Tool] | None = None  # shown to the model by its chat template
+    tools: Tools | None = None  # shown to the model by its chat template
     # none: the tools are not shown; auto, the default: the model decides; required: the answer is calls; or the one to call
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
@@ -184,4 +186,4 @@ def _model_in(annotation: Any) -> type[Strict] | None:
 
 
 def _token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value)

@@ -1,15 +1,20 @@
-"""What every body of a request is: strict. A parameter that is not honoured is an error, never ignored.
+"""What every body of a request is: strict and bounded. A parameter that is not honoured is an error, never ignored.
 
 ``NO_OPS`` lists, for parameters that clients send by habit, the values that ask for nothing. They are taken; any other value is
 refused.
+
+Every text, list and number of a request has a bound, and a list is looked at up to its first wrong item only, so that no answer
+about a body is larger than the body. The bounds are told in docs/operations.md, by ``cluster.bounds``.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -23,7 +28,55 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+MAX_TEXT = 2**22  # characters of a text: a body of the default size holds two of them
+MAX_NAME = 512  # characters of what names something
+MAX_TOKEN_IDS = 2**20
+MAX_NUMBER = 2**31 - 1  # of tokens, and of token ids
+MAX_UNKNOWN = 4  # fields without a meaning that are told of one by one
+MAX_DEPTH, MAX_VALUES, MAX_INTEGER = 64, 20_000, 2**64  # of a JSON object whose form is the client's
+
+ENCODABLE = AfterValidator(_encodable)
+Text = Annotated[str, Field(max_length=MAX_TEXT), ENCODABLE]
+Name = Annotated[str, Field(max_length=MAX_NAME), ENCODABLE]
+TokenId = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+
+
+def checked_json(value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object of any form as it is. Raises ``ValueError``: it is too deep or too large, or what stands in it is."""
+    level: list[Any] = [value]
+    depth, count = 0, 1
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep")
+        inner: list[Any] = []
+        for node in level:
+            inner += node.values() if isinstance(node, dict) else node
+            if isinstance(node, dict):
+                inner += node  # names are texts, too
+        count += len(inner)
+        if count > MAX_VALUES:
+            raise ValueError(f"must hold at most {MAX_VALUES} names and values")
+        for leaf in inner:
+            _check_leaf(leaf)
+        level = [node for node in inner if isinstance(node, dict | list)]
+    return value
+
+
+def _check_leaf(leaf: Any) -> None:
+    if isinstance(leaf, str):
+        if len(leaf) > MAX_TEXT:
+            raise ValueError(f"must hold texts of at most {MAX_TEXT} characters")
+        _encodable(leaf)
+    elif isinstance(leaf, float) and not math.isfinite(leaf):
+        raise ValueError("must hold numbers that are finite")
+    elif isinstance(leaf, int) and abs(leaf) > MAX_INTEGER:
+        raise ValueError(f"must hold integers up to {MAX_INTEGER}")
+
+
+JSON_BOUNDS = f"nested at most {MAX_DEPTH} levels deep, {MAX_VALUES} names and values, integers up to {MAX_INTEGER}"
+JsonObject = Annotated[dict[str, Any], Field(json_schema_extra={"description": JSON_BOUNDS}), AfterValidator(checked_json)]
 
 
 def unsupported(param: str, message: str) -> PydanticCustomError:
@@ -53,7 +106,12 @@ class Strict(BaseModel):
             if value is not None and not any(_same(value, noop) for noop in allowed):
                 advice = " or send ".join(["leave it out", *(json.dumps(noop) for noop in allowed)])
                 raise unsupported(name, f"{name} is not supported; {advice}")
-        return {name: value for name, value in data.items() if name not in cls.NO_OPS}
+        left = {name: value for name, value in data.items() if name not in cls.NO_OPS}
+        unknown = [name for name in left if name not in _names(cls)]
+        if len(unknown) > MAX_UNKNOWN:
+            message = f"{len(unknown)} unknown parameters; remove them"
+            raise PydanticCustomError("unknown_parameters", "{message}", {"param": unknown[0], "message": message})
+        return left
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -63,3 +121,9 @@ class Strict(BaseModel):
         for name, values in cls.NO_OPS.items():
             properties[name] = {"enum": [*values, None], "description": "Has no effect; other values are refused."}
         return schema
+
+
+@functools.cache
+def _names(kind: type[Strict]) -> frozenset[str]:
+    """The fields of a kind of body, as clients spell them."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.strict import Strict, Text, unsupported
+from cluster.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
 from engine.errors import RequestError
 from engine.grammar import (
+    MAX_GRAMMAR_CHARS,
     GrammarError,
     choice_grammar,
     context_free_grammar,
@@ -18,16 +19,22 @@ from engine.grammar import (
     regex_grammar,
 )
 
-Schema = dict[str, Any] | Text  # a JSON schema, or its text
-Choices = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1)]
+MAX_CHOICE_TEXTS = 10_000
+
+Pattern = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS), ENCODABLE]
+Schema = JsonObject | Pattern  # a JSON schema, or its text
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS), ENCODABLE]],
+    Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True),
+]
 
 
 class JsonSchemaFormat(Strict):
     """A schema with a name. It is always enforced, whether ``strict`` or not."""
 
-    name: Text | None = None
+    name: Name | None = None
     description: Text | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -59,9 +66,9 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: Text | None = None  # of the whole text
+    regex: Pattern | None = None  # of the whole text
     choice: Choices | None = None
-    grammar: Text | None = None  # Lark or GBNF
+    grammar: Pattern | None = None  # Lark or GBNF
 
 
 class StructuredFields(Strict):
@@ -70,9 +77,9 @@ class StructuredFields(Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # as vLLM
     guided_json: Schema | None = None  # as older vLLM, like those below
-    guided_regex: Text | None = None
+    guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
+    guided_grammar: Pattern | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> StructuredFields:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 
-from cluster.chat_types import ChatMessage, Tool
-from cluster.strict import Strict, Text, unsupported
+from cluster.chat_types import Messages, Tools
+from cluster.strict import Name, Strict, Text, TokenIds, unsupported
 
 
 class TokenizeRequest(Strict):
@@ -15,10 +15,10 @@ class TokenizeRequest(Strict):
 
     NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,)}
 
-    model: Text | None = None
+    model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None  # beside messages
+    messages: Messages | None = None
+    tools: Tools | None = None  # beside messages
     add_generation_prompt: bool = True  # beside messages: what begins the assistant's message comes last
     add_special_tokens: bool | None = None  # of a prompt: true when absent. Messages have those of their template
     return_token_strs: bool | None = None  # the tokens as the vocabulary spells them, too
@@ -38,8 +38,8 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
-    model: Text | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    model: Name | None = None
+    tokens: TokenIds
 
 
 class Tokens(BaseModel):

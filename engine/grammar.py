@@ -18,7 +18,8 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 FIELD = "response_format"  # what an engine that has no use for a grammar names as the field at fault
 MAX_GRAMMAR_CHARS = 100_000  # of a schema or pattern: more would hold up the requests of others while it is compiled
 KEPT = 64  # compiled grammars
+# The library compiles recursively: rules that refer to one another in a long row would overflow the stack of an ordinary thread,
+# which ends the process. This much is enough for a row as long as ``MAX_GRAMMAR_CHARS`` allows; what is not used takes no memory.
+_STACK_BYTES = 256 << 20
+_STACK_LOCK = threading.Lock()  # the size is that of all threads which start meanwhile
 _UNFORCED = '%llguidance {"no_forcing": true}'
 # Runs of it between the tokens of JSON. Bounded: a model may lose itself in it otherwise, and never come to the next value.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
@@ -94,7 +99,7 @@ def _checked(grammar: str, size: int) -> str:
     """The grammar, with the tokens left to the model."""
     if size > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"must have at most {MAX_GRAMMAR_CHARS} characters, got {size}")
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    failed, messages = _deeply(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
     if failed:
         raise GrammarError(_reason(messages[0]))
     rules = grammar
@@ -102,6 +107,19 @@ def _checked(grammar: str, size: int) -> str:
         (one,) = json.loads(grammar)["grammars"]
         rules = one["lark_grammar"] or f"start: %json {json.dumps(one['json_schema'])}"
     return f"{_UNFORCED}\n{rules}"
+
+
+def _deeply(compile: Callable[[], Any]) -> Any:
+    """What a call to the library gives, made in a thread with a stack that is deep enough."""
+    with _STACK_LOCK:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+            done = pool.submit(compile)  # which starts the thread
+        finally:
+            threading.stack_size(before)
+    with pool:
+        return done.result()
 
 
 def _reason(message: str) -> str:
@@ -233,7 +251,8 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
-            matcher = self._compiled.pop(grammar, None) or LLMatcher(self._vocabulary, grammar, log_level=0)
+            vocabulary = self._vocabulary
+            matcher = self._compiled.pop(grammar, None) or _deeply(lambda: LLMatcher(vocabulary, grammar, log_level=0))
             if matcher.is_error():
                 raise RequestError(FIELD, _reason(matcher.get_error()))
             self._compiled[grammar] = matcher

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from experiments.report_cells import Cell
 from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
 from experiments.report_simulation import deployments, published, validation
 from experiments.report_speeds import contestant, draft_models, load, scaling, strategies
 from experiments.report_tables import cache_figures, exact_cost, exact_outputs, peers, rank_faults, shared_trie, trie_ablation
-from experiments.report_values import Table
+from experiments.report_values import Table, table_of
 from experiments.scaling_tables import forms
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,14 @@ class Source:
 
     records: tuple[str, ...]  # names of the files
     build: Callable[..., Table]  # of the results of each
+
+
+def request_bounds() -> Table:
+    """The bounds of the API's request types, which no record tells of but the types themselves."""
+    from cluster.bounds import bounds
+
+    rows = [[Cell(bound), Cell(", ".join(f"`{field}`" for field in fields))] for bound, fields in bounds().items()]
+    return table_of("", ("bound", "fields"), rows)
 
 
 _GUIDED = {
@@ -116,7 +125,10 @@ SIMULATION: dict[str, Source] = {
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
 EXACTNESS = {"exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost)}
-OPERATIONS = {"node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults)}
+OPERATIONS = {
+    "node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults),
+    "request-bounds": Source((), request_bounds),
+}
 DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,

@@ -212,3 +212,12 @@ def test_what_is_not_in_the_notation_is_refused(grammars: Grammars) -> None:
     with pytest.raises(RequestError, match="response_format"):
         grammars.start("start: nothing")
     assert isinstance(grammars.start(object_grammar()), MatcherGrammar)
+
+
+def test_rules_that_refer_to_one_another_in_a_long_row_end_nothing(grammars: Grammars) -> None:
+    """The library compiles recursively; with the stack of an ordinary thread this ends the process."""
+    rows = ["start: r0", *(f"r{row}: r{row + 1}" for row in range(5000)), 'r5000: "c"']
+    assert isinstance(grammars.start(context_free_grammar("\n".join(rows))), MatcherGrammar)
+    references = {f"d{row}": {"items": {"$ref": f"#/$defs/d{row + 1}"}} for row in range(2000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": references | {"d2000": {"type": "string"}}}
+    assert isinstance(grammars.start(json_grammar(schema)), MatcherGrammar)
