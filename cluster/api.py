@@ -33,12 +33,14 @@ from cluster.logprobs import TokenBytes
 from cluster.metrics import MetricsService, add_metrics_route
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest
 from cluster.playground import add_playground
+from cluster.predicted import Predicted
 from cluster.readiness import Readiness
 from cluster.respond import Form, respond
 from cluster.stream_guard import StreamGuard
 from cluster.tenancy import Tenancy
 from cluster.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from cluster.text_api import TextService, add_text_routes
+from cluster.text_threads import TextThreads
 from cluster.tool_calls import OPENING
 from configs.slices import CacheOptions, ServerOptions, TenancyOptions
 from engine.chat import marks_tool_calls
@@ -79,14 +81,14 @@ class Service:
             baseline: deployed beside the engine, for comparisons; None where there is none.
         """
         self._engine = engine if auditor is None else AuditedEngine(engine, auditor)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._threads = tokenizer, TextThreads(tokenizer)
         self._tenancy = Tenancy(tenancy or TenancyOptions(), door is not None and door.require_key)
         self.door = Door(self._tenancy, door)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, auditor)
         self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, auditor, self.door.counts)
         self._token_bytes = TokenBytes(tokenizer)
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
-        self.text = TextService(tokenizer, self._tenancy, self._model)
+        self.text = TextService(self._threads, self._tenancy, self._model)
         own_mib = {name: options.cache_mib for name, options in (tenancy or TenancyOptions()).tenants.items()}
         kept = cache_options or CacheOptions()
         self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib, auditor)
@@ -94,7 +96,9 @@ class Service:
         self._guard = guard or StreamGuard(ServerOptions())
         ready = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
         self.state = HealthService(self._replicas, replicas, ready)
-        self.compare = CompareService(self._engine, baseline, tokenizer, self._tenancy, self.door, self._model, self._token_bytes)
+        self.compare = CompareService(
+            self._engine, baseline, self._threads, self._tenancy, self.door, self._model, self._token_bytes
+        )
         self.draining = Draining()
         self._started = int(time.time())
 
@@ -111,16 +115,17 @@ class Service:
     async def chat(self, body: ChatCompletionRequest, authorization: str | None) -> Response:
         """The assistant's next message."""
         answer, planner = await self._begin("chat", "chatcmpl", body, authorization)
+        planned = await planner.chat(body)
         form = Form(
             bool(body.stream),
             body.include_usage,
-            prediction=None if body.prediction is None else planner.encode(body.prediction.text),
+            prediction=None if body.prediction is None else Predicted(planned[0].references[0]),
             reads_calls=marks_tool_calls(self._tokenizer, body.shown_tools, OPENING),
             most_calls=1 if body.parallel_tool_calls is False else None,
             reports_usage=body.reports_usage,
             shape=self._guard.shape(body),
         )
-        engine, jobs = self.door.admit(self._engine, planner.chat(body), body)
+        engine, jobs = self.door.admit(self._engine, planned, body)
         generation = Generation(engine, jobs, body.n or 1)
         answer.extras = Extras.asked(body, jobs, self._token_bytes)
         self.metrics.asked(body.n or 1, body.model)
@@ -129,10 +134,10 @@ class Service:
     async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
         answer, planner = await self._begin("text", "cmpl", body, authorization)
-        engine, jobs = self.door.admit(self._engine, planner.completion(body), body)
+        engine, jobs = self.door.admit(self._engine, await planner.completion(body), body)
         generation = Generation(engine, jobs, body.n or 1, silent=body.max_tokens == 0)
         self.metrics.asked(body.n or 1, body.model)
-        echoes, shape = planner.echoes(body), self._guard.shape(body)
+        echoes, shape = await planner.echoes(body), self._guard.shape(body)
         answer.extras = Extras.asked(body, jobs, self._token_bytes, echoes)
         form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape)
         return await respond(answer, generation, form)
@@ -145,7 +150,7 @@ class Service:
         info = await self._model(body.model)
         lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         answer = AnswerBuilder(kind, prefix, info.served_name, lossless, self._token_bytes, body.skips_special)
-        return answer, Planner(self._tokenizer, info, answer.id, sharing)
+        return answer, Planner(self._threads, info, answer.id, sharing, self.door)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
         """What is served; a 404 when the caller named something else."""

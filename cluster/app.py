@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 from fastapi import FastAPI
@@ -41,6 +42,7 @@ from configs.server_checks import admin_address
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import is_loopback
 from decoding.request import PLAIN, Request, StepOutput
+from decoding.tree import Int32Array
 from engine.energy import open_meter
 from engine.errors import QueueFullError, RequestError
 from engine.loading import load_tokenizer
@@ -72,6 +74,7 @@ class EngineReplica:
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
         self._replica = Replica(model, engine, speculation, cache, ranks, open_meter if metered else None)
+        self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
         spare_collector()
         if company is not None and elastic is not None:
             self._attendance = Attendance(company.lobby, elastic.address, elastic.meet)
@@ -79,7 +82,7 @@ class EngineReplica:
     async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
         """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""
         request = Request(
-            job.request_id, job.prompt_ids, job.params, job.references,
+            job.request_id, job.prompt_ids, job.params, self._shared(job),
             tenant=job.tenant, public=job.public, emitted=job.emitted,
             strategy=job.strategy, max_draft_tokens=job.max_draft_tokens, priority=job.priority,
             account=job.account, weight=job.weight,
@@ -93,6 +96,11 @@ class EngineReplica:
             yield refusal
         finally:
             await outputs.aclose()
+
+    def _shared(self, job: Job) -> tuple[Int32Array, ...]:
+        """The texts that an answer may repeat, in one copy for all its choices that are here: each came with its own."""
+        answer = job.request_id.rpartition("/")[0]
+        return tuple(self._references.setdefault((answer, place), text) for place, text in enumerate(job.references))
 
     async def describe(self) -> Description:
         """The model and the counts; raises ``ReplicaError`` when the engine does not serve."""

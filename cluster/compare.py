@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
-from transformers import PreTrainedTokenizerFast
 
 from cluster import documents, errors
 from cluster.answers import PromptTokensDetails, Usage
@@ -25,6 +24,7 @@ from cluster.generation import EnginePort, Generation, Job
 from cluster.job_planner import Planner
 from cluster.logprobs import TokenBytes
 from cluster.tenancy import Tenancy
+from cluster.text_threads import TextThreads
 from decoding.request import PLAIN, FinishReason
 from engine.loading import ModelInfo
 
@@ -77,7 +77,7 @@ class CompareService:
         self,
         engine: EnginePort,
         baseline: Baseline | None,
-        tokenizer: PreTrainedTokenizerFast,
+        threads: TextThreads,
         tenancy: Tenancy,
         door: Door,
         model: Callable[[str | None], Awaitable[ModelInfo]],
@@ -87,13 +87,13 @@ class CompareService:
         Args:
             engine: the replicas.
             baseline: deployed beside them; None where there is none.
-            tokenizer: of the model.
+            threads: with the tokenizer of the model.
             tenancy: whose requests share drafts.
             door: each side counts as a choice.
             model: what is served; raises where another is named.
             token_bytes: of the tokenizer.
         """
-        self._engine, self._baseline, self._tokenizer = engine, baseline, tokenizer
+        self._engine, self._baseline, self._threads = engine, baseline, threads
         self._tenancy, self._door, self._model, self._token_bytes = tenancy, door, model, token_bytes
         self._turns = itertools.count()
 
@@ -106,8 +106,8 @@ class CompareService:
         sharing, info = self._tenancy.sharing(authorization, body.cache), await self._model(body.model)
         against, other, apart = self._other(body.against)
         answer_id = f"cmp-{uuid.uuid4().hex}"
-        planner = Planner(self._tokenizer, info, answer_id, sharing)
-        (job,) = planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body)
+        planner = Planner(self._threads, info, answer_id, sharing, self._door)
+        (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
         plain = dataclasses.replace(
             job, request_id=f"{answer_id}/1", tenant=None, public=False, references=(), strategy=PLAIN, max_draft_tokens=0
         )

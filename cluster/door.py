@@ -27,6 +27,7 @@ from configs.tenancy_checks import key_is_required
 
 REFUSALS = (
     "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",
+    "too_many_references",
 )  # fmt: skip
 _STAYS_KEPT = 64  # of which the mean is taken
 _LONGEST_RETRY_S = 60.0
@@ -104,8 +105,9 @@ class Ticket:
         self._places += more
         self._planned = True
         if tokens is not None:
-            spending = Spending(sum(len(job.prompt_ids) for job in jobs[::n]))
-            most = spending.prompt_tokens + sum(job.params.max_tokens for job in jobs)
+            references = {id(text): len(text) for job in jobs for text in job.references}  # choices share them
+            spending = Spending(sum(len(job.prompt_ids) for job in jobs[::n]) + sum(references.values()))
+            most = spending.input_tokens + sum(job.params.max_tokens for job in jobs)
             self._taken.append((self._reserve(most, tokens), spending))
         return spending
 
@@ -156,6 +158,18 @@ class Door:
     def max_request_bytes(self) -> int:
         """Of a body."""
         return self._limits.max_request_bytes
+
+    def check_references(self, tokens: int, field: str) -> None:
+        """Returns if the texts that an answer may repeat, ``field`` the last of them, may have so many tokens.
+
+        Raises:
+            ApiError: 400 that names the field.
+        """
+        most = self._limits.max_reference_tokens
+        if tokens > most:
+            message = f"{field}: with it there are {tokens} tokens that the answer may repeat, and this server takes {most}"
+            message += " (limits.max_reference_tokens): send less"
+            raise self.refuse(ApiError(400, message, param=field, code="too_many_references"))
 
     def counts(self) -> DoorCounts:
         """The counts of this moment."""

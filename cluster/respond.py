@@ -13,7 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from cluster import errors
 from cluster.answers import Answer, AnswerBuilder, CompletionTokensDetails, PromptTokensDetails, Usage
 from cluster.generation import Generation
-from cluster.predicted import PredictionMatch
+from cluster.predicted import Predicted, PredictionMatch
 from cluster.stream_guard import StreamShape
 from cluster.tool_calls import Call, ToolCallReader
 from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
@@ -32,7 +32,7 @@ class Form:
     include_usage: bool = False  # a stream ends with the usage
     reports_usage: bool = False  # and every chunk holds it as far as it is known
     echoes: Sequence[str] = ()  # what the text of each choice begins with
-    prediction: Sequence[int] | None = None  # token ids of a predicted output
+    prediction: Predicted | None = None  # of the output
     reads_calls: bool = False  # of tools, out of the text
     most_calls: int | None = None  # that are told of each choice; None: all
     shape: StreamShape = field(default_factory=StreamShape)  # of a stream

@@ -6,10 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import FastAPI, Header
-from transformers import PreTrainedTokenizerFast
+from fastapi.responses import Response
 
+from cluster.chat_types import text_of
 from cluster.documents import ERRORS
+from cluster.strict import MAX_TOKEN_IDS
 from cluster.tenancy import Tenancy
+from cluster.text_threads import TextThreads
 from cluster.text_types import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 from engine.chat import render_chat
 from engine.errors import RequestError
@@ -21,29 +24,29 @@ class TextService:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        threads: TextThreads,
         tenancy: Tenancy,
         model: Callable[[str | None], Awaitable[ModelInfo]],
     ) -> None:
         """
         Args:
-            tokenizer: of the model.
+            threads: with the tokenizer of the model.
             tenancy: knows the keys.
             model: what is served; raises ``ApiError`` (404) for another name than its own.
         """
-        self._tokenizer, self._tenancy, self._model = tokenizer, tenancy, model
+        self._threads, self._tenancy, self._model = threads, tenancy, model
 
-    async def tokenize(self, body: TokenizeRequest, authorization: str | None) -> Tokens:
-        """The tokens that a completion or a chat with this input begins with."""
+    async def tokenize(self, body: TokenizeRequest, authorization: str | None) -> Response:
+        """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
+
+        Raises:
+            ApiError: 401, 404; RequestError: 400, the messages cannot be rendered, or the tokens are too many.
+        """
         self._tenancy.tenant_of(authorization)
         info = await self._model(body.model)
-        if body.messages is not None:
-            tools = [tool.shown() for tool in body.tools or ()]
-            ids = render_chat(self._tokenizer, [message.turn() for message in body.messages], tools, body.add_generation_prompt)
-        else:
-            ids = self._tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        names = [str(name) for name in self._tokenizer.convert_ids_to_tokens(ids)] if body.return_token_strs else None
-        return Tokens(count=len(ids), max_model_len=info.max_model_len, tokens=ids, token_strs=names)
+        size = len(body.prompt or "") + sum(len(text_of(message.content)) for message in body.messages or ())
+        text = await self._threads.run(size, self._tokenized, body, info.max_model_len)
+        return Response(text, media_type="application/json")
 
     async def detokenize(self, body: DetokenizeRequest, authorization: str | None) -> Detokenized:
         """The text of some tokens, special ones included."""
@@ -51,17 +54,31 @@ class TextService:
         info = await self._model(body.model)
         if body.tokens and max(body.tokens) >= info.vocab_size:
             raise RequestError("tokens", f"token ids must be between 0 and {info.vocab_size - 1}, got {max(body.tokens)}")
-        text = self._tokenizer.decode(body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return Detokenized(prompt=str(text))
+        decode = self._threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
+        (text,) = await self._threads.run(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
+        return Detokenized(prompt=text)
+
+    def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> str:
+        tokenizer = self._threads.tokenizer
+        if body.messages is not None:
+            tools = [tool.shown() for tool in body.tools or ()]
+            ids = render_chat(tokenizer, [message.turn() for message in body.messages], tools, body.add_generation_prompt)
+        else:
+            ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        if len(ids) > MAX_TOKEN_IDS:
+            field = "prompt" if body.messages is None else "messages"
+            raise RequestError(field, f"{len(ids)} tokens, and at most {MAX_TOKEN_IDS} can be told: send it in parts")
+        names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)] if body.return_token_strs else None
+        return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=names).model_dump_json()
 
 
 def add_text_routes(app: FastAPI, service: TextService) -> None:
     """Gives an application the routes."""
 
-    @app.post("/tokenize", responses=ERRORS)
+    @app.post("/tokenize", responses=ERRORS | {200: {"model": Tokens}}, response_model=None)
     async def tokenize(
         body: TokenizeRequest, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
-    ) -> Tokens:
+    ) -> Response:
         return await service.tokenize(body, authorization)
 
     @app.post("/detokenize", responses=ERRORS)

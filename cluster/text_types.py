@@ -47,7 +47,7 @@ class Tokens(BaseModel):
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int]  # at most MAX_TOKEN_IDS
     token_strs: list[str] | None = None
 
 

@@ -19,14 +19,14 @@ from decoding.request import StepOutput
 class Spending:
     """The tokens of a request."""
 
-    prompt_tokens: int
+    input_tokens: int  # of prompts, and of the texts that answers may repeat
     output_tokens: int = 0
     begun: bool = False  # an engine took it
 
     @property
     def tokens(self) -> int:
         """What it has used: nothing as long as no engine took it."""
-        return self.prompt_tokens + self.output_tokens if self.begun else 0
+        return self.input_tokens + self.output_tokens if self.begun else 0
 
 
 class WatchedEngine:

@@ -91,6 +91,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "limits.max_concurrent": LIMIT_BOUNDS,
     "limits.max_request_bytes": (1024, 2**31),
     "limits.max_prompt_tokens": (1, 2**24),
+    "limits.max_reference_tokens": (0, 2**24),
     "limits.max_output_tokens": (1, 2**24),
     "limits.request_timeout_s": (0.01, 86400),
     "audit.keep": (0, 65536),

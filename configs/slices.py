@@ -183,10 +183,11 @@ class LimitsOptions:
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
     requests_per_minute: int | None = None  # in any 60 seconds; no limit when absent
-    tokens_per_minute: int | None = None  # of prompts and answers; a request reserves the longest answer that it may get
+    tokens_per_minute: int | None = None  # of prompts, reference documents and answers; the longest answer is reserved
     max_concurrent: int | None = None  # choices at once
     max_request_bytes: int = 8 * 2**20  # of a request's body
     max_prompt_tokens: int | None = None  # the model's context when absent
+    max_reference_tokens: int = 2**18  # of reference_documents and prediction of a request together
     max_output_tokens: int | None = None  # of one choice: more is refused, and what asks for no number gets no more
     request_timeout_s: float | None = None  # from arrival to the last token; a request may ask for less with timeout
 

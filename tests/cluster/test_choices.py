@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 
+from cluster.app import EngineReplica
+from cluster.generation import Job
 from cluster.job_planner import choice_seed
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from decoding.request import SamplingParams
 from tests import waiting
 
 PLAIN = {"max_draft_tokens": 0}
@@ -100,3 +108,22 @@ def test_more_choices_than_the_engine_takes_are_refused_and_leave_nothing_behind
             client.completions.create(model="circle", stream=stream, **many)
         assert refused.value.code == "queue_full"
         waiting.eventually(lambda: (api_server.health()["running"], api_server.health()["waiting"]) == (0, 0))
+
+
+def test_the_choices_of_a_request_share_the_texts_that_they_may_repeat(circle_model: Path) -> None:
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    replica = EngineReplica(model, EngineOptions(max_running=2), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
+    prompt, text = np.array([5], np.int32), np.arange(5, 60, dtype=np.int32)
+    jobs = [Job(name, prompt, SamplingParams(3), (text.copy(),), siblings=True) for name in ("one/0", "one/1", "two/0")]
+    shared = [replica._shared(job)[0] for job in jobs]  # each came with a copy of its own
+    assert shared[0] is shared[1] and shared[0] is not shared[2]
+
+    async def answer(jobs: list[Job]) -> list[list[Any]]:
+        async def outputs(job: Job) -> list[Any]:
+            return [output async for output in replica.generate(job)]
+
+        return await asyncio.gather(*map(outputs, jobs))
+
+    assert all(outputs[-1].finish_reason == "length" for outputs in asyncio.run(answer(jobs)))
+    del shared, jobs
+    waiting.eventually(lambda: gc.collect() >= 0 and not replica._references)

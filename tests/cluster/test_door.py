@@ -8,9 +8,11 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -321,7 +323,7 @@ def test_a_large_body_is_refused_before_it_is_sent(house: Callable[..., House]) 
         refused = httpx.post(f"{limited.url}/v1/completions", content=pieces(), timeout=20)
         assert (refused.status_code, error_of(refused)["code"]) == (413, "request_too_large")
         assert "limits.max_request_bytes" in error_of(refused)["message"]
-    assert limited.post(SHORT | {"user": "x" * 1500}).status_code == 200
+    assert limited.post(SHORT | {"reference_documents": ["x" * 1500]}).status_code == 200
     assert limited.post(SHORT | {"user": "x" * 2000}).status_code == 413
     assert limited.counts().refused["request_too_large"] == 4
     assert limited.counts().requests == 1
@@ -418,3 +420,101 @@ def test_a_client_that_leaves_while_it_sends(house: Callable[..., House]) -> Non
         assert left.post(SHORT).status_code == 200  # who sends slowly holds no place
     assert left.post(SHORT).status_code == 200
     assert left.counts() == DoorCounts(dict.fromkeys(REFUSALS, 0), left.counts().in_flight, 2)
+
+
+def test_texts_to_repeat_are_tokenized_once_shared_bounded_and_billed(house: Callable[..., House]) -> None:
+    limited = house(KEYED, max_reference_tokens=100)
+    before = len(limited.engine.jobs)
+    body = SHORT | {"prompt": ["<", "<a"], "n": 2, "reference_documents": ["x" * 40, "y" * 60]}
+    answer = limited.post(body, UMBRELLA)
+    assert answer.status_code == 200, answer.text
+    jobs = limited.engine.jobs[before:]
+    assert len(jobs) == 4 and {len(text) for text in jobs[0].references} == {40, 60}
+    assert all(job.references is jobs[0].references for job in jobs)
+    used = 5000 - int(limited.post(SHORT, UMBRELLA).headers["x-ratelimit-remaining-tokens"])
+    assert used == 1 + 2 + 40 + 60 + 4 * 3 + 1 + 3
+    for fields, param in (
+        ({"reference_documents": ["x" * 40, "y" * 61, "z"]}, "reference_documents[1]"),
+        ({"reference_documents": ["x" * 101]}, "reference_documents[0]"),
+    ):
+        refused = limited.post(SHORT | fields, UMBRELLA)
+        assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (400, "too_many_references", param)
+        assert "limits.max_reference_tokens" in error_of(refused)["message"]
+    chat = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    predicted = {"prediction": {"type": "content", "content": "x" * 60}}
+    refused = limited.post(chat | predicted | {"reference_documents": ["x" * 41]}, UMBRELLA, "/v1/chat/completions")
+    assert error_of(refused)["param"] == "reference_documents[0]"
+    predicted["prediction"]["content"] = "x" * 101
+    refused = limited.post(chat | predicted, UMBRELLA, "/v1/chat/completions")
+    assert error_of(refused)["param"] == "prediction"
+    assert limited.counts().refused["too_many_references"] == 4
+    assert len(limited.engine.jobs) == before + 5
+
+
+class NotedTokenizer:
+    """A tokenizer of which it is known whether it is at work on a long text."""
+
+    def __init__(self, backend: Any) -> None:
+        self.__dict__ |= {"backend": backend, "busy": 0, "seen": 0, "calls": 0}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.backend, name)
+        if name not in ("encode_batch", "decode_batch", "decode"):
+            return found
+
+        def call(texts: Any, **options: Any) -> Any:
+            long = sum(map(len, texts)) > 1000 if name != "decode" else len(texts) > 1000
+            self.__dict__["busy"] += long
+            self.__dict__["calls"] += long
+            try:
+                return found(texts, **options)
+            finally:
+                self.__dict__["busy"] -= long
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", SHORT | {"prompt": ["<"] * 128, "reference_documents": ["x" * 2**19, "y" * 2**19]}),
+        ("/v1/completions", SHORT | {"prompt": "x" * 2**20}),
+        ("/v1/chat/completions", {"model": "circle", "messages": [{"role": "user", "content": "x" * 2**20}]}),
+        ("/tokenize", {"prompt": "x" * 2**20}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2**18}] * 4}),
+        ("/detokenize", {"tokens": [50] * 2**20}),
+    ],
+)
+def test_others_are_answered_while_a_large_body_is_worked_on(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, path: str, body: object
+) -> None:
+    wide = house(max_reference_tokens=2**20)
+    tokenizer = wide.service.text._threads.tokenizer
+    noted = NotedTokenizer(tokenizer.backend_tokenizer)
+    monkeypatch.setattr(tokenizer, "_tokenizer", noted)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=wide.url, timeout=60) as http:
+        large = pool.submit(wide.post, body, None, path)
+        while not large.done():
+            busy = noted.busy
+            http.get("/health").raise_for_status()
+            noted.seen += bool(busy and noted.busy)  # the whole time
+    assert large.result().status_code in (200, 400), large.result().text
+    assert noted.seen
+
+
+def test_work_on_texts_ends_with_the_text_at_which_the_client_leaves(
+    house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = house(max_reference_tokens=2**24)
+    tokenizer = wide.service.text._threads.tokenizer
+    noted = NotedTokenizer(tokenizer.backend_tokenizer)
+    monkeypatch.setattr(tokenizer, "_tokenizer", noted)
+    address = urlsplit(wide.url)
+    content = json.dumps(SHORT | {"reference_documents": ["x" * 2**17] * 60}).encode()
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+        until(lambda: noted.calls > 0)
+    until(wide.is_empty)
+    until(lambda: not noted.busy)
+    assert 0 < noted.calls < 60

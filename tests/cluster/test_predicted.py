@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from cluster.predicted import PredictionMatch
+from cluster.predicted import Predicted, PredictionMatch
 
 CIRCLE = "<abcdefgh-é_日:🦙;ijklm>"
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
@@ -34,7 +34,7 @@ TOKENS = st.lists(st.integers(0, 4), max_size=12)
 
 @given(TOKENS, TOKENS, st.integers(0, 12))
 def test_counts_are_those_of_the_longest_common_subsequence(predicted: list[int], said: list[int], cut: int) -> None:
-    match = PredictionMatch(predicted)
+    match = PredictionMatch(Predicted(predicted))
     match.push(said[:cut])
     match.push(said[cut:])
     assert match.accepted == common(tuple(predicted), tuple(said))
@@ -42,7 +42,7 @@ def test_counts_are_those_of_the_longest_common_subsequence(predicted: list[int]
 
 
 def test_the_example() -> None:
-    match = PredictionMatch([1, 2, 3, 4])
+    match = PredictionMatch(Predicted([1, 2, 3, 4]))
     match.push([1, 9, 3, 4, 5])
     assert (match.accepted, match.rejected) == (3, 1)
 
