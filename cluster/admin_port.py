@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from cluster import errors
 from cluster.api import Service, add_operator_routes
+from cluster.door_middleware import HostMiddleware
 from configs.schema import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,21 @@ class AdminPort:
     each asks all engines. A port that any other program holds is an error.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Takes the port; it is served from ``serving`` on. Raises ``ConfigError`` naming the field at fault."""
-        self._socket = _bound(host, port)
+    def __init__(self, host: str, port: int, names: frozenset[str] | None = None) -> None:
+        """Takes the port; it is served from ``serving`` on. Raises ``ConfigError`` naming the field at fault.
+
+        Args:
+            host: where it listens.
+            port: likewise.
+            names: by which it may be addressed, see ``configs.server_checks.allowed_names``; None: any.
+        """
+        self._socket, self._names = _bound(host, port), names
 
     @contextlib.asynccontextmanager
     async def serving(self, service: Service) -> AsyncIterator[None]:
         """Serves the operator's routes in the running event loop; the socket is closed at the end."""
-        config = uvicorn.Config(
-            create_admin_api(service), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S
-        )
+        app = create_admin_api(service, self._names)
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S)
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[self._socket]))
         try:
@@ -58,11 +64,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def create_admin_api(service: Service) -> FastAPI:
-    """The application of the operator's port."""
+def create_admin_api(service: Service, names: frozenset[str] | None = None) -> FastAPI:
+    """The application of the operator's port, with the names by which it may be addressed."""
     app = FastAPI(title="Outrider's admin port", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     add_operator_routes(app, service)
+    app.add_middleware(HostMiddleware, names=names, refuse=service.door.refuse)
     return app
 
 

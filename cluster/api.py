@@ -22,7 +22,7 @@ from cluster.cache_port import CacheAdminPort
 from cluster.compare import Baseline, CompareService, add_compare_route
 from cluster.completion_fields import CompletionFields
 from cluster.door import Door, DoorOptions
-from cluster.door_middleware import DoorMiddleware
+from cluster.door_middleware import DoorMiddleware, HostMiddleware
 from cluster.draining import Draining
 from cluster.errors import ApiError
 from cluster.extras import Extras
@@ -229,6 +229,7 @@ def create_api(
         add_operator_routes(app, service)
     app.add_middleware(DoorMiddleware, door=service.door)
     app.add_middleware(service.draining.middleware)
+    app.add_middleware(HostMiddleware, names=service.door.allowed_names, refuse=service.door.refuse)
     return app
 
 

@@ -38,7 +38,7 @@ from cluster.stream_guard import StreamGuard
 from cluster.tracing import open_tracing
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
-from configs.server_checks import admin_address
+from configs.server_checks import admin_address, admin_names
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import is_loopback
 from decoding.request import PLAIN, Request, StepOutput
@@ -134,7 +134,7 @@ class Ingress:
         if config.parallelism.mode != "lookahead":
             patience_s = DESCRIBE_TIMEOUT_S
         address = admin_address(server)
-        self._admin_port = None if address is None else AdminPort(*address)
+        self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.replicas)
         asked: EnginePort = port if self._tracing is None else self._tracing.traced(port)

@@ -17,18 +17,20 @@ from dataclasses import dataclass, field
 from cluster.errors import ApiError
 from cluster.generation import EnginePort, Job
 from cluster.lengths import bounded_job
-from cluster.limits import Account, Rates, Take, rates_of, too_many
+from cluster.limits import BUSY_S, Account, Rates, Take, rates_of, too_many
 from cluster.openai_types import ChatCompletionRequest, CompletionRequest
 from cluster.tenancy import Caller, Tenancy
 from cluster.watched_engine import Spending, WatchedEngine
 from configs.schema import Config
+from configs.server_checks import allowed_names
 from configs.slices import LimitsOptions
 from configs.tenancy_checks import key_is_required
 
 REFUSALS = (
     "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",
-    "too_many_references",
+    "too_many_references", "host_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
 )  # fmt: skip
+_UPLOADS, _KEY_UPLOADS = 32, 8  # bodies of the largest size that are received at once, where nothing else is configured
 _STAYS_KEPT = 64  # of which the mean is taken
 _LONGEST_RETRY_S = 60.0
 _SHORTEST_RETRY_S = 1.0
@@ -42,6 +44,7 @@ class DoorOptions:
     require_key: bool = False
     capacity: int | None = None  # choices that run or wait; None: as many as come
     limits: LimitsOptions = field(default_factory=LimitsOptions)
+    allowed_names: frozenset[str] | None = None  # of hosts, see configs.server_checks.allowed_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class DoorCounts:
     refused: dict[str, int]  # by the code of the error; every code of ``REFUSALS`` is there
     in_flight: int  # requests with a ticket
     requests: int  # that got a ticket
+    upload_bytes: int = 0  # of bodies that are held before their requests got one
 
 
 def capacity(config: Config) -> int:
@@ -63,7 +67,38 @@ def capacity(config: Config) -> int:
 def door_options(config: Config) -> DoorOptions:
     """The door of a configuration."""
     required = key_is_required(config.server.require_key, config.server.host)
-    return DoorOptions(required, capacity(config), config.limits)
+    return DoorOptions(required, capacity(config), config.limits, allowed_names(config.server, config.server.host))
+
+
+class Visit:
+    """A request that nothing is generated for."""
+
+    def __init__(self, account: Account, rates: Rates, now_s: Callable[[], float]) -> None:
+        """To be called by the door."""
+        self._account, self._rates, self._now_s = account, rates, now_s
+
+    def headers(self) -> dict[str, str]:
+        """What the answer says of the limits of its key."""
+        return self._account.headers(self._rates, self._now_s())
+
+
+class Upload:
+    """A body while it is held by the door: its bytes count against its key and against all. A context, which gives them back."""
+
+    def __init__(self, door: Door, account: Account) -> None:
+        """To be called by the door."""
+        self._door, self._account, self._size = door, account, 0
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._door.receive(self._account, -self._size)
+
+    def add(self, size: int) -> None:
+        """So many more bytes have come. Raises ``ApiError``: 429, the key sends too much at once; 503, all together do."""
+        self._size += size
+        self._door.receive(self._account, size)
 
 
 def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[Job]:
@@ -147,10 +182,11 @@ class Door:
             now_s: a clock in seconds that never goes back.
         """
         options = options or DoorOptions()
+        self.allowed_names = options.allowed_names
         self._tenancy, self._capacity, self._limits, self.now_s = tenancy, options.capacity, options.limits, now_s
         self._accounts: dict[str, Account] = {}  # by the hash of the key
         self._stays_s: deque[float] = deque(maxlen=_STAYS_KEPT)
-        self._held = self._in_flight = self._requests = 0
+        self._held = self._in_flight = self._requests = self._uploading = 0
         self._held_by: Counter[str | None] = Counter()  # of ``_held``, each tenant's
         self._refused = dict.fromkeys(REFUSALS, 0)
 
@@ -158,6 +194,11 @@ class Door:
     def max_request_bytes(self) -> int:
         """Of a body."""
         return self._limits.max_request_bytes
+
+    @property
+    def body_timeout_s(self) -> float:
+        """Within which a body has to come."""
+        return self._limits.body_timeout_s
 
     def check_references(self, tokens: int, field: str) -> None:
         """Returns if the texts that an answer may repeat, ``field`` the last of them, may have so many tokens.
@@ -173,7 +214,7 @@ class Door:
 
     def counts(self) -> DoorCounts:
         """The counts of this moment."""
-        return DoorCounts(dict(self._refused), self._in_flight, self._requests)
+        return DoorCounts(dict(self._refused), self._in_flight, self._requests, self._uploading)
 
     def refuse(self, error: ApiError) -> ApiError:
         """The error, counted."""
@@ -185,9 +226,41 @@ class Door:
         """Returns if a request would get a ticket now. Raises as ``enter``."""
         self._account(authorization)
 
-    def check_key(self, authorization: str | None) -> None:
-        """Returns if somebody has the key. Raises ``ApiError`` (401)."""
-        self._caller(authorization)
+    def visit(self, authorization: str | None) -> Visit:
+        """Lets in a request that nothing is generated for: it counts as one of its key's.
+
+        Raises:
+            ApiError: 401, nobody has the key; 429, the key has taken what it may.
+        """
+        caller, now_s = self._caller(authorization), self.now_s()
+        account, rates = self._accounts.setdefault(caller.key, Account()), rates_of(self._limits, caller.options)
+        try:
+            account.check_requests(rates, now_s)
+        except ApiError as error:
+            error.headers |= account.headers(rates, now_s)
+            raise self.refuse(error) from None
+        if rates.requests is not None:
+            account.requests.take(1, now_s)
+        return Visit(account, rates, self.now_s)
+
+    def upload(self, authorization: str | None) -> Upload:
+        """Holds a body. Raises ``ApiError`` (401)."""
+        return Upload(self, self._accounts.setdefault(self._caller(authorization).key, Account()))
+
+    def receive(self, account: Account, size: int) -> None:
+        """To be called by an upload: so many bytes more, or less, are held. Raises ``ApiError`` as ``Upload.add``."""
+        account.uploading += size
+        self._uploading += size
+        if size <= 0:
+            return
+        limits = self._limits
+        own, most = limits.max_key_upload_bytes, limits.max_upload_bytes
+        if account.uploading > (_KEY_UPLOADS * limits.max_request_bytes if own is None else own):
+            message = "bodies of requests with this API key are being received that are too large together"
+            raise self.refuse(too_many(f"{message} (limits.max_key_upload_bytes)", "too_many_uploads", BUSY_S))
+        if self._uploading > (_UPLOADS * limits.max_request_bytes if most is None else most):
+            message = "bodies of requests are being received that are too large together (limits.max_upload_bytes): try again"
+            raise self.refuse(ApiError(503, message, code="uploads_full", headers={"Retry-After": str(math.ceil(BUSY_S))}))
 
     def enter(self, authorization: str | None, arrived_s: float) -> Ticket:
         """A ticket, to be closed.
@@ -231,8 +304,10 @@ class Door:
 
     def widen(self, caller: Caller, more: int) -> None:
         """Takes more places. Raises ``ApiError`` (429) when there are not so many, or the others' would not be left."""
-        if more > 0:
+        try:
             self._check_places(caller, more)
+        except ApiError as error:
+            raise self.refuse(error) from None
         self._held += more
         self._held_by[caller.tenant] += more
 
@@ -256,14 +331,10 @@ class Door:
         account, rates = self._accounts.setdefault(caller.key, Account()), rates_of(self._limits, caller.options)
         try:
             account.check(rates, now_s)
-        except ApiError as error:
-            error.headers |= account.headers(rates, now_s)
-            raise self.refuse(error) from None
-        try:
             self._check_places(caller, 1)
         except ApiError as error:
             error.headers |= account.headers(rates, now_s)
-            raise
+            raise self.refuse(error) from None
         return caller, account, rates
 
     def _check_places(self, caller: Caller, more: int) -> None:
@@ -273,10 +344,10 @@ class Door:
         weight 1 half of it. So a newcomer always finds places, however many the others want (dynamic thresholds, Choudhury and
         Hahne 1998).
         """
-        if self._capacity is None:
+        if self._capacity is None or more <= 0:
             return
         if self._held + more > self._capacity:
-            raise self.refuse(self._full())
+            raise self._full()
         if not self._tenancy.several:
             return
         own, weight = self._held_by[caller.tenant], caller.options.weight
@@ -286,7 +357,7 @@ class Door:
                 f"this tenant has {own} choices that run or wait and asks for {more} more: of server.max_queued "
                 f"({self._capacity}) it may hold {most} now, the rest is for other tenants"
             )
-            raise self.refuse(too_many(message, "queue_full", self._retry_s()))
+            raise too_many(message, "queue_full", self._retry_s())
 
     def _caller(self, authorization: str | None) -> Caller:
         try:

@@ -4,25 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import ipaddress
+from collections.abc import Callable, Iterable, Iterator
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.door import CURRENT, Door, Ticket
+from cluster.door import CURRENT, Door, Ticket, Upload
 from cluster.errors import ApiError
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_CLOSE = {"Connection": "close"}
+
+
+class HostMiddleware:
+    """Refuses requests that address this server by a name that is not its own, before anything else is done for them."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str] | None, refuse: Callable[[ApiError], ApiError]) -> None:
+        """
+        Args:
+            app: stands behind it.
+            names: see ``configs.server_checks.allowed_names``; None: any.
+            refuse: counts the error.
+        """
+        self._app, self._names, self._refuse = app, names, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; see ASGI's specification."""
+        if self._names is not None and scope["type"] == "http":
+            for host in Headers(scope=scope).getlist("host"):
+                if not _is_own(host, self._names):
+                    message = (
+                        f"this server does not answer to the host {host[:80]!r}: address it as localhost or by its IP address, "
+                        "or have its operator add the name to server.allowed_hosts"
+                    )
+                    error = self._refuse(ApiError(403, message, code="host_not_allowed"))
+                    await JSONResponse(error.body(), error.status)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _is_own(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header means this server. No name can be made to lead here under an IP address."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    name = name.rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name in names
+    return True
 
 
 class DoorMiddleware:
     """Stands before an application: keys for its public routes, tickets for those that generate.
 
     In this order: the key (401), what the key and the server have left (429), the size of the body (413). Then the body is read
-    as a whole, so that a client that sends it slowly holds no place, and the ticket is taken.
+    as a whole, so that a client that sends it slowly holds no place, and the ticket is taken. What bodies hold meanwhile is
+    bounded by key (429) and in all (503), and so is the time in which one comes (408).
     """
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
@@ -34,38 +75,46 @@ class DoorMiddleware:
         if scope["type"] != "http" or not path.startswith(_KEYED):
             await self._app(scope, receive, send)
             return
-        arrived_s, ticket = self._door.now_s(), None
-        headers = Headers(scope=scope)
-        authorization = headers.get("authorization")
-        generates = scope["method"] == "POST" and path in GENERATING
         try:
-            if generates:
-                self._door.check(authorization)
+            if scope["method"] == "POST" and path in GENERATING:
+                await self._generate(scope, receive, send)
             else:
-                self._door.check_key(authorization)
-            body = await self._body(headers, receive) if scope["method"] in _WITH_BODY else b""
-            if body is None:
-                return  # the client has left
-            if generates:
-                ticket = self._door.enter(authorization, arrived_s)
-        except ApiError as error:
+                await self._visit(scope, receive, send)
+        except _RefusedError as refused:
+            error = refused.error
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
-            return
-        replay = _Replay(body, receive)
-        if ticket is None:
-            await self._app(scope, replay if scope["method"] in _WITH_BODY else receive, send)
-        else:
-            await self._answer(ticket, scope, replay, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s, authorization = self._door.now_s(), Headers(scope=scope).get("authorization")
+        with _refusing():
+            self._door.check(authorization)
+            with self._door.upload(authorization) as upload:
+                body = await self._body(scope, receive, upload)
+                if body is None:
+                    return  # the client has left
+                ticket = self._door.enter(authorization, arrived_s)
+        await self._answer(ticket, scope, _Replay(body, receive), send)
+
+    async def _visit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        authorization = Headers(scope=scope).get("authorization")
+        with contextlib.ExitStack() as held:
+            with _refusing():
+                visit = self._door.visit(authorization)
+                if scope["method"] in _WITH_BODY:  # held until it is answered: nothing else counts it
+                    body = await self._body(scope, receive, held.enter_context(self._door.upload(authorization)))
+                    if body is None:
+                        return
+                    receive = _Replay(body, receive)
+            await self._app(scope, receive, _with_headers(send, visit.headers))
 
     async def _answer(self, ticket: Ticket, scope: Scope, replay: _Replay, send: Send) -> None:
         """Has the application answer, until it has, or the client has left."""
         answered = False
 
-        async def send_with_limits(message: Message) -> None:
+        async def noted(message: Message) -> None:
             nonlocal answered
             if message["type"] == "http.response.start":
                 answered = message["status"] == 200
-                MutableHeaders(scope=message).update(ticket.headers())
             await send(message)
 
         token = CURRENT.set(ticket)
@@ -73,7 +122,7 @@ class DoorMiddleware:
             async with asyncio.timeout(None) as stay:
                 watch = asyncio.create_task(replay.until_gone(stay))
                 try:
-                    await self._app(scope, replay, send_with_limits)
+                    await self._app(scope, replay, _with_headers(noted, ticket.headers))
                 finally:
                     watch.cancel()
         except TimeoutError:
@@ -83,11 +132,22 @@ class DoorMiddleware:
             CURRENT.reset(token)
             ticket.close(answered)
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
-        """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (413)."""
-        most = self._door.max_request_bytes
+    async def _body(self, scope: Scope, receive: Receive, upload: Upload) -> bytes | None:
+        """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""
         with contextlib.suppress(ValueError):  # a length that is no number: what comes is counted
-            self._check_size(int(headers.get("content-length", "0")), most)
+            self._check_size(int(Headers(scope=scope).get("content-length", "0")), self._door.max_request_bytes)
+        try:
+            async with asyncio.timeout(self._door.body_timeout_s):
+                return await self._received(receive, upload)
+        except TimeoutError:
+            message = f"the body was not there within {self._door.body_timeout_s:g} s (limits.body_timeout_s): send it again"
+            raise self._door.refuse(ApiError(408, message, code="body_timeout", headers=_CLOSE)) from None
+        except ApiError as error:
+            error.headers |= _CLOSE  # the rest of the body is not waited for
+            raise
+
+    async def _received(self, receive: Receive, upload: Upload) -> bytes | None:
+        most = self._door.max_request_bytes
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -97,13 +157,14 @@ class DoorMiddleware:
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             self._check_size(size, most)
+            upload.add(len(pieces[-1]))
             if not message.get("more_body", False):
                 return b"".join(pieces)
 
     def _check_size(self, size: int, most: int) -> None:
         if size > most:
             message = f"the body has more than the {most} bytes that this server takes (limits.max_request_bytes): shorten it"
-            raise self._door.refuse(ApiError(413, message, code="request_too_large", headers={"Connection": "close"}))
+            raise self._door.refuse(ApiError(413, message, code="request_too_large", headers=_CLOSE))
 
 
 class _Replay:
@@ -125,3 +186,30 @@ class _Replay:
             pass
         self._gone.set()
         stay.reschedule(asyncio.get_running_loop().time())
+
+
+class _RefusedError(Exception):
+    """A request was not let in; what else is raised is the application's."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        raise _RefusedError(error) from None
+
+
+def _with_headers(send: Send, headers: Callable[[], dict[str, str]]) -> Send:
+    """Sends with what the answer says of the limits of its key."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers())
+        await send(message)
+
+    return sending

@@ -96,15 +96,20 @@ class Account:
     requests: MovingWindow = field(default_factory=MovingWindow)
     tokens: MovingWindow = field(default_factory=MovingWindow)
     running: int = 0  # choices
+    uploading: int = 0  # bytes of bodies that are being received
 
     def check(self, rates: Rates, now_s: float) -> None:
         """Returns if one more request may begin. Raises ``ApiError`` (429) that says when to come back."""
         if rates.concurrent is not None and self.running >= rates.concurrent:
             raise self._busy(rates.concurrent)
-        if rates.requests is not None:
-            _check(self.requests, 1, rates.requests, now_s, "requests")
+        self.check_requests(rates, now_s)
         if rates.tokens is not None:  # how many it wants is not known yet: one at least
             _check(self.tokens, 1, rates.tokens, now_s, "tokens")
+
+    def check_requests(self, rates: Rates, now_s: float) -> None:
+        """Returns if one more request may come that nothing is generated for. Raises as ``check``."""
+        if rates.requests is not None:
+            _check(self.requests, 1, rates.requests, now_s, "requests")
 
     def check_choices(self, rates: Rates, choices: int, more: int) -> None:
         """Returns if a request that runs already may have so many choices.

@@ -58,6 +58,11 @@ class DoorState(Protocol):
         """Requests that were let in and are not answered to the end."""
         ...
 
+    @property
+    def upload_bytes(self) -> int:
+        """Of bodies that are being received."""
+        ...
+
 
 class DoorCollector(Collector):
     """What the API itself has counted; it belongs to no engine."""
@@ -96,6 +101,10 @@ class DoorCollector(Collector):
         if self._door is not None:
             in_flight.add_metric((), self._door.in_flight)
         yield in_flight
+        uploads = GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.")
+        if self._door is not None:
+            uploads.add_metric((), self._door.upload_bytes)
+        yield uploads
         memory = GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.")
         held = resident_bytes()
         if held is not None:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from configs.server_checks import server_faults
+from configs.server_checks import server_faults, upload_faults
 from configs.slices import (
     AuditOptions,
     BaselineOptions,
@@ -90,6 +90,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "limits.tokens_per_minute": LIMIT_BOUNDS,
     "limits.max_concurrent": LIMIT_BOUNDS,
     "limits.max_request_bytes": (1024, 2**31),
+    "limits.max_upload_bytes": (1024, 2**40),
+    "limits.max_key_upload_bytes": (1024, 2**40),
+    "limits.body_timeout_s": (0.01, 86400),
     "limits.max_prompt_tokens": (1, 2**24),
     "limits.max_reference_tokens": (0, 2**24),
     "limits.max_output_tokens": (1, 2**24),
@@ -206,7 +209,7 @@ def check_values(config: Config) -> None:
     if not _PREFIX.fullmatch(config.cache.prefix):
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
     _check_parallelism(config)
-    for fault in server_faults(config.server):
+    for fault in (*server_faults(config.server), *upload_faults(config.limits)):
         raise ConfigError(fault)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from configs.slices import ServerOptions
+from configs.slices import LimitsOptions, ServerOptions
 from configs.tenancy_checks import is_loopback
 
 _LAST_PORT = 65535
+_ANY = "*"
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 
 
 def admin_address(server: ServerOptions) -> tuple[str, int] | None:
@@ -19,6 +22,30 @@ def admin_address(server: ServerOptions) -> tuple[str, int] | None:
     if server.admin_port is not None:
         return server.admin_host, server.admin_port
     return None if is_loopback(server.host) else (server.admin_host, server.port + 1)
+
+
+def allowed_names(server: ServerOptions, host: str) -> frozenset[str] | None:
+    """The host names by which clients may address what listens at ``host``, beside localhost and IP addresses; None: any.
+
+    A page in a browser may have its own name lead here (DNS rebinding), and then speaks for whoever the browser's machine is: on
+    loopback, where nobody needs a key, that is the machine's user.
+    """
+    if _ANY in (server.allowed_hosts or ()) or (server.allowed_hosts is None and not is_loopback(host)):
+        return None
+    return frozenset(name.lower() for name in server.allowed_hosts or ())
+
+
+def admin_names(server: ServerOptions) -> frozenset[str] | None:
+    """As ``allowed_names``, of the operator's port, which is scraped from elsewhere where it does not listen on loopback."""
+    return allowed_names(server, server.admin_host) if is_loopback(server.admin_host) else None
+
+
+def upload_faults(limits: LimitsOptions) -> Iterator[str]:
+    """One sentence for each bound of uploads that a body alone would exceed."""
+    for name in ("max_upload_bytes", "max_key_upload_bytes"):
+        value = getattr(limits, name)
+        if value is not None and value < limits.max_request_bytes:
+            yield f"limits.{name} is {value}; allowed: at least limits.max_request_bytes, which is {limits.max_request_bytes}"
 
 
 def server_faults(server: ServerOptions) -> Iterator[str]:
@@ -36,3 +63,6 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
     resource = server.api_resource
     if resource is not None and (not resource.isidentifier() or resource in ("CPU", "GPU", "memory")):
         yield f"server.api_resource is {resource!r}; allowed: the name of a custom resource of Ray, such as outrider_api"
+    for name in server.allowed_hosts or ():
+        if name != _ANY and not _HOST_NAME.fullmatch(name):
+            yield f"server.allowed_hosts has {name!r}; allowed: names without scheme and port, such as api.example.com, or '*'"

@@ -97,6 +97,8 @@ class ServerOptions:
     port: int = 8000
     admin_port: int | None = None  # of /admin and /metrics; when absent the main port on loopback, else the one after port
     admin_host: str = "127.0.0.1"  # where admin_port listens, on the node of the API's actor
+    # Names by which clients may address it, beside localhost and IP addresses; "*": any. When absent none on loopback, else any.
+    allowed_hosts: tuple[str, ...] | None = None
     require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
     max_queued: int | None = None  # choices that run or wait; more get a 429. All that the engines run and queue when absent
     replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
@@ -186,6 +188,9 @@ class LimitsOptions:
     tokens_per_minute: int | None = None  # of prompts, reference documents and answers; the longest answer is reserved
     max_concurrent: int | None = None  # choices at once
     max_request_bytes: int = 8 * 2**20  # of a request's body
+    max_upload_bytes: int | None = None  # of all bodies that are being received; 32 times max_request_bytes when absent
+    max_key_upload_bytes: int | None = None  # of those of one key; 8 times max_request_bytes when absent
+    body_timeout_s: float = 60.0  # a body that has not come within that is given up
     max_prompt_tokens: int | None = None  # the model's context when absent
     max_reference_tokens: int = 2**18  # of reference_documents and prediction of a request together
     max_output_tokens: int | None = None  # of one choice: more is refused, and what asks for no number gets no more

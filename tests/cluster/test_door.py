@@ -123,8 +123,15 @@ def house(
     with contextlib.ExitStack() as open_houses:
         houses: list[House] = []
 
-        def build(tenancy: TenancyOptions | None = None, capacity: int | None = None, required: bool = False, **limits: object):
-            service = Service(engine, tokenizer, tenancy, door=DoorOptions(required, capacity, LimitsOptions(**limits)))
+        def build(
+            tenancy: TenancyOptions | None = None,
+            capacity: int | None = None,
+            required: bool = False,
+            names: frozenset[str] | None = None,
+            **limits: object,
+        ) -> House:
+            door = DoorOptions(required, capacity, LimitsOptions(**limits), names)
+            service = Service(engine, tokenizer, tenancy, door=door)
             houses.append(House(open_houses.enter_context(serve_api(create_api(service))), service, engine))
             return houses[-1]
 
@@ -218,11 +225,12 @@ def test_requests_in_a_minute(house: Callable[..., House]) -> None:
         retry_s, retry_ms = (int(caught.value.response.headers[name]) for name in ("retry-after", "retry-after-ms"))
         assert 1 <= retry_s <= 60 and retry_s - 1 <= retry_ms / 1000 <= retry_s
         assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-        assert client.models.list().data  # what generates nothing is not counted
+        with pytest.raises(openai.RateLimitError):  # what generates nothing counts, too
+            client.models.list()
     assert [limited.post(SHORT).status_code for _ in range(3)] == [200, 200, 429]  # those without a key are one
     other = limited.post(SHORT, UMBRELLA)
     assert (other.status_code, other.headers["x-ratelimit-limit-requests"]) == (200, "100")
-    assert limited.counts().refused == dict.fromkeys(REFUSALS, 0) | {"rate_limit_exceeded": 2}
+    assert limited.counts().refused == dict.fromkeys(REFUSALS, 0) | {"rate_limit_exceeded": 3}
 
 
 def test_tokens_in_a_minute_are_reserved_and_given_back(house: Callable[..., House]) -> None:
@@ -518,3 +526,116 @@ def test_work_on_texts_ends_with_the_text_at_which_the_client_leaves(
     until(wide.is_empty)
     until(lambda: not noted.busy)
     assert 0 < noted.calls < 60
+
+
+@dataclass
+class Stalled:
+    """A body that has begun and does not go on."""
+
+    connection: socket.socket
+
+    def status(self) -> int:
+        """Of the answer, once it has come; 0 where the connection was closed without one."""
+        self.connection.settimeout(60)
+        head = self.connection.recv(65536)
+        return int(head.split()[1]) if head else 0
+
+    def is_answered(self) -> bool:
+        self.connection.settimeout(0.01)
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK)) or True
+        except TimeoutError:
+            return False
+
+
+@contextlib.contextmanager
+def stalled(house: House, size: int, key: str | None = None, path: str = "/v1/completions") -> Iterator[Stalled]:
+    address = urlsplit(house.url)
+    secret = b"" if key is None else b"Authorization: Bearer %s\r\n" % key.encode()
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\n%sContent-Length: 5000\r\n\r\n" % (path.encode(), secret))
+        connection.sendall(b" " * size)
+        yield Stalled(connection)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_bodies_that_do_not_come_hold_a_bounded_number_of_bytes(house: Callable[..., House], path: str) -> None:
+    limited = house(KEYED, max_request_bytes=5000, max_upload_bytes=20_000, max_key_upload_bytes=10_000)
+    small = SHORT if path == "/v1/completions" else {"prompt": "a"}
+    with contextlib.ExitStack() as uploads:
+
+        def begin(key: str | None, status: int | None = None) -> None:
+            before = limited.counts().upload_bytes
+            begun = uploads.enter_context(stalled(limited, 4000, key, path))
+            if status is None:
+                until(lambda: limited.counts().upload_bytes == before + 4000)
+                assert not begun.is_answered()
+            else:
+                assert begun.status() == status
+
+        begin(ACME)
+        begin(ACME)
+        begin(ACME, 429)
+        assert limited.post(small, ACME, path).status_code == 200  # what is small enough
+        begin(UMBRELLA)
+        begin(UMBRELLA)
+        begin(None)
+        assert limited.counts().upload_bytes == 20_000
+        begin(None, 503)
+        assert limited.counts().upload_bytes == 20_000
+        full = limited.post(small, None, path)
+        assert (full.status_code, error_of(full)["code"]) == (503, "uploads_full")
+        assert full.headers["retry-after"] == "1" and full.headers["connection"] == "close"
+        assert "limits.max_upload_bytes" in error_of(full)["message"]
+    until(lambda: limited.counts().upload_bytes == 0)  # they have left
+    assert limited.post(small, None, path).status_code == 200
+    assert (limited.counts().refused["too_many_uploads"], limited.counts().refused["uploads_full"]) == (1, 2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_does_not_come_is_given_up(house: Callable[..., House], path: str) -> None:
+    limited = house(body_timeout_s=0.2)
+    with stalled(limited, 100, None, path) as upload:
+        assert upload.status() == 408
+    until(lambda: limited.counts().upload_bytes == 0)
+    assert limited.counts().refused["body_timeout"] == 1
+    assert limited.post(SHORT).status_code == 200
+
+
+def test_every_keyed_route_counts_as_a_request(house: Callable[..., House]) -> None:
+    limited = house(KEYED, requests_per_minute=7)
+    routes: list[tuple[str, str, dict[str, object] | None]] = [
+        ("GET", "/v1/models", None), ("GET", "/v1/models/circle", None), ("GET", "/v1/cache", None),
+        ("POST", "/tokenize", {"prompt": "a"}), ("POST", "/detokenize", {"tokens": [5]}), ("POST", "/v1/completions", SHORT),
+        ("GET", "/v1/whatever", None),
+    ]  # fmt: skip
+    with httpx.Client(base_url=limited.url, headers=bearer(ACME), timeout=60) as http:
+        for left, (method, path, body) in zip(range(6, -1, -1), routes, strict=True):
+            assert int(http.request(method, path, json=body).headers["x-ratelimit-remaining-requests"]) == left, path
+        for method, path, body in routes:
+            refused = http.request(method, path, json=body)
+            assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded"), path
+            assert "retry-after" in refused.headers
+        for path in ("/health", "/ready", "/version"):
+            assert http.get(path).status_code == 200
+    assert limited.counts().refused["rate_limit_exceeded"] == len(routes)
+    assert limited.post({"tokens": [5]}, None, "/detokenize").status_code == 200  # of another
+
+
+def test_a_page_that_has_its_own_name_lead_here_is_refused(house: Callable[..., House]) -> None:
+    local = house(names=frozenset({"outrider.example"}))
+    port = urlsplit(local.url).port
+    own = ["localhost", f"localhost:{port}", "127.0.0.1", f"[::1]:{port}", "LOCALHOST.", "10.0.0.7:8000", "Outrider.Example:8000"]
+    with httpx.Client(base_url=local.url, timeout=60) as http:
+        for path in ("/", "/health", "/v1/models", "/metrics", "/v1/cache"):
+            for host in own:
+                assert http.get(path, headers={"Host": host}).status_code in (200, 403 if path == "/metrics" else 200), (
+                    path,
+                    host,
+                )
+            for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example", ""):
+                refused = http.get(path, headers={"Host": host})
+                assert (refused.status_code, error_of(refused)["code"]) == (403, "host_not_allowed"), (path, host)
+                assert "server.allowed_hosts" in error_of(refused)["message"]
+    assert local.counts().refused["host_not_allowed"] == 25
+    assert httpx.get(f"{house().url}/health", headers={"Host": "evil.example"}, timeout=60).status_code == 200  # where any may be

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import REPOSITORY, Config, ConfigError, find_model, keys, load_config, tenant_names
+from configs.server_checks import admin_names, allowed_names
 from configs.slices import CacheOptions, ModelOptions, ParallelismOptions, ServerOptions, TenancyOptions, TenantOptions
 from configs.tenancy_checks import is_loopback
 
@@ -307,3 +308,51 @@ def test_the_local_file_is_for_one_user() -> None:
         load_config(path, ["server.host=0.0.0.0"])
     open_to_all = ["server.host=0.0.0.0", "tenancy.anonymous=null", "server.require_key=false"]
     assert tenant_names(load_config(path, open_to_all)) == ()
+
+
+OPEN = ["server.host=0.0.0.0", "server.require_key=false"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "public", "operators"),
+    [
+        ([], set(), set()),
+        (["server.allowed_hosts=[Me.example, you]"], {"me.example", "you"}, {"me.example", "you"}),
+        (["server.allowed_hosts=['*']"], None, None),
+        (["server.host=0.0.0.0", "server.require_key=false"], None, set()),
+        (["server.host=0.0.0.0", "server.require_key=false", "server.admin_host=0.0.0.0"], None, None),
+        (
+            ["server.host=0.0.0.0", "server.require_key=false", "server.allowed_hosts=[api.example]"],
+            {"api.example"},
+            {"api.example"},
+        ),
+        (
+            [
+                "server.host=0.0.0.0",
+                "server.require_key=false",
+                "server.admin_host=0.0.0.0",
+                "server.allowed_hosts=[api.example]",
+            ],
+            {"api.example"},
+            None,
+        ),
+    ],
+)
+def test_names_of_the_server(settings: list[str], public: set[str] | None, operators: set[str] | None) -> None:
+    server = load_config(None, settings).server
+    assert (allowed_names(server, server.host), admin_names(server)) == (public, operators)
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("server.allowed_hosts=['http://x']", "without scheme"),
+        ("server.allowed_hosts=['x:80']", "without scheme and port"),
+        ("limits.max_upload_bytes=5000", "limits.max_request_bytes, which is 8388608"),
+        ("limits.max_key_upload_bytes=5000", "limits.max_request_bytes, which is 8388608"),
+        ("limits.body_timeout_s=0", "0.01"),
+    ],
+)
+def test_bounds_of_what_is_received(setting: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        load_config(None, [setting])
