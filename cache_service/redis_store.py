@@ -7,6 +7,7 @@ Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one sl
 ``{PREFIX}:NAMESPACE:snap``    hash    the newest snapshot: id in the stream up to which it goes, name, number of pieces, bytes
 ``{PREFIX}:NAMESPACE:snap:N``  hash    the pieces of the snapshot named N, of 1 MiB
 ``{PREFIX}:NAMESPACE:epoch``   string  how often the tenant was deleted
+``{PREFIX}:NAMESPACE:counts``  hash    texts and tokens that the service kept last, and the epoch of that
 ``{PREFIX}:lease:NAME``        string  who holds the lease
 =============================  ======  =========================================================================================
 
@@ -50,6 +51,15 @@ class Usage:
     stream_entries: int
     stream_bytes: int  # as Redis estimates it
     snapshot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How much is kept of a namespace, as the service has counted it."""
+
+    texts: int
+    tokens: int
+    epoch: int
 
 
 class RedisStore(RedisLink):
@@ -169,6 +179,23 @@ class RedisStore(RedisLink):
         """Makes the epoch at least ``epoch``: a Redis that was restarted empty must not count from 0 again. The epoch now."""
         return int(self._run("EVAL", scripts.RAISE, 1, self._key(namespace, "epoch"), epoch))
 
+    # -- counts ----------------------------------------------------------------------------------------------------------------
+
+    @translated
+    def save_counts(self, counts: Mapping[str, Counts]) -> None:
+        """Writes down how much is kept, by namespace, in one round trip."""
+        pipe = self._client().pipeline(transaction=False)
+        for namespace, kept in counts.items():
+            key = self._key(namespace, "counts")
+            pipe.execute_command("HSET", key, "texts", kept.texts, "tokens", kept.tokens, "epoch", kept.epoch)
+        answers_of(pipe)
+
+    @translated
+    def load_counts(self, namespace: str) -> Counts | None:
+        """What was written down last; None where nothing was."""
+        found = self._run("HMGET", self._key(namespace, "counts"), "texts", "tokens", "epoch")
+        return None if None in found else Counts(*map(int, found))
+
     # -- expiry, lease, state -------------------------------------------------------------------------------------------------
 
     @translated
@@ -181,7 +208,11 @@ class RedisStore(RedisLink):
             names.execute_command("HGET", pointer, "name")
         pipe = client.pipeline(transaction=False)
         for namespace, pointer, name in zip(namespaces, pointers, answers_of(names), strict=True):
-            keys = [pointer, *self._keys(namespace, "log", "epoch"), *([] if name is None else [f"{pointer}:{text_of(name)}"])]
+            keys = [
+                pointer,
+                *self._keys(namespace, "log", "epoch", "counts"),
+                *([] if name is None else [f"{pointer}:{text_of(name)}"]),
+            ]
             for key in keys:
                 pipe.execute_command("EXPIRE", key, max(1, round(ttl_s)))
         answers_of(pipe)

@@ -16,7 +16,7 @@ from cache_service.folding import READ_ENTRIES, Fold
 from cache_service.lease import Lease, LeaseLostError
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, encode_batch, token_width
-from cache_service.redis_store import Head, RedisStore
+from cache_service.redis_store import Counts, Head, RedisStore
 from cache_service.snapshot import encode_snapshot
 from cache_service.stream_ids import compare_ids
 from configs.slices import CacheOptions
@@ -29,6 +29,7 @@ _EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their tim
 _ROOM = 0.9  # share of its quota that a full tenant is brought down to
 _EVICTED_KEYS = 4096  # of one batch
 _REWRITE_S = 60.0  # between two times that Redis is told to write its files anew, which costs it its size in disk and a fork
+_COUNTS_S = 0.1  # between two notes to Redis of how much is kept
 _WORK_S_PER_TOKEN = 3e-6  # well above what an eviction takes, the longest work there is
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class CacheServer:
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, options.lease_s)
         self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
-        self._check_at = self._expire_at = self._keep_at = self._rewrite_at = 0.0
+        self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
+        self._counted: dict[str, Counts] = {}  # by namespace; what Redis was told
         self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
         self._last_error: str | None = None
         self._kept = (0, 0, 0)  # namespaces, texts, tokens
@@ -139,6 +141,7 @@ class CacheServer:
 
     def _stand_by(self) -> None:
         self._folds.clear()
+        self._counted.clear()
         self._kept = (0, 0, 0)
         self._check_at = 0.0
         self._worked()
@@ -157,6 +160,7 @@ class CacheServer:
             self._lease.hold()
             self._keep(fold)
         self._rewrite()
+        self._count()
         folds = self._folds.values()
         self._kept = len(folds), sum(len(fold.texts.texts) for fold in folds), sum(fold.texts.num_tokens for fold in folds)
         self._worked()
@@ -242,6 +246,7 @@ class CacheServer:
             self._say(fold, max(fold.epoch, head.epoch))
         if lost:
             logger.warning("cache service: Redis has lost namespace %s, it is written again from memory", fold.namespace)
+            self._counted.pop(fold.namespace, None)
             fold.write_again(head.snapshot_id)
         elif compare_ids(head.snapshot_id, fold.snapshot_id) < 0:
             fold.snapshot_id = head.snapshot_id
@@ -269,6 +274,18 @@ class CacheServer:
                 fold.saved(len(data), self._store)
             else:  # a newer one is there, or the tenant was deleted
                 self._check_at = 0.0
+
+    def _count(self) -> None:
+        """Tells Redis how much is kept where that has changed, so that nobody has to read all of it in order to count."""
+        now = time.monotonic()
+        if now < self._count_at:
+            return
+        counts = {name: Counts(len(fold.texts.texts), fold.texts.num_tokens, fold.epoch) for name, fold in self._folds.items()}
+        changed = {name: kept for name, kept in counts.items() if self._counted.get(name) != kept}
+        if changed:
+            self._store.save_counts(changed)
+            self._counted |= changed
+            self._count_at = now + _COUNTS_S
 
     def _let_go(self, fold: Fold, keys: Sequence[int]) -> None:
         self._evicted_texts += len(keys)

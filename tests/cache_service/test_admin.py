@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+import redis
 
 from cache_service.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
 from cache_service.embedded import EmbeddedRedis
 from cache_service.namespace import Identity, namespace
 from cache_service.records import MAX_BATCH_BYTES, Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.redis_store import RedisStore
+from cache_service.redis_store import Counts, RedisStore
 from cache_service.server import CacheServer
 from cache_service.snapshot import CorruptSnapshotError, decode_snapshot
 from configs.slices import CacheOptions
@@ -238,6 +239,41 @@ def test_stats(make: Callable[[], Cluster]) -> None:
     acme = cluster.admin.stats()[0]
     assert (acme.texts, acme.tokens) == (2, 4)
     assert acme.snapshot_bytes > 0 and acme.snapshot_age_s is not None and 0.0 <= acme.snapshot_age_s < 60.0
+
+
+def test_counts_are_those_that_the_service_keeps(make: Callable[[], Cluster]) -> None:
+    cluster = make()
+    server = cluster.serve()
+    cluster.say({"r": [1, 2, 3], "s": [4]})
+
+    def counted() -> tuple[int, int, int]:
+        (entry,) = cluster.admin.stats("acme")
+        return entry.texts, entry.tokens, entry.epoch
+
+    assert wait_for(lambda: cluster.store.load_counts(cluster.name()) == Counts(2, 4, 0))
+    cluster.admin.delete_request("acme", "r")
+    assert wait_for(lambda: counted() == (1, 1, 0))
+    cluster.say({"t": [5, 6]})
+    assert wait_for(lambda: counted() == (2, 3, 0))
+    assert wait_for(lambda: cluster.saved() == 2)
+    server.stop()
+    with redis.Redis.from_url(cluster.url) as client:  # what would have to be read, if it was
+        for key in client.scan_iter(f"{{{cluster.options.prefix}}}:*"):
+            if not key.endswith((b":counts", b":epoch")):
+                client.delete(key)
+    assert counted() == (2, 3, 0)
+    assert cluster.admin.delete_tenant("acme") == 1
+    assert counted() == (0, 0, 1)
+
+
+def test_counts_come_again_when_redis_has_lost_them(make: Callable[[], Cluster]) -> None:
+    cluster = make()
+    cluster.serve()
+    cluster.say({"r": [1, 2, 3]})
+    assert wait_for(lambda: cluster.saved() == 1 and cluster.store.load_counts(cluster.name()) == Counts(1, 3, 0))
+    with redis.Redis.from_url(cluster.url) as client:
+        client.delete(*client.scan_iter(f"{{{cluster.options.prefix}}}:*"))
+    assert wait_for(lambda: cluster.store.load_counts(cluster.name()) == Counts(1, 3, 0))
 
 
 def test_verify_names_what_is_damaged(make: Callable[[], Cluster]) -> None:

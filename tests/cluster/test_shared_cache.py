@@ -181,6 +181,7 @@ def test_a_tenant_is_deleted(shared: Shared, outrider: Callable[..., Result]) ->
     time.sleep(2)  # the promise; what is written after it counts again
     assert shared.ask("gone", PROMPTS[0]).choices[0].text == first.choices[0].text
     eventually(lambda: shared.texts("gone") == [first.choices[0].text])
+    eventually(lambda: shared.stats()["gone"]["tokens"] == TOKENS)
 
 
 def test_private_requests_leave_nothing(shared: Shared) -> None:
