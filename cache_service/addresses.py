@@ -93,6 +93,13 @@ def with_password(url: str, password: str) -> str:
     return f"{scheme}://{user}:{quote(password, safe='')}@{hosts}{rest[end:]}"
 
 
+def holds_secret(url: str) -> bool:
+    """Whether an address has a password in it: that of its user, or one among its arguments."""
+    hosts, _, arguments = url.partition("://")[2].partition("?")
+    user, at, _ = hosts.rpartition("@")
+    return bool(at and ":" in user) or "password" in arguments
+
+
 class _AddressError(Exception):
     """What is wrong, without anything secret."""
 

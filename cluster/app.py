@@ -5,7 +5,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,7 +15,6 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.cache_access import CacheAccess
 from actors.elastic import Elastic
 from actors.group import Group
 from actors.heap import spare_collector
@@ -27,13 +25,13 @@ from actors.sharded_group import ShardedGroup, whole_model
 from cluster.admin_port import AdminPort
 from cluster.api import Service, create_api
 from cluster.audit import Auditor
-from cluster.cache_actor import CacheActor, HandleCacheAdmin
+from cluster.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.compare import Baseline
 from cluster.door import capacity, door_options
 from cluster.generation import EnginePort, Job
 from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.lobby import Attendance, Company, LobbyActor
-from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, baseline_parallelism, group_size, redis_address
+from cluster.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
 from cluster.stream_guard import StreamGuard
 from cluster.tracing import open_tracing
 from configs.keys_file import with_tenants_of_file
@@ -64,7 +62,7 @@ class EngineReplica:
         engine: EngineOptions,
         speculation: SpeculationOptions,
         parallelism: ParallelismOptions,
-        cache: CacheAccess | None,
+        cache: CachePlace | None,
         start_timeout_s: float,
         company: Company | None = None,
         metered: bool = True,
@@ -73,7 +71,9 @@ class EngineReplica:
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
-        self._replica = Replica(model, engine, speculation, cache, ranks, open_meter if metered else None)
+        self._replica = Replica(
+            model, engine, speculation, None if cache is None else cache.access(), ranks, open_meter if metered else None
+        )
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
         spare_collector()
         if company is not None and elastic is not None:
@@ -179,41 +179,42 @@ def build_app(config: Config) -> serve.Application:
             derive names from; or the file of keys cannot be used.
     """
     check_values(config)
-    config = config.model_copy(update={"redis_url": redis_address(config)})
-    secret = os.environ.get(SECRET_VARIABLE, "")
-    if config.redis_url and config.cache.enabled and not secret:
-        raise ConfigError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
-    return application(config, secret.encode())
+    check_address(config)
+    try:
+        check_secret(config)
+    except LaunchError as error:
+        raise ConfigError(str(error)) from None
+    return application(config)
 
 
-def application(config: Config, secret: bytes) -> serve.Application:
-    """The application with a secret for the names of tenants in Redis; see ``build_app``."""
+def application(config: Config) -> serve.Application:
+    """The application of a configuration that was checked; see ``build_app``. Its ``redis_url`` holds no password."""
     config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache = config.server, config.cache
     gpus = gpus_of_a_rank(config)
     # More than the door lets in and the engine takes, also when a single replica is left: Serve never queues, the engine refuses.
     most = max(capacity(config), config.engine.max_running + config.engine.max_waiting)
     ongoing = max(server.max_ongoing_requests, most + 64)
-    access = None
-    if config.redis_url and cache.enabled:
-        access = CacheAccess(cache, config.redis_url, secret, tenant_names(config))
+    place = None
+    if redis_address(config.redis_url) and cache.enabled:
+        place = CachePlace(cache, config.redis_url, tenant_names(config))
     engine = serve.deployment(
         name="engine",
         num_replicas=server.replicas,
         **_of_engines(config, gpus, ongoing),
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
-        config.model, config.engine, config.speculation, config.parallelism, access, server.start_timeout_s, _company(config),
+        config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, _company(config),
         _has_devices_alone(config, gpus),
     )  # fmt: skip
     keeper = None
-    if access is not None:
+    if place is not None:
         keeper = serve.deployment(
             name="cache",
             num_replicas=cache.services,
             ray_actor_options=_without_model(server),
             graceful_shutdown_timeout_s=server.stop_timeout_s,
-        )(CacheActor).bind(engine, access, _quotas(config))
+        )(CacheActor).bind(engine, place, _quotas(config))
     ingress = serve.deployment(
         name="api",
         ray_actor_options=_without_model(server),

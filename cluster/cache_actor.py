@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import redis
@@ -19,18 +21,37 @@ from cache_service.admin import Problem, TenantStats, UnknownTenantError
 from cache_service.namespace import Identity
 from cluster.errors import ApiError
 from cluster.handles import for_threads
+from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
+from configs.schema import ConfigError
+from configs.slices import CacheOptions
 
 logger = logging.getLogger(__name__)
 
 _DESCRIBE_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class CachePlace:
+    """What a deployment is told of the shared memory. Nothing of it is secret: Serve writes down what deployments are given."""
+
+    options: CacheOptions
+    url: str | None  # without passwords; None: the environment has it
+    tenants: tuple[str, ...]
+
+    def access(self) -> CacheAccess:
+        """How this process reaches it. Raises ``ConfigError`` where the environment does not say."""
+        url, secret = redis_address(self.url), os.environ.get(SECRET_VARIABLE, "")
+        if url is None or not secret:
+            raise ConfigError(f"{SECRET_VARIABLE} is not set where this actor runs, {SECRET_ADVICE}")
+        return CacheAccess(self.options, url, secret.encode(), self.tenants)
+
+
 class CacheActor:
     """A ``CacheKeeper`` as an actor. What it refuses is sent as a value, as an engine does it."""
 
-    def __init__(self, engine: DeploymentHandle[Any], access: CacheAccess, quotas: dict[str, int]) -> None:
+    def __init__(self, engine: DeploymentHandle[Any], place: CachePlace, quotas: dict[str, int]) -> None:
         asked = for_threads(engine)
-        self._keeper = CacheKeeper(access, quotas, lambda: _identity(asked))
+        self._keeper = CacheKeeper(place.access(), quotas, lambda: _identity(asked))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """What a method of ``CacheAdmin`` gives, or the exception that it raises."""

@@ -24,7 +24,7 @@ from actors.own_ray import RayTokenError, start_ray
 from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.redis_store import RedisStore
 from cluster.launch_console import Progress, StopRequested, StopSignals
-from cluster.preflight import SECRET_VARIABLE, LaunchError, check_reservation, redis_address
+from cluster.preflight import SECRET_VARIABLE, URL_VARIABLE, LaunchError, check_reservation, redis_address
 from configs.schema import Config
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
@@ -66,14 +66,13 @@ def serve_until_stopped(config: Config) -> None:
     with contextlib.ExitStack() as started:
         started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
         try:
-            url, secret = started.enter_context(_redis(config, say))
+            config = started.enter_context(_redis(config, say))
             signals.check()
             started.enter_context(_ray(config.server.ray_address, say))
             signals.install()
             signals.check()
             _check_ray(config, say)
-            config = config.model_copy(update={"redis_url": url})
-            started.enter_context(_application(config, secret, say, signals))
+            started.enter_context(_application(config, say, signals))
             _wait_until_loaded(config, say, signals)
             _announce(config, say)
             while not signals.requested:
@@ -96,12 +95,22 @@ def _fetch_models(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
-    """Its address, and the secret that names of tenants in it are derived from."""
-    url = redis_address(config)
+def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
+    """The configuration with what deployments may be told of Redis. The processes of a Ray of our own have the address, and the
+    secret that names of tenants are derived from, from the environment of this one."""
+    url = redis_address(config.redis_url)
     if url is not None:
         say(_state_of_redis(url))
-        yield url, os.environ.get(SECRET_VARIABLE, "").encode()
+        if config.server.ray_address is not None:
+            yield config  # the nodes of that cluster have their own environment
+            return
+        with _environment({URL_VARIABLE: url}):
+            yield config.model_copy(update={"redis_url": None})
+        return
+    if config.server.ray_address is not None:
+        if config.cache.enabled:
+            say("replicas share nothing: set redis_url to a Redis that all nodes of the cluster reach")
+        yield config
         return
     try:
         embedded = EmbeddedRedis.start()
@@ -110,13 +119,25 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[tuple[str, by
     say(f"Redis started (embedded, {embedded.binary})")
     if embedded.binary.fault is not None:
         say(f"{embedded.binary} {embedded.binary.fault}; this user's processes alone reach it; put a newer one on the PATH")
-    if config.server.ray_address and config.cache.enabled:
-        say("replicas on other machines do not reach this Redis and share nothing; set redis_url to one that all reach")
     try:
-        yield embedded.url, secrets.token_bytes(32)  # it lives no longer than this Redis
+        # The secret lives no longer than this Redis.
+        with _environment({URL_VARIABLE: embedded.url, SECRET_VARIABLE: secrets.token_hex(32)}):
+            yield config
     finally:
         embedded.stop()
         say("Redis stopped")
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For the length of the block, variables that processes which are started within it inherit."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _state_of_redis(url: str) -> str:
@@ -184,9 +205,9 @@ def _check_ray(config: Config, say: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _application(config: Config, secret: bytes, say: Callable[[str], None], signals: StopSignals) -> Iterator[None]:
+def _application(config: Config, say: Callable[[str], None], signals: StopSignals) -> Iterator[None]:
     try:
-        _deploy(config, secret, say, signals)
+        _deploy(config, say, signals)
         yield
     finally:
         say("Serve: stopping")
@@ -210,7 +231,7 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
         say(f"{ended} requests were not done within server.stop_timeout_s={timeout_s:g} and were broken off")
 
 
-def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: StopSignals) -> None:
+def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
@@ -219,7 +240,7 @@ def _deploy(config: Config, secret: bytes, say: Callable[[str], None], signals: 
         signals.check()
         from cluster.app import application
 
-        target = serve.RunTarget(application(config, secret), name=APPLICATION, route_prefix="/", logging_config=quiet)
+        target = serve.RunTarget(application(config), name=APPLICATION, route_prefix="/", logging_config=quiet)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise LaunchError(_reason(str(error))) from None

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from cache_service.addresses import with_password
+from cache_service.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
 from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address
@@ -26,7 +26,9 @@ SECRET_ADVICE = (
     f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same wherever Outrider runs on that Redis, or set cache.enabled=false"
 )
 
-PASSWORD_VARIABLE = "OUTRIDER_REDIS_PASSWORD"  # of a redis_url without one, so that a configuration may be public
+# Read in the process that speaks to Redis: what a deployment is given, Serve writes down.
+PASSWORD_VARIABLE = "OUTRIDER_REDIS_PASSWORD"  # of a redis_url without one
+URL_VARIABLE = "OUTRIDER_REDIS_URL"  # takes the place of redis_url
 
 
 class LaunchError(RuntimeError):
@@ -43,6 +45,8 @@ def check(config: Config) -> None:
     check_model(config.model.path)
     check_speculation(config.speculation, config.parallelism.mode == "lookahead")
     check_secret(config)
+    if config.server.ray_address is not None:
+        check_address(config)
     check_keys(config)
     check_processors(config)
     check_parallelism(config)
@@ -124,7 +128,7 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
 
 def check_secret(config: Config) -> None:
     """Raises LaunchError when outputs go to a Redis that outlives the server, and there is no secret to derive names from."""
-    if config.redis_url and config.cache.enabled and not os.environ.get(SECRET_VARIABLE):
+    if redis_address(config.redis_url) and config.cache.enabled and not os.environ.get(SECRET_VARIABLE):
         raise LaunchError(f"{SECRET_VARIABLE} is not set, {SECRET_ADVICE}")
 
 
@@ -147,10 +151,21 @@ def check_resource(config: Config) -> None:
         )
 
 
-def redis_address(config: Config) -> str | None:
-    """``redis_url`` with the password of the environment, where it has none of its own."""
-    url = config.redis_url
+def redis_address(url: str | None) -> str | None:
+    """What ``redis_url`` stands for in this process: the environment's address, or its own with the environment's password."""
+    whole = os.environ.get(URL_VARIABLE)
+    if whole:
+        return whole
     return None if url is None else with_password(url, os.environ.get(PASSWORD_VARIABLE, ""))
+
+
+def check_address(config: Config) -> None:
+    """Raises ConfigError for an address with a password that would be handed to deployments, and written down by Serve."""
+    if config.redis_url is not None and holds_secret(config.redis_url):
+        raise ConfigError(
+            f"redis_url holds a password, which Ray Serve would write down: put it into the environment of all nodes, as "
+            f"{PASSWORD_VARIABLE}, or the whole address as {URL_VARIABLE}"
+        )
 
 
 def group_size(options: ParallelismOptions) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.preflight import check_address
 from cluster.terminal import fail_input
 
 IMPORT_PATH = "cluster.app:build_app"
@@ -45,6 +46,7 @@ def serve_config_text(config: Path | None, overrides: Sequence[str]) -> str:
     from configs.schema import ConfigError, load_config, read_settings
 
     loaded = load_config(config, overrides)
+    check_address(loaded)
     if loaded.server.ray_address is not None:
         raise ConfigError("server.ray_address is for outrider serve: who takes this document has a cluster; leave it out")
     arguments = read_settings(config, overrides)

@@ -111,7 +111,7 @@ def serving(api_url: str, name: str, config: Config, params: SamplingParams) -> 
         params: of the requests for ``PROMPT``.
     """
     expected = plain_answer(config.model, PROMPT, params)
-    serve.run(application(config, b""), name=name, route_prefix=f"/{name}")
+    serve.run(application(config), name=name, route_prefix=f"/{name}")
     try:
         yield Service(f"{api_url}/{name}", name, params, expected)
     finally:

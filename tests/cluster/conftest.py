@@ -141,7 +141,9 @@ def api_server(circle_model: Path) -> Iterator[Server]:
         speculation=SpeculationOptions(strategy="llma", max_draft_tokens=8, strategies=("prompt_lookup",)),
         server=ServerOptions(port=port, cpus_per_replica=0.5),
     )
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as environment:  # of the actors
+        environment.setenv("OUTRIDER_CACHE_SECRET", secrets.token_hex(32))
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_app(config), name="outrider", route_prefix="/")

@@ -139,7 +139,7 @@ def test_a_baseline_that_is_deployed(api_server: Any, circle_model: Path) -> Non
         server=ServerOptions(cpus_per_replica=0.25),
         baseline=BaselineOptions(enabled=True),
     )
-    serve.run(application(config, b""), name="compare", route_prefix="/compare")
+    serve.run(application(config), name="compare", route_prefix="/compare")
     try:
         with httpx.Client(base_url=f"{api_server.url}/compare", timeout=60) as http:
             assert http.get("/ready").status_code == 200

@@ -80,7 +80,7 @@ def test_two_replicas_serve_one_request_together(api_server: Any, tmp_path_facto
         server=ServerOptions(replicas=2, cpus_per_replica=0.25, stop_timeout_s=1.0),
     )
     url = f"{api_server.url}/elastic"
-    serve.run(application(config, b""), name="elastic", route_prefix="/elastic")
+    serve.run(application(config), name="elastic", route_prefix="/elastic")
     try:
         health = lambda: dict(httpx.get(f"{url}/health", timeout=60).json())  # noqa: E731
         eventually(lambda: health().get("status") == "ok" and health()["ranks"] | {"width": 1} == whole(1))

@@ -40,7 +40,7 @@ class Deployed:
             speculation=SpeculationOptions(strategy="llma", max_draft_tokens=8),
             server=ServerOptions(cpus_per_replica=0.25, admin_port=self.admin_port, stop_timeout_s=STOP_S),
         )
-        serve.run(application(config, b""), name=NAME, route_prefix=f"/{NAME}")
+        serve.run(application(config), name=NAME, route_prefix=f"/{NAME}")
 
     def ask(self, **changes: Any) -> Any:
         body = {"model": "circle", "prompt": "<abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True} | changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster.app import build_app
+from cluster.cache_actor import CachePlace
 from cluster.cli import app
 from cluster.preflight import LaunchError, check_resource, redis_address
 from configs.schema import REPOSITORY, Config, ConfigError, load_config
+from configs.slices import CacheOptions
 
 RUN = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 LOCAL = REPOSITORY / "configs" / "local.yaml"
@@ -98,11 +101,62 @@ def test_a_ray_of_our_own_has_no_such_resource() -> None:
     ],
 )
 def test_the_password_of_redis_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch, url: str, whole: str) -> None:
-    config = Config.model_validate({"redis_url": url})
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
-    assert redis_address(config) == url
+    assert redis_address(url) == url
     monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "p@/:")
-    assert redis_address(config) == whole
+    assert redis_address(url) == whole
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://:all@there")
+    assert redis_address(url) == redis_address(None) == "redis://:all@there"
+
+
+def test_serve_is_given_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, object] = {"redis_url": "redis://outrider@there:6379", "model": {"device": "cpu"}}
+    settings["baseline"] = {"enabled": True}
+    for name, value in (("CACHE_SECRET", "secret-one"), ("REDIS_PASSWORD", "secret-two")):
+        monkeypatch.setenv(f"OUTRIDER_{name}", value)
+    given = [_given(build_app(Config.model_validate(settings)))]
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://:secret-three@there:6379")
+    given.append(_given(build_app(Config.model_validate(settings | {"redis_url": None}))))
+    for deployments in given:
+        assert set(deployments) == {"api", "cache", "engine", "baseline"}
+        for name, data in deployments.items():
+            assert b"demo_model" in data or name == "cache"
+            assert b"secret-" not in data, name
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:p@there", "rediss://u:p@there/0", "redis+sentinel://a,b/x?sentinel_password=p", "redis://there?password=p"],
+)
+def test_an_address_with_a_password_is_not_given_to_serve(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE_SECRET", "s")
+    with pytest.raises(ConfigError, match="OUTRIDER_REDIS_PASSWORD") as refusal:
+        build_app(Config.model_validate({"redis_url": url}))
+    assert url not in str(refusal.value)
+
+
+def test_an_actor_without_the_secret_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = CachePlace(CacheOptions(), "redis://outrider@there:6379", ("acme",))
+    monkeypatch.delenv("OUTRIDER_CACHE_SECRET", raising=False)
+    with pytest.raises(ConfigError, match="OUTRIDER_CACHE_SECRET is not set where this actor runs"):
+        place.access()
+    monkeypatch.setenv("OUTRIDER_CACHE_SECRET", "s")
+    monkeypatch.setenv("OUTRIDER_REDIS_PASSWORD", "p")
+    access = place.access()
+    assert (access.url, access.secret, access.tenants) == ("redis://outrider:p@there:6379", b"s", ("acme",))
+
+
+def _given(application: object) -> dict[str, bytes]:
+    """By deployment, what Serve writes down of its arguments and options."""
+    from ray.serve._private.build_app import build_app as built
+
+    made = built(application, name="outrider")
+    return {
+        each.name: pickle.dumps(
+            (each._replica_config.serialized_init_args, each._replica_config.serialized_init_kwargs, each.ray_actor_options)
+        )
+        for each in made.deployments
+    }
 
 
 def _resources(application: object) -> dict[str, dict[str, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,7 +112,7 @@ def shared(api_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             ),
             redis_url=redis.url,
         )
-        serve.run(application(config, secrets.token_bytes(32)), name="shared", route_prefix="/shared")
+        serve.run(application(config), name="shared", route_prefix="/shared")
         made = Shared(f"{api_server.url}/shared", redis, AutoTokenizer.from_pretrained(folder))
         eventually(lambda: made.admin("stats").json()["error"] is None)
         yield made

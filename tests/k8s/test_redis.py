@@ -33,8 +33,7 @@ from cache_service.redis_binary import packaged_server
 from cache_service.redis_store import RedisStore
 from cache_service.server import CacheServer
 from cluster.preflight import PASSWORD_VARIABLE, redis_address
-from configs.schema import Config
-from configs.slices import CacheOptions, ServerOptions, TenancyOptions
+from configs.slices import CacheOptions
 from tests.cache_service.test_redis_store import everything
 from tests.k8s.made_secrets import Made, make_secrets
 from tests.k8s.manifests import K8S, quantity
@@ -249,7 +248,7 @@ def url(shared: Pod) -> Iterator[str]:
         (configured,) = {document["applications"][0]["args"]["redis_url"] for document in documents}
         here = configured.replace("@outrider-redis:6379", f"@localhost:{port}").replace("/etc/outrider/redis", str(folder))
         assert here != configured and here.startswith("rediss://outrider@localhost")
-        address = redis_address(Config(redis_url=here, server=ServerOptions(), tenancy=TenancyOptions()))
+        address = redis_address(here)
         assert address is not None
         yield address
 
