@@ -77,20 +77,22 @@ class CacheAdmin:
         Raises:
             ValueError: the address cannot be, or the secret is empty.
         """
-        self._identity = identity
+        self._identity, self._secret = identity, secret
         self._store = RedisStore(url, options.prefix, max(options.timeout_s, _LEAST_TIMEOUT_S))
-        self._namespaces = {
-            tenant: namespace(secret, tenant, identity.model_revision, identity.tokenizer_revision)
-            for tenant in dict.fromkeys((*tenants, PUBLIC))
-        }
+        self._namespaces = {tenant: self._name(tenant) for tenant in dict.fromkeys((*tenants, PUBLIC))}
 
-    def stats(self, tenant: str | None = None) -> list[TenantStats]:
+    def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
         """Of each tenant, or of one alone, as the service has counted it last; what none has counted is read for it.
+
+        Args:
+            tenant: None: all of the configuration.
+            vouched: the tenant is one, though the configuration had none of that name when this started.
 
         Raises:
             UnknownTenantError: no such tenant.
         """
-        return [self._stats(name) for name in (self._namespaces if tenant is None else [tenant])]
+        names = self._namespaces if tenant is None else {tenant: self._namespace(tenant, vouched)}
+        return [self._stats(one, name) for one, name in names.items()]
 
     def export(self, tenant: str) -> bytes:
         """A snapshot of now: the stored one, and the stream since.
@@ -151,13 +153,9 @@ class CacheAdmin:
         self._write(fold, deltas)
         return len(deltas)
 
-    def delete_tenant(self, tenant: str) -> int:
-        """Forgets all of a tenant, everywhere; the tenant's new epoch.
-
-        Raises:
-            UnknownTenantError: no such tenant.
-        """
-        name = self._namespace(tenant)
+    def delete_tenant(self, tenant: str, vouched: bool = False) -> int:
+        """Forgets all of a tenant, everywhere; the tenant's new epoch. Arguments and errors as those of ``stats``."""
+        name = self._namespace(tenant, vouched)
         epoch = self._store.delete(name)
         self._append(name, [Batch(secrets.randbits(64), 0, epoch)])
         return epoch
@@ -190,7 +188,12 @@ class CacheAdmin:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _namespace(self, tenant: str) -> str:
+    def _name(self, tenant: str) -> str:
+        return namespace(self._secret, tenant, self._identity.model_revision, self._identity.tokenizer_revision)
+
+    def _namespace(self, tenant: str, vouched: bool = False) -> str:
+        if vouched:
+            return self._name(tenant)
         if tenant not in self._namespaces:
             raise UnknownTenantError(
                 f"no tenant {tenant!r}: the configuration has {len(self._namespaces) - 1} and the public corpus {PUBLIC!r}"
@@ -199,7 +202,9 @@ class CacheAdmin:
 
     def _fold(self, tenant: str) -> Fold:
         """What is kept of a tenant now."""
-        name = self._namespace(tenant)
+        return self._folded(self._namespace(tenant))
+
+    def _folded(self, name: str) -> Fold:
         while True:
             fold = Fold.load(self._store, name, self._identity)
             fold.catch_up(self._store, self._store.heads([name])[name].last_id)
@@ -210,11 +215,10 @@ class CacheAdmin:
                 fold.apply(Batch(0, 0, head.epoch), time.time())
             return fold
 
-    def _stats(self, tenant: str) -> TenantStats:
-        name = self._namespace(tenant)
+    def _stats(self, tenant: str, name: str) -> TenantStats:
         counts, usage, head = self._store.load_counts(name), self._store.usage(name), self._store.heads([name])[name]
         if counts is None:
-            fold = self._fold(tenant)
+            fold = self._folded(name)
             counts = Counts(len(fold.texts.texts), fold.texts.num_tokens, fold.epoch)
         elif counts.epoch < head.epoch:  # deleted since
             counts = Counts(0, 0, head.epoch)

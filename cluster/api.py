@@ -89,9 +89,7 @@ class Service:
         self._token_bytes = TokenBytes(tokenizer)
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.text = TextService(self._threads, self._tenancy, self._model)
-        own_mib = {name: options.cache_mib for name, options in (tenancy or TenancyOptions()).tenants.items()}
-        kept = cache_options or CacheOptions()
-        self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, kept, own_mib, auditor)
+        self.tenant_cache = TenantCacheService(self._tenancy, cache, self._model, cache_options or CacheOptions(), auditor)
         self._info: ModelInfo | None = None  # asked for once
         self._guard = guard or StreamGuard(ServerOptions())
         ready = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)

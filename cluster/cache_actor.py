@@ -84,9 +84,9 @@ class HandleCacheAdmin:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
-    async def stats(self, tenant: str | None = None) -> Sequence[TenantStats]:
+    async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:
         """See ``CacheAdminPort``, as for the others."""
-        return cast("Sequence[TenantStats]", await self._call("stats", tenant))
+        return cast("Sequence[TenantStats]", await self._call("stats", tenant, vouched))
 
     async def export(self, tenant: str) -> bytes:
         return cast("bytes", await self._call("export", tenant))
@@ -97,8 +97,8 @@ class HandleCacheAdmin:
     async def preload(self, documents: Sequence[Sequence[int]]) -> int:
         return cast("int", await self._call("preload", documents))
 
-    async def delete_tenant(self, tenant: str) -> None:
-        await self._call("delete_tenant", tenant)
+    async def delete_tenant(self, tenant: str, vouched: bool = False) -> None:
+        await self._call("delete_tenant", tenant, vouched)
 
     async def delete_request(self, tenant: str, request_id: str) -> None:
         await self._call("delete_request", tenant, request_id)

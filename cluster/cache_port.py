@@ -22,8 +22,8 @@ class CacheAdminPort(Protocol):
     what it should, or an ``ApiError``.
     """
 
-    async def stats(self, tenant: str | None = None) -> Sequence[TenantStats]:
-        """What is kept: an entry a tenant, or that of one alone."""
+    async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:
+        """What is kept: an entry a tenant, or that of one alone. ``vouched``: it is a tenant, though it was none at the start."""
         ...
 
     async def export(self, tenant: str) -> bytes:
@@ -38,8 +38,8 @@ class CacheAdminPort(Protocol):
         """Adds documents, as token ids, to the public corpus; how many texts were new. Raises ``ValueError`` for a bad id."""
         ...
 
-    async def delete_tenant(self, tenant: str) -> object:
-        """Forgets all texts of a tenant, everywhere."""
+    async def delete_tenant(self, tenant: str, vouched: bool = False) -> object:
+        """Forgets all texts of a tenant, everywhere. ``vouched`` as of ``stats``."""
         ...
 
     async def delete_request(self, tenant: str, request_id: str) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import FastAPI, Header
@@ -50,7 +50,6 @@ class TenantCacheService:
         port: CacheAdminPort | None,
         model: Callable[[], Awaitable[ModelInfo]],
         options: CacheOptions,
-        own_mib: Mapping[str, float | None],
         auditor: Auditor | None = None,
     ) -> None:
         """
@@ -59,21 +58,20 @@ class TenantCacheService:
             port: the shared memory; None where there is none.
             model: what is served.
             options: the slice ``cache`` of the configuration.
-            own_mib: ``cache_mib`` of tenants, by name; None for the slice's.
             auditor: keeps answers, too; None where nothing is audited.
         """
         self._auditor = auditor
-        self._tenancy, self._port, self._model, self._options, self._own_mib = tenancy, port, model, options, own_mib
+        self._tenancy, self._port, self._model, self._options = tenancy, port, model, options
 
     async def get(self, authorization: str | None) -> TenantCache:
         """How much is kept. Raises ``ApiError``: 401 for a wrong key, 503 where Redis does not answer."""
-        tenant = self._tenancy.tenant_of(authorization)
+        caller = self._tenancy.caller_of(authorization)
+        tenant, own = caller.tenant, caller.options.cache_mib
         if tenant is None or self._port is None:
             return TenantCache(tenant=tenant)
         width = token_width((await self._model()).vocab_size)
         with answered():
-            (stats,) = await self._port.stats(tenant)
-        own = self._own_mib.get(tenant)
+            (stats,) = await self._port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
         return TenantCache(
             tenant=tenant,
             texts=stats.texts,
@@ -99,7 +97,7 @@ class TenantCacheService:
             message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
             raise ApiError(404, message, code="cache_disabled")
         with answered():
-            await self._port.delete_tenant(tenant)
+            await self._port.delete_tenant(tenant, vouched=True)
         logger.info("tenant %s deleted all its texts", tenant)
         return Deleted(tenant=tenant, deleted=True)
 

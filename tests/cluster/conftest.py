@@ -213,8 +213,8 @@ class LocalCacheAdmin:
     def __init__(self, admin: CacheAdmin) -> None:
         self._admin = admin
 
-    async def stats(self, tenant: str | None = None) -> list[TenantStats]:
-        return await asyncio.to_thread(self._admin.stats, tenant)
+    async def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
+        return await asyncio.to_thread(self._admin.stats, tenant, vouched)
 
     async def export(self, tenant: str) -> bytes:
         return await asyncio.to_thread(self._admin.export, tenant)
@@ -225,8 +225,8 @@ class LocalCacheAdmin:
     async def preload(self, documents: Sequence[Sequence[int]]) -> int:
         return await asyncio.to_thread(self._admin.preload, documents)
 
-    async def delete_tenant(self, tenant: str) -> int:
-        return await asyncio.to_thread(self._admin.delete_tenant, tenant)
+    async def delete_tenant(self, tenant: str, vouched: bool = False) -> int:
+        return await asyncio.to_thread(self._admin.delete_tenant, tenant, vouched)
 
     async def delete_request(self, tenant: str, request_id: str) -> None:
         await asyncio.to_thread(self._admin.delete_request, tenant, request_id)

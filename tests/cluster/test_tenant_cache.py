@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +21,11 @@ from configs.slices import CacheOptions, TenancyOptions, TenantOptions
 
 ACME, UMBRELLA = ({"Authorization": f"Bearer outrider-{name}"} for name in ("acme", "umbrella"))
 TENANTS = {name: TenantOptions(keys=(hash_key(f"outrider-{name}"),)) for name in ("acme", "umbrella")}
+TENANTS["umbrella"] = dataclasses.replace(TENANTS["umbrella"], cache_mib=0.5)
 NOTHING = dict.fromkeys(("tenant", "texts", "tokens", "bytes", "quota_bytes", "ttl_s"))
 
 
-def application(port: Any) -> FastAPI:
+def application(port: Any, keys_file: Path | None = None) -> FastAPI:
     """The routes for two tenants, one of which has a quota of its own."""
     app = FastAPI()
     install(app)
@@ -30,9 +33,8 @@ def application(port: Any) -> FastAPI:
     async def model() -> Any:
         return SimpleNamespace(vocab_size=258)  # all that is asked of it
 
-    service = TenantCacheService(
-        Tenancy(TenancyOptions(tenants=TENANTS)), port, model, CacheOptions(tenant_mib=2.0, ttl_s=60.0), {"umbrella": 0.5}
-    )
+    tenancy = Tenancy(TenancyOptions(tenants=TENANTS, keys_file=None if keys_file is None else str(keys_file)))
+    service = TenantCacheService(tenancy, port, model, CacheOptions(tenant_mib=2.0, ttl_s=60.0))
     add_tenant_cache_routes(app, service)
     return app
 
@@ -81,3 +83,26 @@ def test_where_nothing_is_shared_there_is_nothing_to_tell(serve_api: Callable[[F
         assert client.get("/v1/cache").json() == NOTHING | {"tenant": "acme"}
         refused = client.delete("/v1/cache")
         assert refused.status_code == 404 and refused.json()["error"]["code"] == "cache_disabled"
+
+
+def test_a_tenant_that_came_with_the_file_of_keys_sees_and_deletes_its_own(
+    memory_server: Any,
+    local_cache_admin: Callable[[str], Any],
+    serve_api: Callable[[FastAPI], AbstractContextManager[str]],
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: {}\n")
+    new = {"Authorization": "Bearer outrider-new"}
+    app = application(local_cache_admin(memory_server.redis.url), keys)
+    with serve_api(app) as url, httpx.Client(base_url=url, timeout=30) as client:
+        assert client.get("/v1/cache", headers=new).status_code == 401
+        keys.write_text(f"tenants:\n  new: {{keys: ['{hash_key('outrider-new')}'], cache_mib: 1}}\n")
+        told = {"tenant": "new", "texts": 0, "tokens": 0, "bytes": 0, "quota_bytes": 1 << 20, "ttl_s": 60.0}
+        assert client.get("/v1/cache", headers=new).json() == told
+        memory_server.add("acme", "chatcmpl-1", [5, 6, 7])
+        memory_server.add("new", "chatcmpl-2", [8, 9])  # as a replica did that knew it
+        assert client.get("/v1/cache", headers=new).json() == told | {"texts": 1, "tokens": 2, "bytes": 4}
+        assert client.delete("/v1/cache", headers=new).json() == {"tenant": "new", "deleted": True}
+        assert client.get("/v1/cache", headers=new).json() == told
+        assert client.get("/v1/cache", headers=ACME).json()["texts"] == 1
