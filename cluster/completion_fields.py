@@ -84,7 +84,7 @@ class CompletionFields(StructuredFields):
     cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds from arrival, then a 504
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds, then a 504
     user: Name | None = None  # opaque label
     safety_identifier: Name | None = None  # opaque label
 
