@@ -7,6 +7,7 @@ on the path, so that it imports nothing that is new.
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,8 @@ def serve_timings() -> int:
     setting = json.loads(sys.stdin.readline())
     path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
     model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
+    if setting.get("start"):
+        return _serve_start(model, setting["asks"][0][0])
     engines = {}
     for name, strategy, running in CASES:
         options = EngineOptions(running, max_waiting=1 << 20, prefix_caching=False)
@@ -54,9 +57,17 @@ def serve_timings() -> int:
     return 0
 
 
+def _serve_start(model: ModelOptions, prompt: Sequence[int]) -> int:
+    """Answers with a token, as ``outrider generate`` would, and tells the most memory that this process has taken, in MiB."""
+    engine = Engine.load(model, EngineOptions(), SpeculationOptions())
+    run_engine(engine, [Request("first", prompt, SamplingParams(max_tokens=1))])
+    print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}), flush=True)
+    return 0
+
+
 @contextmanager
-def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[Callable[[str], dict[str, float]]]:
-    """A process that times cases with the sources below a folder."""
+def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[tuple[Callable[[str], dict[str, float]], Any]]:
+    """A process that times cases with the sources below a folder: it is asked by their names. With what it said first."""
     here = str(Path(__file__).resolve())
     begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r})"
     command = [sys.executable, "-c", f"{begin}; runpy.run_path({here!r}, run_name='__main__')"]
@@ -72,8 +83,7 @@ def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[Callable[[st
         raise ModelLoadError(f"the process over {root.name} ended: see what it says above")
 
     try:
-        ask(setting)
-        yield ask
+        yield ask, ask(setting)
     finally:
         process.stdin.close()
         process.wait(60)
@@ -98,7 +108,7 @@ def compare(
     told = {**setting, "asks": [[list(prompt), [list(each) for each in references]] for prompt, references in prompts]}
     names = [*(name for name, _, _ in CASES), "prefill"]
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"this": [], "other": []} for name in names}
-    with timing_process(ROOT, told) as this, timing_process(other.resolve(), told) as that:
+    with timing_process(ROOT, told) as (this, _), timing_process(other.resolve(), told) as (that, _):
         for turn in range(rounds + 1):
             for name in names:
                 pair = (("this", this), ("other", that)) if turn % 2 else (("other", that), ("this", this))
@@ -108,7 +118,23 @@ def compare(
                         found[name][who].append(answer)
             say(f"timing: round {turn} of {rounds}")
     ratios = {name: _ratio(both) for name, both in found.items()}
-    return {"revision": git_state(other.resolve()), "asks": len(prompts), "cases": ratios}
+    starts = _starts(other.resolve(), {**told, "start": True}, rounds, say)
+    return {"revision": git_state(other.resolve()), "asks": len(prompts), "cases": ratios, "start": starts}
+
+
+def _starts(other: Path, setting: dict[str, Any], rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Of both revisions, in turns: seconds from a new process to its first token, and the most memory that it takes."""
+    found: dict[str, dict[str, list[float]]] = {who: {"seconds": [], "peak_mib": []} for who in ("this", "other")}
+    for turn in range(rounds + 1):
+        for who, root in (("this", ROOT), ("other", other))[:: 1 if turn % 2 else -1]:
+            started = time.perf_counter()
+            with timing_process(root, setting) as (_, said):
+                seconds = time.perf_counter() - started
+            if turn:  # in the first it may compile
+                found[who]["seconds"].append(seconds)
+                found[who]["peak_mib"].append(said["peak_mib"])
+        say(f"starting: round {turn} of {rounds}")
+    return found
 
 
 def _ratio(both: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:

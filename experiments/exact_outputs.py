@@ -322,7 +322,11 @@ def print_tables(results: dict[str, Any]) -> None:
         print(f"{row['case']:<42} {row['equal']:>4} of {row['answers']:<4} are those of {row['with']}, {row['tokens']:,} tokens")
     if "check_s" in results:
         print(f"the check at start takes {statistics.median(results['check_s']):.2f} s")
-    for name, row in results.get("against", {}).get("cases", {}).items():
+    against = results.get("against", {})
+    for who, row in against.get("start", {}).items():
+        seconds, most = statistics.median(row["seconds"]), max(row["peak_mib"])
+        print(f"{f'first token of a new process, {who}':<42} {seconds:.1f} s, {most:,.0f} MiB")
+    for name, row in against.get("cases", {}).items():
         low, high = row["spread"]
         speeds = f"{row['median']['this']:.1f} tok/s beside {row['median']['other']:.1f}"
         print(f"{name:<42} {speeds}: {row['times_as_long']:.3f} times as long ({low:.3f} to {high:.3f})")
