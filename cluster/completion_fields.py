@@ -25,7 +25,7 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_n
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
-StopInput = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 MostTokens = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 CacheChoice = Literal["tenant", "private", "off"]
@@ -70,7 +70,7 @@ class CompletionFields(StructuredFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see cluster.job_planner.choice_seed
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
     min_tokens: Tokens | None = None  # no end token before so many
-    stop: list[Stop] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
@@ -104,17 +104,10 @@ class CompletionFields(StructuredFields):
                 raise ValueError("must map token ids, written as decimal strings, to numbers")
         return value
 
-    @field_validator("stop", mode="before", json_schema_input_type=StopInput)
+    @field_validator("stop", mode="before", json_schema_input_type=Stop | Stops | None)
     @classmethod
-    def _check_stop(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value
-        if texts is None:
-            return None
-        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
-        if max(map(len, texts), default=0) > MAX_STOP_CHARS:
-            raise ValueError(f"must be at most {MAX_STOP_CHARS} characters long, each string of a list too")
-        return texts
+    def _listed(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> CompletionFields:

@@ -150,11 +150,12 @@ async def open_loop(
     return phase
 
 
-async def try_once(client: httpx.AsyncClient, model: str, request: Ask) -> Outcome:
+async def try_once(client: httpx.AsyncClient, model: str, request: Ask, headers: httpx.Headers | None = None) -> Outcome:
     """One request, answered or not."""
     began, first_s, last = time.monotonic(), None, b""
     try:
-        async with client.stream("POST", f"/v1/{request.route}", json={"model": model, **request.body}) as response:
+        body = {"model": model, **request.body}
+        async with client.stream("POST", f"/v1/{request.route}", json=body, headers=headers) as response:
             async for part in response.aiter_raw():
                 if first_s is None and request.body.get("stream") and response.status_code == 200:
                     first_s = time.monotonic() - began

@@ -32,7 +32,7 @@ CHOICES: list[dict[str, Any] | None] = [
     {"strategy": "prompt_lookup", "max_draft_tokens": 3},
     {"strategy": "autoregressive"},
     {"max_draft_tokens": 0},
-    {"max_draft_tokens": 10**20},
+    {"max_draft_tokens": 2**31 - 1},
 ]
 
 

@@ -124,7 +124,7 @@ def test_many_streams_at_once_say_what_each_says_alone(service: Service, questio
             question = questions[(7 * number + turn) % len(questions)]
             leave_after = 1 + number % 5 if (number + turn) % 3 == 0 else None
             strategy = STRATEGIES[(number + turn) % len(STRATEGIES)]
-            more: dict[str, Any] = {"priority": (number + turn) % 4 - 1}
+            more: dict[str, Any] = {"priority": (number + turn) % 4}
             if strategy is not None:
                 more["speculation"] = {"strategy": strategy}
             whole += await stream(http, question, leave_after, **more)

@@ -1,0 +1,159 @@
+"""What one tenant that floods does to the others: their time to the first token, beside that without the flood.
+
+python -m experiments.service_fairness [--model smollm2-135m-instruct] [--tenants 2 8 32] [--seconds 20]
+
+``outrider serve`` runs once, with a key for each tenant. All but the first ask short questions one after the other, with
+pauses, so that together they take a part of what the server can give. The first one does nothing at first; then it sends what
+it can, in each of these ways: very many requests, long prompts, many choices (``n``), long ``reference_documents``. Refused, it
+comes back at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from cache_service.namespace import hash_key
+from experiments.run_options import parsed, run_parser
+from experiments.served import Served
+from experiments.service_asks import Ask
+from experiments.service_overload import Outcome, try_once
+from experiments.service_trial import conduct, spread, until_whole
+
+_QUESTION = "Name the rivers that meet in city number {number}, and say which of them is the longest."
+_SENTENCE = "In the year {number} the harbour was widened, and ships of {number} tons could come in. "
+_FLOOD_CLIENTS = 100
+_BUSY = 0.3  # of the time of one request alone, that the calm tenants keep the server busy together
+_REFUSED_S = 0.05  # until a client that was refused comes again
+FLOODS = ("requests", "length", "choices", "documents")
+
+
+def question(rng: random.Random) -> Ask:
+    """A short one."""
+    return _ask(_QUESTION.format(number=rng.randrange(10**6)), 16)
+
+
+def flooding(kind: str, rng: random.Random) -> Ask:
+    """What the first tenant sends."""
+    numbers = [rng.randrange(1000, 9999) for _ in range(400)]
+    if kind == "length":
+        text = "".join(_SENTENCE.format(number=number) for number in numbers[:45])
+        return _ask(text, 256, ignore_eos=True)
+    if kind == "choices":
+        return _ask(question(rng).body["messages"][0]["content"], 256, n=32, temperature=0.8, ignore_eos=True)
+    if kind == "documents":
+        documents = ["".join(_SENTENCE.format(number=number) for number in numbers) for _ in range(10)]
+        return _ask(question(rng).body["messages"][0]["content"], 256, reference_documents=documents, ignore_eos=True)
+    return _ask(question(rng).body["messages"][0]["content"], 256, ignore_eos=True)
+
+
+def _ask(text: str, most: int, **fields: object) -> Ask:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": most, "stream": True, **fields}
+    return Ask("greedy", "chat/completions", body)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the record; 1 where a calm tenant's request was not answered."""
+    args = arguments(argv)
+    settings = [f"model.dtype={args.dtype}", f"model.threads={args.threads}", *_keys(max(args.tenants))]
+    results, _ = conduct("service-fairness", trial, args, settings)
+    for row in results["floods"]:
+        print(
+            f"{row['tenants']} tenants, one floods by {row['flood']}: p95 {row['ttft_s']['p95']:.3f} s beside "
+            f"{row['calm_ttft_s']['p95']:.3f} s, {row['times']:.2f} times; it had {row['flooder']}"
+        )
+    return 1 if any(row["failed"] for row in results["floods"]) else 0
+
+
+def _keys(count: int) -> list[str]:
+    return [f'tenancy.tenants.t{number}.keys=["{hash_key(_key(number))}"]' for number in range(count)]
+
+
+def _key(number: int) -> str:
+    return f"outrider-fairness-{number}"
+
+
+async def trial(server: Served, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All numbers of tenants, each without a flood and with each kind."""
+    rows = []
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        one = [await _once(client, model, question(random.Random(at)), 1) for at in range(6)]
+        alone_s = min(outcome.seconds for outcome in one)
+        for tenants in args.tenants:
+            pause_s = (tenants - 1) * alone_s / _BUSY
+            calm = await phase(client, model, tenants, pause_s, None, args)
+            for kind in args.floods:
+                found = await phase(client, model, tenants, pause_s, kind, args)
+                times = found["ttft_s"]["p95"] / calm["ttft_s"]["p95"]
+                rows.append({"tenants": tenants, "flood": kind, "calm_ttft_s": calm["ttft_s"], "times": times, **found})
+                print(f"{tenants} tenants, {kind}: {times:.2f} times", file=sys.stderr, flush=True)
+    return {"alone_s": alone_s, "floods": rows}
+
+
+async def phase(
+    client: httpx.AsyncClient, model: str, tenants: int, pause_s: float, kind: str | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Some seconds of questions, with a flood that has begun or without."""
+    rng, ends = random.Random(args.seed), asyncio.Event()
+    answers: list[Outcome] = []
+    floods: list[Outcome] = []
+
+    async def calm(number: int) -> None:
+        own = random.Random(f"{args.seed}/{number}")
+        until = time.monotonic() + args.seconds
+        await asyncio.sleep(own.random() * pause_s)
+        while time.monotonic() < until:
+            answers.append(await _once(client, model, question(own), number))
+            await asyncio.sleep(own.expovariate(1 / pause_s))
+
+    async def flood(kind: str) -> None:
+        while not ends.is_set():
+            floods.append(await _once(client, model, flooding(kind, rng), 0))
+            if floods[-1].status != 200:
+                await asyncio.sleep(_REFUSED_S)
+
+    flooders = [] if kind is None else [asyncio.create_task(flood(kind)) for _ in range(_FLOOD_CLIENTS)]
+    await asyncio.sleep(2.0 if flooders else 0.0)
+    await asyncio.gather(*(calm(number) for number in range(1, tenants)))
+    ends.set()
+    for task in flooders:
+        task.cancel()
+    await asyncio.gather(*flooders, return_exceptions=True)
+    await until_whole(client, 1)
+    whole = [one for one in answers if one.status == 200 and one.whole]
+    return {
+        "answers": len(answers),
+        "failed": len(answers) - len(whole),
+        "ttft_s": spread([one.first_s for one in whole if one.first_s is not None]),
+        "flooder": dict(Counter(one.status for one in floods)),
+    }
+
+
+async def _once(client: httpx.AsyncClient, model: str, request: Ask, tenant: int) -> Outcome:
+    headed = httpx.Headers({"Authorization": f"Bearer {_key(tenant)}"})
+    return await try_once(client, model, request, headed)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the options."""
+    parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float32"))
+    parser.set_defaults(model="smollm2-135m-instruct")
+    parser.add_argument("--tenants", type=int, nargs="+", default=[2, 8, 32], help="that have a key, the flooding one included")
+    parser.add_argument("--floods", nargs="+", choices=FLOODS, default=list(FLOODS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    parser.add_argument("--seed", type=int, default=0, help="of questions and pauses")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    return parsed(parser, argv, tenants=2, threads=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
