@@ -96,7 +96,7 @@ README: dict[str, Source] = {
         ),
     ),
     "exact-outputs": Source(
-        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-3.json"), exact_outputs
+        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
     "peers": Source(("2026-11-23-peers.json",), peers),
     "load": Source(("2026-11-22-bench-load.json",), load),
