@@ -86,7 +86,7 @@ class EngineReplica:
             tenant=job.tenant, public=job.public, emitted=job.emitted,
             strategy=job.strategy, max_draft_tokens=job.max_draft_tokens, priority=job.priority,
             account=job.account, weight=job.weight,
-            siblings=job.siblings, report=job.report, prompt_logprobs=job.prompt_logprobs,
+            siblings=job.siblings, report=job.report, prompt_logprobs=job.prompt_logprobs, suspect=job.suspect,
         )  # fmt: skip
         outputs = self._replica.generate(request, BEAT_S)
         try:

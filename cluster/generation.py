@@ -34,6 +34,7 @@ class Job:
     siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
     report: bool = False  # outputs say who drafted their tokens
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
+    suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
 
 
 class EnginePort(Protocol):

@@ -19,7 +19,7 @@ from actors.replica import Description
 from cluster.errors import ApiError
 from cluster.generation import Job
 from cluster.handles import for_this_loop, for_threads
-from decoding.request import FinishReason, StepOutput
+from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
 from engine.errors import QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
 ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
 BEAT_S = 1.0  # a replica that has nothing new to say of a request says so that often
-SILENCE_S = 10.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
+SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
 MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
@@ -47,6 +47,7 @@ class _Progress:
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
+    suspect: bool = False  # it was computed when a replica was lost or a step failed, and is not cleared
     losses: int = 0  # since its last token
     losses_in_all: int = 0
     failed_at: int | None = None  # tokens that had been emitted when a step with it failed
@@ -63,6 +64,10 @@ class HandleEngine:
 
     Outputs are a function of prompt, parameters and seed. So a request whose replica is lost goes on at another, or at the one
     that takes its place, from the tokens that came: the consumer sees a pause, and no token is lost or comes twice.
+
+    A replica's end may be a request's fault. Who lost one is a *suspect*: the next replica computes it alone, until it has
+    emitted ``CLEARED_TOKENS`` more. If that one ends as well while it does, the request is refused; requests that waited there
+    meanwhile are sent again and bear no blame.
 
     Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
     computes their KV with the prompt's, and its first new output is the fourth token.
@@ -102,7 +107,7 @@ class HandleEngine:
             reason: Exception
             try:
                 progress.attempts += 1
-                attempt = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted))
+                attempt = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted), suspect=progress.suspect)
                 async with contextlib.aclosing(self._attempt(attempt, progress)) as outputs:
                     async for output in outputs:
                         if progress.attempts > 1 and output.stats is not None:
@@ -110,9 +115,7 @@ class HandleEngine:
                         yield output
                         if output.finish_reason is not None:
                             return
-                if len(attempt.emitted) == len(job.emitted) + len(progress.emitted):
-                    await asyncio.sleep(_PAUSE_S)  # it may be what made the step fail: those that go on get a head start
-                continue
+                continue  # a step failed
             except _LostError as lost:
                 reason = lost
             except (QueueFullError, RequestError) as refusal:
@@ -135,13 +138,15 @@ class HandleEngine:
         """What is new of the outputs of one replica.
 
         A failed step ends all requests in it, whosever fault it was. So it ends without a finish reason then, to be made again,
-        unless the last attempt failed as well and this one emitted nothing since.
+        alone, unless the last attempt failed as well and this one emitted nothing since.
 
         Raises:
             _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
+            ApiError: nor did the last one, and this one computed the request alone.
         """
         response = cast("DeploymentResponseGenerator[Any]", self._streaming().generate.remote(job))
-        heard = finished = False
+        heard = finished = accepted = alone = False
+        given = len(progress.emitted)
         try:
             while not finished:
                 async with asyncio.timeout(SILENCE_S):
@@ -155,18 +160,28 @@ class HandleEngine:
                     raise item
                 if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
                     logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
-                    progress.failed_at = len(progress.emitted)
-                elif item.token_ids or finished or not progress.taken:
+                    progress.failed_at, progress.suspect = len(progress.emitted), True
+                    continue
+                alone, accepted = alone or (job.suspect and accepted), True
+                if item.token_ids or finished or not progress.taken:
                     progress.taken = True
                     progress.emitted += item.token_ids
                     if item.token_ids:
                         progress.losses = 0
+                    if len(progress.emitted) - given >= CLEARED_TOKENS:
+                        alone = progress.suspect = False
                     yield item
         except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
             logger.debug("request %s: a replica is lost", job.request_id, exc_info=error)
             if heard or not isinstance(error, TimeoutError):  # else it may be that none was there to hear it
                 progress.losses += 1
                 progress.losses_in_all += 1
+            ended = heard and not isinstance(error, TimeoutError)
+            if alone and ended:
+                message = "an engine replica ended twice while it computed this request, the second time with no other one"
+                never = {"x-should-retry": "false"}  # which OpenAI's clients heed
+                raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from error
+            progress.suspect |= ended
             raise _LostError(type(error).__name__) from error
         finally:
             if not finished:

@@ -17,11 +17,13 @@ from decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput
 from decoding.tree import Int32Array
 
 __all__ = [
-    "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "Acceptance", "FinishReason", "Request", "RequestState",
-    "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash", "request_of", "text_key",
+    "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "Acceptance", "FinishReason", "Request",
+    "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash", "request_of",
+    "text_key",
 ]  # fmt: skip
 
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
+CLEARED_TOKENS = 16  # that a suspect emits alone: what an engine had not told of when it ended is of a step or two
 _CHOICE_BITS = 16  # of a text key
 
 
@@ -85,6 +87,8 @@ class Request:
         report: outputs say who drafted each token (``StepOutput.report``).
         prompt_logprobs: alternatives reported with each log-probability of the prompt (``StepOutput.prompt_logprobs``); None
             for none. The whole prompt is computed then, whatever is there of it. With ``emitted`` they were told before.
+        suspect: an engine ended, or a step failed, while it was computed: it is computed alone until it has emitted
+            ``CLEARED_TOKENS`` more.
 
     Raises:
         ValueError: the prompt is empty, ``emitted`` leaves no room for one more token, or ``max_draft_tokens`` is negative.
@@ -97,7 +101,7 @@ class Request:
         "_buffer", "_length", "account", "admitted_s", "argmax", "arrival", "arrived_s", "fault", "finish_reason",
         "first_token_s", "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
         "prompt_logprobs", "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings",
-        "slot", "state", "stats", "strategy", "tenant", "text", "waited_s", "weight",
+        "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +122,7 @@ class Request:
         siblings: bool = False,
         report: bool = False,
         prompt_logprobs: int | None = None,
+        suspect: bool = False,
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
         self.request_id, self.params, self.priority = request_id, params, priority
@@ -125,6 +130,7 @@ class Request:
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
+        self.suspect = suspect
         self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
         self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed
@@ -202,6 +208,8 @@ class Request:
         assert end <= len(self._buffer), (len(token_ids), self.remaining)
         self._buffer[self._length : end] = token_ids
         self._length = end
+        if self.suspect and self.num_output - self.num_given >= CLEARED_TOKENS:
+            self.suspect = False
 
 
 def _check(

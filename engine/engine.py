@@ -119,6 +119,8 @@ class Engine:
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger: EnergyLedger | None = None
         self._metrics = EngineMetrics(info.max_model_len)
+        self.in_step: tuple[str, ...] = ()  # requests that the last step computes; none until it is planned
+        self.before_suspect: Callable[[Request], None] | None = None  # is told of a step that computes a suspect
 
     @classmethod
     def load(
@@ -271,9 +273,13 @@ class Engine:
         """
         if self._ledger is not None:
             self._ledger.begin()
+        self.in_step = ()
         works = self._planner.plan(self._executor.width)
+        self.in_step = tuple(work.request.request_id for work in works)
         if not works:
             return []
+        if self.before_suspect is not None and works[0].request.suspect:
+            self.before_suspect(works[0].request)
         started = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
         ended = time.perf_counter()

@@ -64,6 +64,8 @@ class Scheduler:
     Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
     has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
     preempted where there is one account. Rows of prefills are shared alike in every step.
+
+    A suspect is computed alone: while one runs, the others keep their slots and get no rows.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
+        self._decoding = 0  # requests of the step
         self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
 
@@ -163,8 +166,11 @@ class Scheduler:
         self._followers = []
         if self._waiting:
             self._admit()
-        decoding = [request for request in self.running if request.num_computed == request.num_tokens - 1]
-        prefilling = self._prefilling = [request for request in self.running if request.num_computed < request.num_tokens - 1]
+        suspects = [request for request in self.running if request.suspect]
+        computed = suspects[:1] or self.running
+        decoding = [request for request in computed if request.num_computed == request.num_tokens - 1]
+        prefilling = [request for request in computed if request.num_computed < request.num_tokens - 1]
+        self._decoding, self._prefilling = len(decoding), prefilling
         budget = self.options.max_step_tokens
         for_decoding = budget - budget // 4 if prefilling else budget
         draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
@@ -183,7 +189,7 @@ class Scheduler:
         """
         if not self._prefilling:
             return list(shares)
-        decoding = list(shares[: len(self.running) - len(self._prefilling)])
+        decoding = list(shares[: self._decoding])
         return decoding + self._prefill_shares(self.options.max_step_tokens - len(decoding) - drafted)
 
     def _prefill_shares(self, budget: int) -> list[Share]:

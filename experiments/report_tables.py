@@ -105,7 +105,11 @@ _EXACT = {  # what a line says, and a pattern for each of its counts: of the nam
     "plain, 8 and 32 requests at once": (r"plain at (8|32)",),
     "`auto`, 1, 8 and 32 requests at once": (r"auto at \d+",),
     "every other strategy, 1, 8 and 32 at once, prompts in pieces": (r"(?!auto|plain|vLLM|transformers).* at \d+",),
-    "preempted; on a second turn; on two ranks (SmolLM2: every strategy, 110 M: `auto`)": (r".*, preempted", r".*, second turn over.*", r".*, two ranks"),
+    "preempted; on a second turn; on two ranks (SmolLM2: every strategy, 110 M: `auto`)": (
+        r".*, preempted",
+        r".*, second turn over.*",
+        r".*, two ranks",
+    ),
     "transformers: prompt lookup; padded batches of 8": ("transformers, prompt lookup", "transformers at 8"),
     "vLLM: n-gram drafts; 8 requests at once": ("vLLM, ngram", "vLLM at 8"),
 }

@@ -2,9 +2,9 @@
 
 python -m experiments.service_overhead [--rounds 3] [--requests 60]
 
-Each round starts ``outrider serve`` afresh, once with Serve's Python proxy and once with its HAProxy, in turns. Every request is
-streamed; between two of them ``/metrics`` is read, so that the engine's own times of just this request are known. The time that
-the client saw, less the engine's, is what lies between them.
+Each round starts ``outrider serve`` afresh, in turns: with Serve's HAProxy, with its Python proxy, and with HAProxy and each kind
+of ``server.stream_guard``. Every request is streamed; between two of them ``/metrics`` is read, so that the engine's own times of
+just this request are known. The time that the client saw, less the engine's, is what lies between them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from experiments.service_asks import make_prompt
 from experiments.service_trial import spread
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's own switch
-MODES = {"haproxy": "1", "serve": "0"}
+MODES = {  # value of that, settings of the server
+    "haproxy": ("1", ()),
+    "serve": ("0", ()),
+    "pad": ("1", ("server.stream_guard=pad",)),
+    "cadence": ("1", ("server.stream_guard=cadence",)),
+    "both": ("1", ("server.stream_guard=both",)),
+}
 GOAL_TTFT_MS, GOAL_RATE = 10.0, 0.95
 _WARM_UP = 5
 _ENGINE = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
@@ -51,6 +57,7 @@ class Timed:
     engine_whole_s: float
     engine_decode_s: float
     events: int
+    received: int  # bytes
 
     @property
     def added_first_ms(self) -> float:
@@ -76,9 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.mode}
     for number in range(args.rounds):
         for mode in args.mode[:: 1 if number % 2 == 0 else -1]:
+            proxy, settings = MODES[mode]
             with (
-                environment(HAPROXY, MODES[mode]),
-                served(model, [f"model.dtype={args.dtype}", "model.threads=1", *args.set]) as server,
+                environment(HAPROXY, proxy),
+                served(model, [f"model.dtype={args.dtype}", "model.threads=1", *settings, *args.set]) as server,
             ):
                 timed = list(measure(server.url, Path(model).name, args, number))
             runs[mode].append(summary(timed))
@@ -108,21 +116,21 @@ def measure(url: str, model: str, args: argparse.Namespace, number: int) -> Iter
                 "model": model, "messages": [{"role": "user", "content": make_prompt(rng)}], "temperature": 0, "stream": True,
                 "max_tokens": args.max_tokens, "ignore_eos": True, "stream_options": {"include_usage": True},
             }  # fmt: skip
-            first_s, whole_s, events, tokens = stream(connection, body)
+            first_s, whole_s, events, tokens, received = stream(connection, body)
             after = engine_sums(connection)
             engine_first_s, engine_whole_s, engine_decode_s = (after[name] - before[name] for name in _ENGINE)
             before = after
             if turn >= _WARM_UP:
-                yield Timed(tokens, first_s, whole_s, engine_first_s, engine_whole_s, engine_decode_s, events)
+                yield Timed(tokens, first_s, whole_s, engine_first_s, engine_whole_s, engine_decode_s, events, received)
 
 
-def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> tuple[float, float, int, int]:
-    """One streamed chat: seconds to the first text and to the end of it, events with text, and tokens by the usage.
+def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> tuple[float, float, int, int, int]:
+    """One streamed chat: seconds to the first text and to the end of it, events with text, tokens by the usage, and bytes.
 
     Raises:
         RuntimeError: it is refused, or has no text.
     """
-    events, tokens, first_s, last_s = 0, 0, 0.0, 0.0
+    events, tokens, received, first_s, last_s = 0, 0, 0, 0.0, 0.0
     data = json.dumps(body)
     began = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
@@ -131,6 +139,7 @@ def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> t
         raise RuntimeError(f"HTTP {response.status}: {response.read().decode()[:300]}")
     while line := response.readline():
         at_s = time.perf_counter() - began
+        received += len(line)
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
@@ -140,7 +149,7 @@ def stream(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> t
             events, last_s, first_s = events + 1, at_s, first_s or at_s
     if events < 2:
         raise RuntimeError(f"a stream of {body['max_tokens']} tokens had {events} events with text: ask for more tokens")
-    return first_s, last_s, events, tokens
+    return first_s, last_s, events, tokens, received
 
 
 def engine_sums(connection: http.client.HTTPConnection) -> dict[str, float]:
@@ -160,6 +169,7 @@ def summary(timed: Sequence[Timed]) -> dict[str, Any]:
         "rate_p50": round(float(np.median([each.rate for each in timed])), 4),
         "decode_rate_p50": round(float(np.median([each.decode_rate for each in timed])), 4),
         "engine_tokens_per_s_p50": round(float(np.median([each.tokens / each.engine_whole_s for each in timed])), 1),
+        "bytes_per_token": round(sum(each.received for each in timed) / sum(each.tokens for each in timed), 1),
         "tokens_per_event": round(sum(each.tokens for each in timed) / sum(each.events for each in timed), 2),
     }
 
@@ -178,10 +188,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with code 2 where an option cannot be."""
     parser = run_parser(__doc__, dtype="bfloat16")
     parser.add_argument(
-        "--mode", nargs="+", choices=list(MODES), default=list(MODES), help="proxies of Serve, the judged one first"
+        "--mode", nargs="+", choices=list(MODES), default=list(MODES), help="what is served through, the judged one first"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=60, help="of a round, with each proxy")
+    parser.add_argument("--requests", type=int, default=60, help="of a round, in each mode")
     parser.add_argument("--max-tokens", type=int, default=400, help="of an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     add_settings(parser)

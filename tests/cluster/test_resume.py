@@ -9,19 +9,22 @@ import functools
 import os
 import signal
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from ray import serve
 
+from cluster.app import EngineReplica
 from cluster.errors import ApiError
 from cluster.generation import Job
 from cluster.handle_engine import HandleEngine
-from configs.slices import ServerOptions, SpeculationOptions
-from decoding.request import FinishReason, StepOutput
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
+from decoding.request import FinishReason, SamplingParams, StepOutput
 from tests import waiting
-from tests.models import VOCAB
+from tests.models import VOCAB, llama_config, save_model
 from tests.services import Service, serving_tiny
 
 eventually = functools.partial(waiting.eventually, timeout_s=90.0)
@@ -121,6 +124,64 @@ def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_w
         assert last.stats is not None and (last.stats.drafted > 0) == (strategy is None)
         assert (last.stats.steps < FEW) or not strike  # the counters are those of the last replica
     eventually(lambda: is_whole(service))
+
+
+FATAL = 20  # output tokens of a request after which it ends a fragile replica
+
+
+class Fragile(EngineReplica):
+    """A replica whose process ends when it computes a certain request."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with (Path(arguments[0].path).parent / "started").open("a") as started:
+            started.write("x")
+        executor = self._replica._engine._executor
+        execute = executor.execute
+
+        def guarded(works: Any, top_k: int) -> Any:
+            if any(work.request.request_id.startswith("fatal") and work.request.num_output >= FATAL for work in works):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return execute(works, top_k)
+
+        executor.execute = guarded  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def fragile(service: Service, tmp_path: Path) -> Iterator[HandleEngine]:
+    """One replica of that kind."""
+    model = ModelOptions(
+        str(save_model(tmp_path / "tiny", llama_config(max_position_embeddings=2048), seed=0)), dtype="float32", threads=1
+    )
+    options = EngineOptions(max_running=8), SpeculationOptions("prompt_lookup", max_draft_tokens=4), ParallelismOptions()
+    deployment = serve.deployment(name="engine", max_ongoing_requests=64, ray_actor_options={"num_cpus": 0.1})(Fragile)
+    handle = serve.run(deployment.bind(model, *options, None, 60.0), name="fragile", route_prefix=None)
+    yield HandleEngine(handle, resume_timeout_s=90.0)
+    serve.delete("fragile")
+
+
+@pytest.mark.slow
+def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refused(fragile: HandleEngine, tmp_path: Path) -> None:
+    prompt = np.arange(5, 25, dtype=np.int32)
+    params = SamplingParams(max_tokens=FEW, ignore_eos=True)
+
+    async def collect(name: str) -> list[int]:
+        tokens: list[int] = []
+        async for output in fragile.generate(Job(f"{name}/0", prompt, params)):
+            tokens += output.token_ids
+        return tokens
+
+    async def run() -> None:
+        expected = await collect("before")
+        answers = [asyncio.create_task(collect(f"fine{number}")) for number in range(4)]
+        with pytest.raises(ApiError, match="not tried again") as raised:
+            await collect("fatal")
+        assert (raised.value.status, raised.value.code) == (500, "engine_crashed")
+        assert raised.value.headers == {"x-should-retry": "false"}
+        assert await asyncio.gather(*answers) == [expected] * 4
+
+    asyncio.run(asyncio.wait_for(run(), 240))
+    assert (tmp_path / "started").read_text() == "x" * 3  # it ended two
 
 
 async def lost_with_its_replica(service: Service) -> ApiError:

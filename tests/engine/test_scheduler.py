@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.slices import EngineOptions
-from decoding.request import Request, RequestState, SamplingParams
+from decoding.request import CLEARED_TOKENS, Request, RequestState, SamplingParams
 from engine.errors import QueueFullError, RequestError
 from engine.scheduler import Place, Scheduler
 
@@ -489,6 +489,30 @@ def test_slots_are_shared_among_accounts_whoever_came_first() -> None:
     for _ in range(20):
         compute(s)
     assert s.num_preemptions == taken  # nobody takes a slot of another's share
+
+
+def test_a_suspect_is_computed_alone_until_it_is_cleared() -> None:
+    s = scheduler(running=3, step_tokens=16)
+    s.add(request("a", prompt=4))
+    s.add(request("long", prompt=40))
+    compute(s)
+    suspects = [Request(name, [1] * 20, SamplingParams(max_tokens=50), emitted=(1, 1), suspect=True) for name in "xy"]
+    s.add(suspects[0])
+    s.add(suspects[1])
+    assert [set(compute(s)) for _ in range(17)] == [{"x"}] * 17  # two steps for its prompt, of which one emits a token
+    assert suspects[0].num_output - suspects[0].num_given == CLEARED_TOKENS
+    s.remove(suspects[0])
+    assert set(compute(s)) == {"y"}  # which got the slot
+    s.remove(suspects[1])
+    assert set(compute(s)) == {"a", "long"}
+
+
+def test_a_suspect_that_waits_for_a_slot_holds_nobody_up() -> None:
+    s = scheduler(running=1)
+    s.add(request("a"))
+    compute(s)
+    s.add(Request("x", [1] * 4, SamplingParams(max_tokens=50), suspect=True))
+    assert set(compute(s)) == {"a"}
 
 
 def test_one_accounts_requests_are_not_preempted_for_its_own() -> None:
