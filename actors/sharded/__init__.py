@@ -1,0 +1,1 @@
+"""Tensor and pipeline parallelism: ranks that each hold a part of the model. In: a forward. Out: its logits."""

@@ -1,0 +1,1 @@
+"""The one that keeps Redis in order: snapshots, quotas, time to live, deletions. In: streams. Out: snapshots."""

@@ -1,0 +1,1 @@
+"""Redis: connections, commands, names of keys. In: an address. Out: streams, snapshots and leases."""

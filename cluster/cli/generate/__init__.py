@@ -1,0 +1,1 @@
+"""``outrider generate``, and files of prompts. In: prompts. Out: records."""

@@ -1,0 +1,1 @@
+"""The HTTP interface. In: requests. Out: answers in OpenAI's shapes."""
