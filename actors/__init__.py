@@ -1,1 +1,5 @@
-"""Where things live: engine replicas and, later, groups of them, each a plain class that runs without Ray."""
+"""Engines as processes: one replica, and groups of ranks that share its steps.
+
+In: requests, from any event loop.
+Out: outputs, whatever becomes of the ranks.
+"""

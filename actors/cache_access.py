@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cache_service.namespace import Identity
 from configs.slices import CacheOptions
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from actors.cache_access import CacheAccess
-from cache_service.admin import CacheAdmin
+from cache_service.keeper.admin import CacheAdmin
+from cache_service.keeper.server import CacheServer, ServerStatus
 from cache_service.namespace import Identity
-from cache_service.server import CacheServer, ServerStatus
 
 logger = logging.getLogger(__name__)
 

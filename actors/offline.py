@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, StepOutput
-from engine.chat import render_chat
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.text.chat import render_chat
 
 if TYPE_CHECKING:
-    from actors.group import Group
-    from actors.sharded_group import ShardedGroup
+    from actors.lookahead.group import Group
+    from actors.sharded.group import ShardedGroup
 
 TENANT = "local"  # all records of a file may draft from each other
 

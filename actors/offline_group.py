@@ -16,16 +16,16 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.group import Group
 from actors.heap import spare_collector
+from actors.lookahead.group import Group
 from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
-from actors.own_ray import start_ray
+from actors.placement.own_ray import start_ray
 from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, StepOutput
 from engine.errors import ModelLoadError, one_line
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
 
 STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
 

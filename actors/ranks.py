@@ -6,10 +6,10 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from actors.lookahead_parallel import GroupState
+from actors.lookahead.executor import GroupState
 from configs.slices import EngineOptions
 from engine.executor import Executor
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
 
 
 class GroupError(RuntimeError):
@@ -24,7 +24,8 @@ class Ranks(Protocol):
         """The most ranks to which a step's trees may be dealt: trees are as many times as large."""
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
-        """The engine's own runner, of the whole model or a part; see ``engine.runners``. Called once, before ``executor``.
+        """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before
+        ``executor``.
 
         Raises:
             GroupError: the model cannot be shared with the ranks, or these cannot be had.
@@ -47,7 +48,7 @@ class Ranks(Protocol):
         """Who takes part; None before the engine is loaded."""
 
     def devices(self) -> tuple[str, ...] | None:
-        """What all ranks but the leader compute on (``engine.energy.meter_name``), once they take part.
+        """What all ranks but the leader compute on (``engine.measures.energy.meter_name``), once they take part.
 
         None where that cannot be metered from here, or computes for others, too.
         """

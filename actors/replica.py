@@ -18,18 +18,18 @@ from typing import overload
 
 from actors.cache_access import CacheAccess, identity_of
 from actors.live import Abort, Arrived, Command, Live
-from actors.lookahead_parallel import GroupState
+from actors.lookahead.executor import GroupState
 from actors.ranks import Ranks
-from cache_service.mirror import Mirror, MirrorCounts
+from cache_service.mirror.mirror import Mirror, MirrorCounts
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
-from engine.energy import EnergyMeter, measure_idle, open_meter
-from engine.energy_ledger import EnergyCounts
 from engine.engine import Engine, EngineCounts
 from engine.errors import QueueFullError, RequestError, one_line
-from engine.loading import ModelInfo
-from engine.metrics import MetricsCounts
-from engine.strategy_counts import StrategyCounts
+from engine.loading.model import ModelInfo
+from engine.measures.energy import EnergyMeter, measure_idle, open_meter
+from engine.measures.energy_ledger import EnergyCounts
+from engine.measures.metrics import MetricsCounts
+from engine.measures.strategy_counts import StrategyCounts
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,5 @@
-"""What the cluster remembers: the shared store of drafts, and the Redis it lives in."""
+"""What the cluster remembers: texts of all replicas, by tenant, in Redis.
+
+In: what replicas emit.
+Out: what every replica of the tenant drafts from.
+"""

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cache_service.eviction import worths
+from cache_service.keeper.eviction import worths
+from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable
 from cache_service.records import Batch, CacheDelta
-from cache_service.snapshot import Snapshot, SnapshotText, TextTable
 from decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten

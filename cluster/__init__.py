@@ -1,1 +1,5 @@
-"""The door: command line, HTTP interface, and the Serve application."""
+"""The service: command line, HTTP interface, and the Ray Serve application.
+
+In: commands and HTTP requests.
+Out: answers in OpenAI's shapes.
+"""

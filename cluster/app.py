@@ -15,25 +15,25 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.elastic import Elastic
-from actors.group import Group
 from actors.heap import spare_collector
+from actors.lookahead.elastic import Elastic
+from actors.lookahead.group import Group
 from actors.ranks import Ranks
 from actors.replica import Description, Replica
-from actors.sharded_actors import actor_group
-from actors.sharded_group import ShardedGroup, whole_model
-from cluster.admin_port import AdminPort
-from cluster.api import Service, create_api
-from cluster.audit import Auditor
-from cluster.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
-from cluster.compare import Baseline
-from cluster.door import capacity, door_options
-from cluster.generation import EnginePort, Job
-from cluster.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
-from cluster.lobby import Attendance, Company, LobbyActor
-from cluster.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
-from cluster.stream_guard import StreamGuard
-from cluster.tracing import open_tracing
+from actors.sharded.actors import actor_group
+from actors.sharded.group import ShardedGroup, whole_model
+from cluster.admission.controller import capacity, door_options
+from cluster.cli.launch.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
+from cluster.http.admin_port import AdminPort
+from cluster.http.answers.stream_guard import StreamGuard
+from cluster.http.api import Service, create_api
+from cluster.observe.audit import Auditor
+from cluster.observe.tracing import open_tracing
+from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
+from cluster.serving.compare import Baseline
+from cluster.serving.generation import EnginePort, Job
+from cluster.serving.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
+from cluster.serving.membership import Attendance, Company, LobbyActor
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address, admin_names
@@ -41,9 +41,9 @@ from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, Serv
 from configs.tenancy_checks import is_loopback
 from decoding.request import PLAIN, Request, StepOutput
 from decoding.tree import Int32Array
-from engine.energy import open_meter
 from engine.errors import QueueFullError, RequestError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
+from engine.measures.energy import open_meter
 
 logger = logging.getLogger(__name__)
 

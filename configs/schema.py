@@ -176,7 +176,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]
 def find_model(path: str) -> str:
     """The absolute path of a folder or GGUF file given relative to the working directory or, failing that, to the repository.
 
-    What is in neither place comes back as it is: it may be a name, of which ``engine.model_files.find_files`` knows more.
+    What is in neither place comes back as it is: it may be a name, of which ``engine.loading.model_files.find_files`` knows more.
     """
     expanded = Path(path).expanduser()
     for base in (Path.cwd(), REPOSITORY):

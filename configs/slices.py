@@ -43,7 +43,7 @@ class EngineOptions:
     max_waiting: int = 256  # requests that may wait for a slot; more are refused
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"  # fcfs: in order of arrival; priority: the request's, lower first
     max_wait_s: float = 30.0  # with priority: who waited longer goes first whatever the priorities, and keeps its slot
-    # strict: outputs are plain decoding's to the last bit, see engine/exactness.py; rounding, on a GPU: but for near-ties
+    # strict: outputs are plain decoding's to the last bit, see engine/forward/exactness.py; rounding, on a GPU: but for near-ties
     exact: Literal["strict", "rounding"] = "strict"
     compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a longer start
     prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there

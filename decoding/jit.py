@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
 NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
 
@@ -21,8 +22,9 @@ NATIVE = importlib.util.find_spec("numba") is not None  # without it the same fu
 def compiled(function: F) -> F:
     """Compiles a function of numbers, arrays and named tuples of arrays at its first call.
 
-    The machine code is kept on disk, under a name that changes with any source beside the function's: numba notices a change in
-    the file of a function, but not in those of the functions it calls. Where nothing can be written each process compiles anew.
+    The machine code is kept on disk, under a name that changes with any source of this room, or beside the function's elsewhere:
+    numba notices a change in the file of a function, but not in those of the functions it calls. Where nothing can be written
+    each process compiles anew.
     """
     if not NATIVE:
         return function
@@ -55,7 +57,7 @@ def _kept(function: Callable[..., object], compile_it: Callable[..., Any]) -> An
     """What ``compile_it`` makes of a function, with a place on disk where there is one."""
     import numba
 
-    folder = cache_folder() / f"native-{_version(Path(function.__code__.co_filename).parent)}"
+    folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     if not _writable(folder):  # numba would look for another folder itself, one without our version in its name
         return compile_it()
     settings: Any = numba.config
@@ -96,10 +98,15 @@ def _writable(folder: Path) -> bool:
     return True
 
 
+def _sources(path: Path) -> Path:
+    """The folder of all that a function in a file may call: this room, or the file's own folder."""
+    return _ROOM if path.is_relative_to(_ROOM) else path.parent
+
+
 @cache
-def _version(folder: Path = Path(__file__).parent) -> str:
-    """Digits that stand for the sources in a folder: those beside this file, where no other is named."""
+def _version(folder: Path = _ROOM) -> str:
+    """Digits that stand for the sources below a folder: this room, where no other is named."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

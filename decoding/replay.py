@@ -10,7 +10,7 @@ import numpy as np
 from decoding.drafters.base import Drafter, TargetRows, count_step
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 UNKNOWN = -1  # stands in ``TargetRows.ids`` where a replay cannot know what the target would say
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decoding.grammar import Grammar
 from decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
 from decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
 from decoding.tree import Int32Array
+from decoding.verify.grammar import Grammar
 
 __all__ = [
     "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "Acceptance", "FinishReason", "Request",

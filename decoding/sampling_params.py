@@ -25,9 +25,9 @@ _BOUNDS = {
 class SamplingParams:
     """How tokens are chosen and when a request ends. Values outside their range raise ``ValueError`` naming the field.
 
-    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits (``decoding.penalties``) of greedy and sampled
-    requests alike; ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape what a sampled request draws from
-    (``decoding.sampling``).
+    ``grammar``, ``logit_bias``, ``min_tokens`` and the penalties change the logits (``decoding.sampling.penalties``) of greedy
+    and sampled requests alike; ``temperature``, ``min_p``, ``top_k`` and ``top_p`` shape what a sampled request draws from
+    (``decoding.sampling.sampler``).
     """
 
     max_tokens: int = 256

@@ -62,7 +62,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Who drafted what a step emitted, for requests that ask (see ``decoding.origins``)."""
+    """Who drafted what a step emitted, for requests that ask (see ``decoding.budget.attribution``)."""
 
     pieces: tuple[str, ...]  # of the output's ``text``, one for each token: what it released; "" for a part of a character
     sources: tuple[str, ...]  # one for each token: ``model`` for the target's own, else what drafted it

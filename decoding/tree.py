@@ -60,7 +60,7 @@ class DraftTree:
         """[n] int32, the number of edges from the root."""
         depths = np.zeros(len(self.parents), np.int32)
         if len(depths) > 1:
-            from decoding.tree_rows import fill_depths  # loads the compiler, which those who only hold trees do not need
+            from decoding.verify.tree_rows import fill_depths  # loads the compiler, which those who only hold trees do not need
 
             fill_depths(_own(self.parents), depths)
         return depths
@@ -70,7 +70,7 @@ class DraftTree:
         n = len(self.parents)
         if self.is_chain:
             return np.tri(n, dtype=np.bool_)
-        from decoding.tree_rows import fill_mask
+        from decoding.verify.tree_rows import fill_mask
 
         mask = np.empty((n, n), np.bool_)
         fill_mask(_own(self.parents), mask)
@@ -104,7 +104,7 @@ class DraftTree:
         n = len(self.tokens)
         if n == 1:
             return self
-        from decoding.tree_rows import keep_rows
+        from decoding.verify.tree_rows import keep_rows
 
         kept = np.empty(n, np.bool_)
         window = max_depth if max_window_depth is None else max_window_depth
@@ -149,7 +149,7 @@ class DraftTree:
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
-        from decoding.dealing import deal  # loads the compiler, which those who only hold trees do not need
+        from decoding.budget.partition import deal  # loads the compiler, which those who only hold trees do not need
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
         bounds, counts, rows, tokens, parents, sources = deal(*own, int(self.num_candidates), ranks)

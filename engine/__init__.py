@@ -1,1 +1,5 @@
-"""How one step is computed: scheduling, packing, the forward of a stock model over KV slots, committing."""
+"""The step loop over a model in this process: schedule, draft, forward, verify, commit.
+
+In: requests as token ids.
+Out: outputs, step by step.
+"""

@@ -11,30 +11,30 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.budget.attribution import step_report
 from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
 from decoding.drafters.base import count_step
-from decoding.history import Histories
-from decoding.origins import step_report
 from decoding.request import FinishReason, Request, StepOutput
+from decoding.sources.history import Histories
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
-from engine.admission import Admission
-from engine.batch import Work
-from engine.draft_model import load_draft_model
-from engine.energy import EnergyMeter
-from engine.energy_ledger import EnergyCounts, EnergyLedger
 from engine.errors import ContextLengthError, RequestError, one_line
 from engine.executor import Executor, LocalExecutor, Outcome
-from engine.grammar import FIELD, Grammars
-from engine.loading import LoadedModel, ModelInfo, load_model
-from engine.metrics import EngineMetrics, MetricsCounts
-from engine.outputs import Outputs
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import RunnerMaker, make_runner
+from engine.loading.draft_model import load_draft_model
+from engine.loading.model import LoadedModel, ModelInfo, load_model
+from engine.measures.energy import EnergyMeter
+from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
+from engine.measures.metrics import EngineMetrics, MetricsCounts
+from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.planner import StepPlanner
-from engine.runner import ModelRunner
-from engine.runners import RunnerMaker, make_runner
-from engine.scheduler import Scheduler, check_options
-from engine.strategy_counts import CountsByStrategy, StrategyCounts
+from engine.scheduling.placement import Admission
+from engine.scheduling.scheduler import Scheduler, check_options
 from engine.target import LocalTarget
+from engine.text.grammar import FIELD, Grammars
+from engine.text.outputs import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Engine:
             speculation: of the drafter.
             world_size: the most ranks that will ever share a step: trees are as many times as large.
             executor: makes the executor over this process's model.
-            make: makes the runner of this process's model, of which it may keep a part (``engine.sharded``).
+            make: makes the runner of this process's model, of which it may keep a part (``engine.forward.sharded``).
 
         Raises:
             ModelLoadError: the model, or the draft model, cannot be used.

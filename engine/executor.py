@@ -10,23 +10,23 @@ from typing import Protocol
 import torch
 
 from decoding.drafters.base import TargetRows
-from decoding.logit_rows import HostRows, LogitRows
-from decoding.nucleus import compile_nucleus
-from decoding.penalties import LogitRules
-from decoding.ranking import argmax_rows, blocks_of, compile_ranking
 from decoding.request import Acceptance, Request, TokenLogprob
-from decoding.row_draw import compile_draws
-from decoding.rules import Rule
-from decoding.sampling import choose, token_logprobs
-from decoding.target_laws import TargetLaws
+from decoding.sampling.logit_rows import HostRows, LogitRows
+from decoding.sampling.nucleus import compile_nucleus
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
+from decoding.sampling.row_draw import compile_draws
+from decoding.sampling.sampler import choose, token_logprobs
 from decoding.tree import DraftTree
-from decoding.tree_rows import compile_rows
-from decoding.verify import verify_exact
-from engine import prompt_scores
-from engine.batch import Work, pack
+from decoding.verify.exact import verify_exact
+from decoding.verify.rules import Rule
+from decoding.verify.target_probabilities import TargetLaws
+from decoding.verify.tree_rows import compile_rows
 from engine.errors import one_line
-from engine.grammar import Grammars
-from engine.runner import ModelRunner
+from engine.forward import prompt_scores
+from engine.forward.batch import Work, pack
+from engine.forward.runner import ModelRunner
+from engine.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 

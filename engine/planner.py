@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from decoding.budget.latency import StepLoad
 from decoding.drafters import Drafter
-from decoding.grammar import permitted
-from decoding.latency import StepLoad
-from decoding.rules import Rule
 from decoding.tree import DraftTree
-from engine.batch import Work
-from engine.loading import ModelInfo
-from engine.outputs import Outputs
-from engine.scheduler import Scheduler, Share
+from decoding.verify.grammar import permitted
+from decoding.verify.rules import Rule
+from engine.forward.batch import Work
+from engine.loading.model import ModelInfo
+from engine.scheduling.scheduler import Scheduler, Share
+from engine.text.outputs import Outputs
 
 
 class StepPlanner:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
-from decoding.latency import LatencyCurve
 from decoding.tree import Int32Array
-from engine.calibration import CalibrationFile
-from engine.loading import ModelInfo
-from engine.model_tables import bigram_table, cached_table, unigram_ranking
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import ModelInfo
+from engine.loading.model_tables import bigram_table, cached_table, unigram_ranking
+from engine.measures.calibration import CalibrationFile
 
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
 

@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.prompt_file import PromptFileError, read_prompts
-from cluster.strategy_option import StrategyChoice
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
-from engine.loading import LoadedModel, load_model, load_tokenizer, load_weights
+from engine.loading.model import LoadedModel, load_model, load_tokenizer, load_weights
 from experiments.contestants import Contestant, EngineContestant, Prompt
 from experiments.guided import GuidedExecutor, random_model, stock_twin
 from experiments.shared_model import SharedModel

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engine.energy import EnergyMeter, EnergySpan, measure_idle, open_meter
+from engine.measures.energy import EnergyMeter, EnergySpan, measure_idle, open_meter
 from experiments.record import IDLE_S
 
 WIDTH = 200  # columns of a table that no terminal shows

@@ -27,12 +27,12 @@ from typing import Any
 
 from actors.cache_access import CacheAccess
 from actors.replica import Replica
-from cluster.prompt_file import read_prompts
+from cluster.cli.generate.prompt_file import read_prompts
 from configs.schema import find_model
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
 from experiments.fault_figures import Answer, Pass, compared, halves, ratios

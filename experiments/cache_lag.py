@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.mirror import Mirror
-from cache_service.redis_store import RedisStore
-from decoding.history import Histories
+from cache_service.mirror.mirror import Mirror
+from cache_service.store.redis_store import RedisStore
 from decoding.request import text_key
+from decoding.sources.history import Histories
 from experiments.replay_replica import Setting, warm_up
 
 _CAPACITY = 1 << 20

@@ -12,13 +12,13 @@ from typing import Any
 
 import psutil
 
-from cache_service.mirror import Mirror
+from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
+from cache_service.mirror.mirror import Mirror
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.snapshot import decode_snapshot, encode_snapshot
+from cache_service.store.redis_store import RedisStore
 from cache_service.texts import TenantTexts
-from decoding.history import Histories, History
 from decoding.request import text_key
+from decoding.sources.history import Histories, History
 from decoding.tree import Int32Array
 from experiments.replay_replica import Setting, warm_up
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
-from engine.energy import EnergyMeter, EnergySpan, NoMeter
+from engine.measures.energy import EnergyMeter, EnergySpan, NoMeter
 from experiments.contestants import Contestant, Prompt, Run
 from experiments.record import NOT_METERED
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
+from engine.measures.energy import EnergyMeter
 from experiments.bench_models import MAX_TOKENS, calm
 from experiments.bench_run import conclude, metered, show
 from experiments.competition import progress_bar

@@ -13,9 +13,9 @@ from rich.progress import Progress
 from configs.slices import EngineOptions
 from decoding.request import PLAIN, Request, SamplingParams
 from decoding.strategy_choice import parse_strategy
-from engine.energy import EnergyMeter
 from engine.engine import Engine
-from engine.loading import LoadedModel
+from engine.loading.model import LoadedModel
+from engine.measures.energy import EnergyMeter
 from experiments.contestants import Prompt
 from experiments.shared_model import SharedModel
 

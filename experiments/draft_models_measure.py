@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 
-from engine.energy import COARSE_S, EnergyMeter
+from engine.measures.energy import COARSE_S, EnergyMeter
 from experiments.competition import Tally, joules_per_token
 from experiments.contestants import Prompt, Run
 from experiments.draft_models_methods import BASELINE, Method, Runner, Setting

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.prompt_file import PromptFileError
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions
 from decoding.drafters import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
 from decoding.strategy_choice import StrategyChoice, parse_strategy
-from engine.draft_model import LocalDraftModel, load_draft_model
 from engine.engine import Engine
-from engine.loading import LoadedModel, load_model
+from engine.loading.draft_model import LocalDraftModel, load_draft_model
+from engine.loading.model import LoadedModel, load_model
 from experiments.bench_models import MAX_TOKENS, chat_workload, fitting
 from experiments.contestants import Prompt, Run, run_requests
 from experiments.draft_models_options import BEAMS, THRESHOLDS

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.prompt_file import PromptFileError
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 from experiments.bench_models import chat_workload, fitting
 from experiments.contestants import Prompt
 from experiments.record import write_record

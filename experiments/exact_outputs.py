@@ -31,15 +31,15 @@ import torch
 
 from actors.offline_group import OfflineGroup, OfflinePrompt
 from actors.ranks import GroupError
-from cluster.prompt_file import PromptFileError, PromptRecord
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
-from engine.chat import render_chat
 from engine.engine import Engine, load_runner
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
+from engine.text.chat import render_chat
 from experiments.compare_revisions import compare
 from experiments.guided import SIZES, random_model
 from experiments.peers.contestants import Field, Setting, end_tokens
@@ -303,7 +303,7 @@ def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say:
 
 def time_check(args: argparse.Namespace) -> list[float]:
     """Seconds that the check at start takes, five times."""
-    from engine import exactness  # as ``load_weights`` above
+    from engine.forward import exactness  # as ``load_weights`` above
 
     model = ModelOptions(args.path, dtype=args.dtype, device="cpu", threads=args.threads, max_model_len=args.context)
     _, runner = load_runner(model, EngineOptions(2), SpeculationOptions(PLAIN), 1)
@@ -370,7 +370,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def model_folder(args: argparse.Namespace) -> Iterator[str]:
     """The model as engines load it: random weights of a size of ``guided`` are written to a folder that goes."""
     if args.model not in SIZES:
-        from engine.model_files import find_files
+        from engine.loading.model_files import find_files
 
         yield find_files(find_model(args.model))  # a folder, which other revisions know, too
         return

@@ -4,7 +4,7 @@ python -m experiments.exchange
 
 A step is a command of 1,000 bytes to each rank and an answer of 300 bytes from each. The transports:
 
-* tcp: a connection from the leader to each rank, authenticated, with TCP_NODELAY: what ``actors.link`` does;
+* tcp: a connection from the leader to each rank, authenticated, with TCP_NODELAY: what ``actors.lookahead.link`` does;
 * unix: the same over Unix sockets;
 * calls: calls of the ranks' actors, gathered;
 * gloo: torch.distributed, a broadcast and an all-gather;
@@ -33,17 +33,17 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from actors.own_ray import own_ray
-from actors.transport_actors import TRANSPORTS, Case, Ranks
-from actors.transports import ANSWER_BYTES, COMMAND_BYTES, Step
+from actors.placement.own_ray import own_ray
 from decoding.request import Request, RequestState, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Work
 from engine.executor import LocalExecutor
+from engine.forward.batch import Work
 from experiments.competition import progress_bar
 from experiments.guided_ranks import FollowerGroup, RankModel, leader_over
 from experiments.record import RESULTS, write_record
 from experiments.scaling_figures import exchange_bars
+from experiments.transport_actors import TRANSPORTS, Case, Ranks
+from experiments.transports import ANSWER_BYTES, COMMAND_BYTES, Step
 
 _VOCAB, _PROMPT = 2048, 64  # of the group's tiny model, and of its request
 _GROUP_ROWS, _UNTIMED = 32, 5  # drafted rows of each rank; steps that warm up

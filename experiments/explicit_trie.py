@@ -12,8 +12,8 @@ import numpy as np
 from decoding.drafters.base import SOURCES, Drafter, TargetRows
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Int32Array
-from decoding.trie import FrequencyTrie
-from decoding.trie_nodes import Node
+from experiments.frequency_trie import FrequencyTrie
+from experiments.frequency_trie_nodes import Node
 
 _SOURCE = SOURCES.index("trie")
 _EVERYBODY = "everybody"  # owns the prompts where none is eliminated
@@ -32,7 +32,8 @@ class TrieParts:
 
 
 class ExplicitTrieDrafter(Drafter):
-    """Alipay's Lookahead (arXiv 2312.12728, section 4.3) on ``decoding.trie.FrequencyTrie``, for one request at a time.
+    """Alipay's Lookahead (arXiv 2312.12728, section 4.3) on ``experiments.frequency_trie.FrequencyTrie``, for one request at a
+    time.
 
     As published: the prompt's branches go in at the prefill, the output's after each step, a branch once it is whole, and the
     request's end eliminates its prompt and, where 1024 trees changed, prunes those above their capacity: ``capacity`` times the

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
-from decoding import trie_nodes
 from decoding.tree import Int32Array
-from decoding.trie_nodes import Branch, Draft, Mode, Node, Tree
+from experiments import frequency_trie_nodes as trie_nodes
+from experiments.frequency_trie_nodes import Branch, Draft, Mode, Node, Tree
 
 __all__ = ["Branch", "Draft", "FrequencyTrie", "Mode"]
 

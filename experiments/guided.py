@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.drafters.base import TargetRows
-from engine.attention import TREE_ATTENTION
-from engine.batch import Work
 from engine.executor import LocalExecutor, Outcome, Verifier
-from engine.runner import ModelRunner
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
 
 _CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
 

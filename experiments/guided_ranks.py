@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.heap import spare_collector
-from actors.link import Address, Link, connect
-from actors.lookahead_parallel import LookaheadParallelExecutor
-from actors.pinning import pin_thread
-from actors.rank import RankServer
+from actors.lookahead.executor import LookaheadParallelExecutor
+from actors.lookahead.link import Address, Link, connect
+from actors.lookahead.rank import RankServer
+from actors.placement.pinning import pin_thread
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
 from engine.executor import LocalExecutor
-from engine.loading import LoadedModel, load_model, load_tokenizer
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel, load_model, load_tokenizer
 from experiments.guided import SIZES, GuidedExecutor, random_model
 
 # A machine that measures is busy on purpose: no rank is given up because others had the processor.
@@ -126,7 +126,7 @@ def _follow(
 class FollowerGroup:
     """The ranks beside the leader, which is the process that makes this: a process each. ``with`` ends them.
 
-    They are those of ``actors.group`` without Ray around them, which has no part in a step.
+    They are those of ``actors.lookahead.group`` without Ray around them, which has no part in a step.
     """
 
     def __init__(

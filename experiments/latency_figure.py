@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.budget.latency import LatencyCurve, StepLoad
 from experiments.plots import save_figure
 
 _COLOURS = "#1f4e8c", "#c25a1a", "#2f7d4f", "#7a3e9d"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from decoding.drafters import LOSSLESS
 from engine.errors import ModelLoadError
 from experiments.bench_models import Setting, calm, load_setting

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.progress import Progress as ProgressBar
 
-from cluster.prompt_file import PromptFileError
-from cluster.strategy_option import StrategyChoice
+from cluster.cli.generate.prompt_file import PromptFileError
+from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from experiments.bench_models import MAX_TOKENS, Setting
 from experiments.contestants import Prompt

@@ -25,7 +25,7 @@ import httpx
 import yaml
 
 from cache_service.namespace import hash_key
-from cluster.preflight import SECRET_VARIABLE
+from cluster.cli.launch.preflight import SECRET_VARIABLE
 from experiments.machines import Machine, Machines, MachinesError
 from experiments.record import ROOT
 from experiments.redis_process import RedisProcess

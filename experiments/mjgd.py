@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from decoding.beam import beam_search
+from decoding.drafters.with_model.beam import beam_search
 from decoding.request import Request
-from engine.draft_model import LocalDraftModel
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.draft_model import LocalDraftModel
+from engine.loading.model import LoadedModel
 from experiments.contestants import Run
 
 _SLOT = 0

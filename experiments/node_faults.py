@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from cache_service.embedded import EmbeddedRedisError
+from cache_service.store.embedded import EmbeddedRedisError
 from configs.schema import find_model
 from experiments.machines import MachinesError
 from experiments.manifest_cluster import ManifestCluster

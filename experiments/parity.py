@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 import httpx
 
-from cluster.launch import EXAMPLE
+from cluster.cli.launch.serve import EXAMPLE
 from configs.slices import Dtype
 from decoding.drafters import STRATEGIES
 from decoding.request import PLAIN

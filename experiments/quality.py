@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from decoding.tree import DraftTree
-from engine.batch import Line, LineWork, pack
-from engine.runner import ModelRunner
+from engine.forward.batch import Line, LineWork, pack
+from engine.forward.runner import ModelRunner
 
 CHUNK = 256  # rows of a forward: their logits take CHUNK * vocab floats
 

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from decoding.ranking import argmax_rows
 from decoding.request import Request, SamplingParams
+from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
-from engine.batch import Batch, Work, pack
-from engine.runner import ModelRunner
+from engine.forward.batch import Batch, Work, pack
+from engine.forward.runner import ModelRunner
 from experiments.guided import SIZES, random_model
 from experiments.record import RESULTS, write_record
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from cluster.prompt_file import PromptFileError, read_prompts
+from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
 from configs.schema import find_model
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 from experiments.disturbed import SIGNALS, Ask, Run, Trial, ask_all
 from experiments.record import write_record
 from experiments.run_options import parsed, refused, run_parser

@@ -42,7 +42,7 @@ class Source:
 
 def request_bounds() -> Table:
     """The bounds of the API's request types, which no record tells of but the types themselves."""
-    from cluster.bounds import bounds
+    from cluster.http.types.bounds import bounds
 
     rows = [[Cell(bound), Cell(", ".join(f"`{field}`" for field in fields))] for bound, fields in bounds().items()]
     return table_of("", ("bound", "fields"), rows)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from engine.device_name import cpu_name
-from engine.energy import EnergySpan
+from engine.measures.device_name import cpu_name
+from engine.measures.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

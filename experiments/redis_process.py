@@ -12,8 +12,8 @@ from types import TracebackType
 
 import redis
 
-from cache_service.embedded import EmbeddedRedisError
-from cache_service.redis_binary import find_redis_server
+from cache_service.store.embedded import EmbeddedRedisError
+from cache_service.store.redis_binary import find_redis_server
 
 _START_S = 20.0
 

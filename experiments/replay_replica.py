@@ -10,13 +10,13 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from cache_service.mirror import Mirror, MirrorCounts
+from cache_service.mirror.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity, namespace
 from configs.slices import CacheOptions
 from decoding.drafters import Drafter, build_drafter
-from decoding.history import Histories, History
 from decoding.replay import KnownText, replay_workload
 from decoding.request import text_key
+from decoding.sources.history import Histories, History
 
 _START_S, _SETTLE_S = 60.0, 60.0
 

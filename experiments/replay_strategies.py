@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.replay_command import figures
-from cluster.strategy_option import chosen_strategies
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.strategy_option import chosen_strategies
+from cluster.cli.replay import figures
 from decoding.replay import replay_workload
 from experiments.record import RESULTS, write_record
 from experiments.run_options import refused

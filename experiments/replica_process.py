@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.elastic import Elastic
-from actors.link import Address
+from actors.lookahead.elastic import Elastic
+from actors.lookahead.link import Address
 from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams

@@ -14,7 +14,7 @@ from experiments.report_values import Table, table_of
 from experiments.scaling_tables import forms, memory, speeds, steps
 
 _TRANSPORTS = {
-    "tcp": "TCP, as in `actors/link.py`",
+    "tcp": "TCP, as in `actors/lookahead/link.py`",
     "unix": "Unix sockets",
     "graph": "compiled graph of Ray",
     "gloo": "gloo, broadcast and all-gather",

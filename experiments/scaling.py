@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from cluster.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
-from engine.energy import EnergyMeter
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies, parse_strategy
 from engine.errors import ModelLoadError
+from engine.measures.energy import EnergyMeter
 from experiments.bench_models import Workload, calm
 from experiments.bench_run import conclude, metered, show
 from experiments.competition import Tally, compete, progress_bar

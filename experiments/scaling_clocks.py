@@ -11,8 +11,8 @@ import numpy as np
 from torch import distributed
 from transformers import PreTrainedModel
 
-from actors.lookahead_parallel import StepTimes
-from decoding.latency import LatencyCurve, StepLoad
+from actors.lookahead.executor import StepTimes
+from decoding.budget.latency import LatencyCurve, StepLoad
 from experiments.guided_ranks import RankModel
 
 

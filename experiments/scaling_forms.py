@@ -13,12 +13,12 @@ import torch
 from torch import distributed
 from transformers import PreTrainedTokenizerFast
 
-from actors.pinning import pin_thread
-from actors.sharded_processes import RankProcesses, process_group
+from actors.placement.pinning import pin_thread
+from actors.sharded.processes import RankProcesses, process_group
 from configs.slices import EngineOptions, ModelOptions
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from engine.executor import Executor, LocalExecutor
-from engine.loading import LoadedModel, ModelInfo
+from engine.loading.model import LoadedModel, ModelInfo
 from experiments.guided_ranks import PATIENT, FollowerGroup, RankModel, executor_over, leader_over
 from experiments.scaling_clocks import CallClock, Spent, StageLoad, shared_steps
 from experiments.scaling_options import Form

@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.heap import spare_collector
 from actors.ranks import GroupError
-from cluster.strategy_option import StrategyChoice
+from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from decoding.drafters import LOSSLESS
 from engine.engine import Engine

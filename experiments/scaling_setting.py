@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.known_texts import TextTokenizer
+from cluster.cli.generate.known_texts import TextTokenizer
 from configs.schema import find_model
 from engine.errors import ModelLoadError
-from engine.loading import load_config, load_tokenizer
+from engine.loading.model import load_config, load_tokenizer
 from experiments.bench_models import Workload, chat_workload, fitting, known_workload
 from experiments.contestants import Prompt
 from experiments.guided_ranks import RankModel

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.preflight import SECRET_VARIABLE
+from cluster.cli.launch.preflight import SECRET_VARIABLE
 from configs.schema import find_model
 from experiments.record import ROOT
 
@@ -56,7 +56,7 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", model, f"server.port={port}", *settings]
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(

@@ -104,7 +104,8 @@ async def ask_for(
     client: httpx.AsyncClient, model: str, seconds: float | None, ends: asyncio.Event | None = None
 ) -> list[Outcome]:
     """Short questions, one after the other, for some seconds or until something ends."""
-    began, outcomes = time.monotonic(), []
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
     while time.monotonic() - began < seconds if seconds is not None else ends is not None and not ends.is_set():
         text = f"When does library number {len(outcomes)} open?"
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "stream": True, "ignore_eos": True}

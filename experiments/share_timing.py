@@ -32,11 +32,11 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.strategy_option import StrategyChoice, chosen_strategies
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from configs.slices import Dtype, EngineOptions
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from engine.loading import LoadedModel
+from engine.loading.model import LoadedModel
 from engine.target import LocalTarget
 from experiments.competition import progress_bar
 from experiments.contestants import Prompt

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.strategy_option import StrategyChoice
+from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
-from decoding.draft_model import DraftModel
 from decoding.drafters import LOSSLESS
+from decoding.drafters.with_model.draft_model import DraftModel
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
 from engine.target import LocalTarget
 from experiments.guided import GuidedExecutor
 

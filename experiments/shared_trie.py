@@ -24,10 +24,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cache_service.embedded import EmbeddedRedis
+from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
-from cache_service.server import CacheServer
-from cluster.known_texts import TextTokenizer, read_known_texts
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from configs.slices import CacheOptions
 from decoding.replay import KnownText
 from experiments.plots import shared_trie_curves

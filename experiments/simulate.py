@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.strategy_option import chosen_strategies
+from cluster.cli.generate.strategy_option import chosen_strategies
 from experiments.competition import progress_bar
 from experiments.record import write_record
 from experiments.run_options import refused

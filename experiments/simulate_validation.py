@@ -23,12 +23,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.prompt_file import PromptFileError
-from cluster.strategy_option import StrategyChoice, chosen_strategies
+from cluster.cli.generate.prompt_file import PromptFileError
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from configs.slices import Dtype, EngineOptions
 from decoding.replay import KnownText
 from engine.errors import ModelLoadError
-from engine.latency import fit, measure
+from engine.measures.latency import fit, measure
 from engine.target import LocalTarget
 from experiments.bench_models import Setting, calm, load_setting
 from experiments.competition import progress_bar
@@ -148,8 +148,8 @@ def compare(bench: Validation, choices: Sequence[StrategyChoice], args: argparse
     """All loads and strategies; every load of a strategy is simulated before it is run.
 
     Returns:
-        ``curve``, ``curve_spread`` (see ``engine.latency.Timings``); ``beside_forward`` by strategy; ``cells``: by load and
-        strategy the rows of ``beside`` and tokens per step; ``held`` of ``told`` figures.
+        ``curve``, ``curve_spread`` (see ``engine.measures.latency.Timings``); ``beside_forward`` by strategy; ``cells``: by load
+        and strategy the rows of ``beside`` and tokens per step; ``held`` of ``told`` figures.
     """
     times = {choice.label: bench.times(choice) for choice in choices}
     capacity = bench.run(choices[0], ClosedLoop(max(args.concurrency)))["requests_per_s"]

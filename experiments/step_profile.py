@@ -32,11 +32,11 @@ from configs.schema import find_model
 from configs.slices import Dtype, EngineOptions, ModelOptions
 from decoding.drafters import LOSSLESS, STRATEGIES, Drafter, build_drafter
 from decoding.request import Request, SamplingParams
-from engine.batch import Work
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.loading import LoadedModel, load_model, load_tokenizer
-from engine.runner import ModelRunner
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel, load_model, load_tokenizer
 from engine.target import LocalTarget
 from experiments.guided import SIZES, random_model
 from experiments.record import ROOT, write_record

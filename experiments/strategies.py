@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from cluster.strategy_option import StrategyChoice, chosen_strategies
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from decoding.drafters import LOSSLESS
-from engine.energy import EnergyMeter
 from engine.errors import ModelLoadError
+from engine.measures.energy import EnergyMeter
 from experiments.bench_models import Setting, Workload, calm, contestants, load_setting
 from experiments.bench_run import conclude, metered, show
 from experiments.competition import (

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.dag import InputNode, MultiOutputNode
 
-from actors.transports import ANSWER, COMMAND, ExchangeRank, Step, Transport
+from experiments.transports import ANSWER, COMMAND, ExchangeRank, Step, Transport
 
 TRANSPORTS = ("tcp", "unix", "calls", "gloo", "graph")
 _PAUSE_S = 0.5  # in which processor time is read, whose unit is 10 ms

@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from actors.link import set_timeouts
+from actors.lookahead.link import set_timeouts
 
 COMMAND_BYTES, ANSWER_BYTES = 1000, 300  # 32 rows with tokens and parents, and a walk with the argmax below each row
 COMMAND, ANSWER = struct.Struct("<I996x"), struct.Struct("<d292x")  # products to compute; seconds that they took
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
 
 class Star:
-    """A connection to each rank, as in ``actors.link``: over TCP with TCP_NODELAY, or over Unix sockets."""
+    """A connection to each rank, as in ``actors.lookahead.link``: over TCP with TCP_NODELAY, or over Unix sockets."""
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections

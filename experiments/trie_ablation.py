@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.drafters.base import Drafter
 from decoding.drafters.trie import TrieDrafter
 from decoding.replay import KnownText, ReplayCounts, replay_workload

@@ -28,7 +28,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import Drafter
 from decoding.drafters.trie import TrieDrafter

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.known_texts import TextTokenizer
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.known_texts import TextTokenizer
+from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.tree import Int32Array
 
 MAX_TOKENS = 512  # of a text; longer ones are cut into several

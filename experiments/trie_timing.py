@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from decoding import trie_selection
 from decoding.drafters import trie
 from decoding.drafters.base import Drafter
 from decoding.request import Request, SamplingParams
+from decoding.sources.log import trie_selection
 from decoding.tree import Int32Array
 
 LIVE = 16  # requests that take turns

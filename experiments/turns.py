@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from actors.link import Link
-from actors.rank import RankServer
+from actors.lookahead.link import Link
+from actors.lookahead.rank import RankServer
 from decoding.drafters.base import Drafter, TargetRows
 from decoding.request import Request, SamplingParams
-from engine.batch import Work
 from engine.engine import Engine
 from engine.executor import Outcome
-from engine.runner import ModelRunner
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
 from experiments.contestants import Prompt
 from experiments.guided import GuidedExecutor
 from experiments.guided_ranks import PATIENT, RankModel, lead, leader_over

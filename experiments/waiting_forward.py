@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from decoding.request import Request
-from engine.batch import Batch
+from engine.forward.batch import Batch
 
 
 class WaitingForward:

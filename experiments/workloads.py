@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from decoding.request import Request
-from engine.chat import render_chat
 from engine.engine import Engine
+from engine.text.chat import render_chat
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.model_files import PackagedModel
+from engine.loading.model_files import PackagedModel
 from experiments.peers.gguf_file import describe_llama, llama_tensors
 from tests.models import END
 

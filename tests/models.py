@@ -31,16 +31,16 @@ from transformers import (
 )
 
 from configs.slices import EngineOptions
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import ByRequest, Drafter
-from decoding.latency import LatencyCurve
 from decoding.request import Request
 from decoding.tree import Int32Array
-from engine.attention import TREE_ATTENTION
 from engine.engine import Engine
 from engine.executor import Executor, LocalExecutor
-from engine.loading import ModelInfo
-from engine.model_tables import bigram_table, unigram_ranking
-from engine.runner import ModelRunner
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.runner import ModelRunner
+from engine.loading.model import ModelInfo
+from engine.loading.model_tables import bigram_table, unigram_ranking
 
 END = "<|endoftext|>"
 VOCAB = 320

@@ -20,14 +20,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.shard import ShardMode
-from actors.sharded_processes import RankProcesses, process_group
+from actors.sharded.processes import RankProcesses, process_group
+from actors.sharded.shard import ShardMode
 from configs.slices import EngineOptions, ModelOptions
 from decoding.drafters import STRATEGIES, build_drafter, build_drafters
 from decoding.request import PLAIN, Request, SamplingParams
-from engine.attention import TREE_ATTENTION
 from engine.executor import LocalExecutor
-from engine.runner import ModelRunner
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.runner import ModelRunner
 from tests.models import CONTEXT, FAMILIES, MAX_DRAFT, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 
 PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], [5] * 40, [3, 1, 4, 1, 5, 9, 2, 6] * 3)

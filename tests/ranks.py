@@ -17,16 +17,16 @@ from typing import Literal
 
 import numpy as np
 
-from actors.link import connect
-from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor, StepTimes
-from actors.rank import RankServer
+from actors.lookahead.executor import GroupState, LookaheadParallelExecutor, StepTimes
+from actors.lookahead.link import connect
+from actors.lookahead.rank import RankServer
 from configs.slices import ParallelismOptions
 from decoding.drafters import Drafter
 from decoding.request import Request, TokenLogprob
 from decoding.tree import DraftTree
-from engine.batch import Work
 from engine.executor import LocalExecutor, Outcome
-from engine.runner import ModelRunner
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
 from tests.models import CONTEXT, MAX_DRAFT, SLOTS, VOCAB, engine_over, tiny_model
 
 SECRET = b"of the tests"

@@ -1,15 +1,15 @@
-"""What ``engine.slot_attention`` computes, row by row with torch's operations: for devices and types that it is not for."""
+"""What ``slot_attention`` computes, row by row with torch's operations: for devices and types that it is not for."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.kv_cache import KVShape
-from engine.step_rows import StepRows
+from engine.forward.cuda.step_rows import StepRows
+from engine.kv.kv_cache import KVShape
 
 
 class ReferenceAttention:
-    """See ``engine.slot_attention.SlotAttention``."""
+    """See ``engine.forward.cuda.slot_attention.SlotAttention``."""
 
     def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int) -> None:
         self.group, self.rows, self.capacity = heads // shape.kv_heads, rows, capacity

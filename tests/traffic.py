@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from decoding.request import FinishReason, Request, RequestState, SamplingParams, StepOutput, TokenLogprob
-from engine.batch import Work
 from engine.engine import Engine
 from engine.executor import LocalExecutor, Outcome
-from engine.runner import ModelRunner
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
 
 LOGPROB_TOLERANCE = 1e-4  # float32: the rows of a step are multiplied together, and how many there are decides in which order
 _WORDS = 40  # tokens that prompts are made of: few, so that texts repeat each other

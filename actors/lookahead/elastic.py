@@ -10,17 +10,17 @@ import time
 import torch
 from transformers import PreTrainedModel
 
-from actors.blocks import share_ranks
-from actors.link import LINK_ERRORS, Address
-from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor
-from actors.peer import Member, Peer
-from actors.pinning import allowed_cores, own_cores, pin_thread
-from actors.rank import RankServer
+from actors.lookahead.executor import GroupState, LookaheadParallelExecutor
+from actors.lookahead.link import LINK_ERRORS, Address
+from actors.lookahead.peer import Member, Peer
+from actors.lookahead.rank import RankServer
+from actors.placement.blocks import share_ranks
+from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from actors.ranks import GroupError
 from configs.slices import EngineOptions, ParallelismOptions
 from engine.executor import Executor, LocalExecutor
-from engine.runner import ModelRunner
-from engine.runners import make_runner
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
 
 logger = logging.getLogger(__name__)
 

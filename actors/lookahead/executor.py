@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.link import LINK_ERRORS, Link
-from actors.roster import LostRank, Roster
-from actors.seat import Dealt, Held, Holdings, Seat
-from actors.shares import Share, merge
-from actors.width import WidthChoice, WidthChoices
-from actors.wire import Reply
+from actors.lookahead.link import LINK_ERRORS, Link
+from actors.lookahead.membership import LostRank, Roster
+from actors.lookahead.rank_state import Dealt, Held, Holdings, Seat
+from actors.lookahead.shares import Share, merge
+from actors.lookahead.width import WidthChoice, WidthChoices
+from actors.lookahead.wire import Reply
 from configs.slices import ParallelismOptions
-from decoding.dealing import compile_dealing
+from decoding.budget.partition import compile_dealing
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array, Part
-from engine.batch import Work
 from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
+from engine.forward.batch import Work
 
 
 @dataclass(frozen=True, slots=True)

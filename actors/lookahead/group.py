@@ -19,15 +19,15 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import PreTrainedModel
 
-from actors.link import LINK_ERRORS, Link, connect
-from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor, StepTimes
-from actors.pinning import allowed_cores, own_cores, pin_thread
-from actors.rank_actor import Place, RankActor
+from actors.lookahead.executor import GroupState, LookaheadParallelExecutor, StepTimes
+from actors.lookahead.link import LINK_ERRORS, Link, connect
+from actors.lookahead.rank_actor import Place, RankActor
+from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from actors.ranks import GroupError
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from engine.executor import Executor, LocalExecutor
-from engine.runner import ModelRunner
-from engine.runners import make_runner
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.link import LINK_ERRORS, Link, readable
-from actors.seat import READY_LAG, Seat
-from actors.wire import Away, Beat, Failure, Reply
+from actors.lookahead.link import LINK_ERRORS, Link, readable
+from actors.lookahead.rank_state import READY_LAG, Seat
+from actors.lookahead.wire import Away, Beat, Failure, Reply
 from configs.slices import ParallelismOptions
-from engine.batch import Work
 from engine.errors import one_line
+from engine.forward.batch import Work
 
 logger = logging.getLogger(__name__)
 

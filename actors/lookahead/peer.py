@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.link import LINK_ERRORS, Address, Link, connect
-from actors.wire import Beat
+from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
+from actors.lookahead.wire import Beat
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actors.link import LINK_ERRORS, Address, Link, accepted, shutdown
-from actors.wire import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
+from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, shutdown
+from actors.lookahead.wire import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array
-from engine.batch import Work
 from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
+from engine.forward.batch import Work
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import ray
 
 from actors.heap import spare_collector
-from actors.link import Address
-from actors.pinning import allowed_cores, own_cores, pin_thread
-from actors.rank import RankServer
+from actors.lookahead.link import Address
+from actors.lookahead.rank import RankServer
+from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from engine.energy import meter_name
 from engine.engine import load_runner
 from engine.executor import LocalExecutor
+from engine.measures.energy import meter_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Place:
     address: Address
     pid: int
     node: str
-    device: str  # of the model, as ``engine.energy`` knows it on that node
+    device: str  # of the model, as ``engine.measures.energy`` knows it on that node
 
 
 class RankActor:

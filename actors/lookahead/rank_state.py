@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.link import Link
-from actors.rank import text_digest
-from actors.wire import OpenMessage, StepMessage, WorkMessage
+from actors.lookahead.link import Link
+from actors.lookahead.rank import text_digest
+from actors.lookahead.wire import OpenMessage, StepMessage, WorkMessage
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array, Part
-from engine.batch import Work
+from engine.forward.batch import Work
 
 READY_LAG = 32  # a rank that lacks no more tokens of any request takes part in steps
 _LAZY_LAG = 16  # a rank without a share of a tree lets so many tokens come together before it computes them

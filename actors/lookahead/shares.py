@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.seat import Held
-from actors.wire import OutcomeMessage
+from actors.lookahead.rank_state import Held
+from actors.lookahead.wire import OutcomeMessage
 from decoding.drafters.base import TargetRows
 from decoding.request import Acceptance, TokenLogprob
 from decoding.tree import DraftTree, Int32Array, Part

@@ -35,12 +35,12 @@ class OpenMessage:
     prompt: Int32Array  # [n]
     params: SamplingParams
     end_tokens: tuple[int, ...]
-    scope: str | None = None  # see ``engine.prefix_cache.PrefixCache``
+    scope: str | None = None  # see ``engine.kv.prefix_cache.PrefixCache``
 
 
 @dataclass(frozen=True, slots=True)
 class WorkMessage:
-    """A rank's part of a step for one request: see ``engine.batch.Work``.
+    """A rank's part of a step for one request: see ``engine.forward.batch.Work``.
 
     One that begins at 0 says that the slot is the request's from now on. The rank may find that it holds some of the tokens.
     """

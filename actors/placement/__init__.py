@@ -1,1 +1,5 @@
-"""Where processes run: Ray, cores, and which ranks make a group. In: options. Out: places."""
+"""Where processes run: Ray, cores, and which ranks make a group.
+
+In: options.
+Out: places.
+"""

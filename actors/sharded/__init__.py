@@ -1,1 +1,5 @@
-"""Tensor and pipeline parallelism: ranks that each hold a part of the model. In: a forward. Out: its logits."""
+"""Tensor and pipeline parallelism: ranks that each hold a part of the model.
+
+In: a forward.
+Out: its logits.
+"""

@@ -21,20 +21,20 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from actors.link import LINK_ERRORS, Address, Link, connect
-from actors.lookahead_parallel import GroupState, StepTimes
+from actors.lookahead.executor import GroupState, StepTimes
+from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
 from actors.ranks import GroupError
-from actors.shard import Shard, meet
-from actors.sharded_parts import take_checked
-from actors.sharded_rank import WATCH_S, end_process
-from actors.sharded_wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
-from actors.shared_sums import sweep
+from actors.sharded.parts import take_checked
+from actors.sharded.rank import WATCH_S, end_process
+from actors.sharded.shard import Shard, meet
+from actors.sharded.shared_sums import sweep
+from actors.sharded.wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
-from engine.batch import Batch
 from engine.errors import ModelLoadError, one_line
 from engine.executor import Executor, LocalExecutor
-from engine.runner import ModelRunner
-from engine.sharded import LeadingRunner, Move
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
+from engine.forward.sharded import LeadingRunner, Move
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from actors.pipeline_parallel import take_part as take_layers
 from actors.ranks import GroupError
-from actors.shard import Part, Shard, ShardMode, TakePart
-from actors.tensor_parallel import take_part as take_slices
+from actors.sharded.pipeline_parallel import take_part as take_layers
+from actors.sharded.shard import Part, Shard, ShardMode, TakePart
+from actors.sharded.tensor_parallel import take_part as take_slices
 from engine.errors import one_line
-from engine.runner import kv_shape
-from engine.sharded import probe_logits
+from engine.forward.runner import kv_shape
+from engine.forward.sharded import probe_logits
 
 PARTS: dict[ShardMode, TakePart] = {"tensor": take_slices, "pipeline": take_layers}
 MOST_DIFFERENT = 0.1  # of the length of the logits: rounding in half precision makes a hundredth, a wrong split about one

@@ -19,8 +19,8 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.shard import Part, Shard
-from engine.runner import kv_shape
+from actors.sharded.shard import Part, Shard
+from engine.forward.runner import kv_shape
 
 
 def bounds(layers: int, world_size: int) -> list[range]:

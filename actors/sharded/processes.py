@@ -14,11 +14,11 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from actors.heap import spare_collector
-from actors.link import Address
+from actors.lookahead.link import Address
 from actors.ranks import GroupError
-from actors.shard import Shard, ShardMode
-from actors.sharded_group import ShardedGroup, device_of, whole_model
-from actors.sharded_rank import LoadWhole, ShardServer, load_whole
+from actors.sharded.group import ShardedGroup, device_of, whole_model
+from actors.sharded.rank import LoadWhole, ShardServer, load_whole
+from actors.sharded.shard import Shard, ShardMode
 from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
 from engine.errors import one_line
 

@@ -18,20 +18,20 @@ from typing import NoReturn
 import numpy as np
 from transformers import PreTrainedModel
 
-from actors.link import LINK_ERRORS, Address, Link, accepted, readable
+from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, readable
+from actors.lookahead.wire import WireError
 from actors.ranks import GroupError
-from actors.shard import Part, Shard, meet
-from actors.sharded_parts import take_checked
-from actors.sharded_wire import Failed, Join, Ready, Step, decode_shard, encode_shard
-from actors.shared_sums import sweep
-from actors.wire import WireError
+from actors.sharded.parts import take_checked
+from actors.sharded.shard import Part, Shard, meet
+from actors.sharded.shared_sums import sweep
+from actors.sharded.wire import Failed, Join, Ready, Step, decode_shard, encode_shard
 from configs.slices import ModelOptions
-from engine.batch import Batch
-from engine.energy import meter_name
 from engine.errors import one_line
-from engine.loading import load_model
-from engine.runner import ModelRunner
-from engine.sharded import apply_moves, following_runner
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
+from engine.forward.sharded import apply_moves, following_runner
+from engine.loading.model import load_model
+from engine.measures.energy import meter_name
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from engine.kv_cache import KVShape
+from engine.kv.kv_cache import KVShape
 
 ShardMode = Literal["tensor", "pipeline"]
 

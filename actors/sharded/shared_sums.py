@@ -26,7 +26,7 @@ from torch import distributed
 from decoding.jit import cache_folder
 from engine.environment import environment
 from engine.errors import one_line
-from engine.kept_files import alone
+from engine.loading.kept_files import alone
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 layer.
 
 What is computed between the sums is the stock model with tree attention over the rank's own heads. Kernels are not injected: they
-know no tree mask. Facts of version 0.19 that are provided for here, beside those of ``actors.shared_sums``:
+know no tree mask. Facts of version 0.19 that are provided for here, beside those of ``actors.sharded.shared_sums``:
 
-- a rank that waits for one that has died spins for ever: ``actors.sharded_group`` watches, and ends it;
+- a rank that waits for one that has died spins for ever: ``actors.sharded.group`` watches, and ends it;
 - sums of float64 are left out without a word: such models are refused;
 - its linear layers call torch's product: ``row_parts`` puts plain ones in their places, which are computed as in a whole model.
 """
@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.shard import Part, Shard
-from actors.shared_sums import settle
+from actors.sharded.shard import Part, Shard
+from actors.sharded.shared_sums import settle
 from engine.errors import one_line
-from engine.row_linear import has_kernels
-from engine.runner import kv_shape
+from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.runner import kv_shape
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class _RowSum(torch.nn.Module):
 def row_parts(model: PreTrainedModel) -> int:
     """Replaces DeepSpeed's linear layers by torch's in place, where there is compiled code; returns how many.
 
-    ``engine.row_linear`` finds these. The sums stay DeepSpeed's.
+    ``engine.forward.cpu.row_linear`` finds these. The sums stay DeepSpeed's.
     """
     if not has_kernels(model.device, model.dtype):
         return 0

@@ -12,9 +12,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from actors.wire import WireError
-from engine.batch import Batch, Segment
-from engine.sharded import Compaction, Copy, Move
+from actors.lookahead.wire import WireError
+from engine.forward.batch import Batch, Segment
+from engine.forward.sharded import Compaction, Copy, Move
 
 _JOIN, _READY, _FAILED, _STEP = range(4)
 
@@ -33,7 +33,7 @@ class Join:
 class Ready:
     """A rank has its part of the model and waits for steps."""
 
-    device: str  # as ``engine.energy`` knows it
+    device: str  # as ``engine.measures.energy`` knows it
 
 
 @dataclass(frozen=True, slots=True)

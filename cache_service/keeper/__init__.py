@@ -1,1 +1,5 @@
-"""The one that keeps Redis in order: snapshots, quotas, time to live, deletions. In: streams. Out: snapshots."""
+"""The one that keeps Redis in order: snapshots, quotas, time to live, deletions.
+
+In: streams.
+Out: snapshots.
+"""

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.folding import Fold, unreadable
+from cache_service.keeper.folding import Fold, unreadable
+from cache_service.keeper.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
-from cache_service.redis_store import Counts, RedisStore
-from cache_service.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
-from cache_service.stream_ids import compare_ids
+from cache_service.store.redis_store import Counts, RedisStore
+from cache_service.store.stream_ids import compare_ids
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC
 from decoding.request import request_of, text_key
+from decoding.sources.history import PUBLIC
 from decoding.tree import Int32Array
 
 DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole

@@ -7,11 +7,11 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
+from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
 from cache_service.namespace import Identity
 from cache_service.records import Batch, CorruptRecordError, decode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
-from cache_service.stream_ids import START, compare_ids
+from cache_service.store.redis_store import RedisStore
+from cache_service.store.stream_ids import START, compare_ids
 from cache_service.texts import TenantTexts
 
 READ_ENTRIES = 32  # of one tenant in one read: each has its turn, and one read is at most 32 MiB a tenant

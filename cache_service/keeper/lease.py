@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 
-from cache_service.redis_store import RedisStore
+from cache_service.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import redis
 
-from cache_service.breaker import failure_kind
-from cache_service.folding import READ_ENTRIES, Fold
-from cache_service.lease import Lease, LeaseLostError
+from cache_service.keeper.folding import READ_ENTRIES, Fold
+from cache_service.keeper.lease import Lease, LeaseLostError
+from cache_service.keeper.snapshot import encode_snapshot
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, encode_batch, token_width
-from cache_service.redis_store import Counts, Head, RedisStore
-from cache_service.snapshot import encode_snapshot
-from cache_service.stream_ids import compare_ids
+from cache_service.store.breaker import failure_kind
+from cache_service.store.redis_store import Counts, Head, RedisStore
+from cache_service.store.stream_ids import compare_ids
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC
+from decoding.sources.history import PUBLIC
 
 _BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
 _CHECK_S = 1.0  # between looks at what Redis holds

@@ -1,1 +1,5 @@
-"""A replica's copy of what the cluster remembers. In: outputs of this replica and others. Out: histories to draft from."""
+"""A replica's copy of what the cluster remembers.
+
+In: outputs of this replica and others.
+Out: histories to draft from.
+"""

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from cache_service.texts import Admitted
-from decoding.history import Histories, History
+from decoding.sources.history import Histories, History
 
 PIECE_TOKENS = 1024  # of one tenant before it is the next one's turn
 _REMOVAL_TOKENS = 64  # that take as long as one removal, roughly

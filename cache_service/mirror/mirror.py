@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.breaker import Guard
-from cache_service.inbox import Inbox
+from cache_service.mirror.inbox import Inbox
+from cache_service.mirror.outbox import Outbox
+from cache_service.mirror.tail import Tail
 from cache_service.namespace import Identity, namespace
-from cache_service.outbox import Outbox
 from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
-from cache_service.redis_store import MAX_BLOCK_S, RedisStore
-from cache_service.tail import Tail
+from cache_service.store.breaker import Guard
+from cache_service.store.redis_store import MAX_BLOCK_S, RedisStore
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC, Histories
+from decoding.sources.history import PUBLIC, Histories
 from decoding.tree import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Mirror:
         """
         Args:
             options: times and sizes.
-            url: of Redis, see ``cache_service/addresses.py``.
+            url: of Redis, see ``cache_service/store/addresses.py``.
             secret: of the cluster; hides tenants' names, and parts clusters that share a Redis.
             identity: of model and tokenizer.
             tenants: whose texts are shared; the public corpus comes along, but nothing is written to it.

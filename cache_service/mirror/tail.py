@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cache_service.inbox import Inbox
+from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
+from cache_service.mirror.inbox import Inbox
+from cache_service.mirror.outbox import Outbox
 from cache_service.namespace import Identity
-from cache_service.outbox import Outbox
 from cache_service.records import Batch, CorruptRecordError, decode_batch
-from cache_service.redis_store import Head, RedisStore
-from cache_service.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
-from cache_service.stream_ids import START, compare_ids, written_s
+from cache_service.store.redis_store import Head, RedisStore
+from cache_service.store.stream_ids import START, compare_ids, written_s
 from cache_service.texts import Admitted, Ledger
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,5 @@
-"""Redis: connections, commands, names of keys. In: an address. Out: streams, snapshots and leases."""
+"""Redis: connections, commands, names of keys.
+
+In: an address.
+Out: streams, snapshots and leases.
+"""

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import redis
 
-from cache_service.redis_binary import RedisBinary, find_redis_server
+from cache_service.store.redis_binary import RedisBinary, find_redis_server
 
 # A watcher around the server, which starts it again when it dies, the later the more often it did. The read ends when the pipe's
 # other end closes, which the kernel does for a parent however it dies; a death signal would instead be tied to the thread that

@@ -11,7 +11,7 @@ import redis
 from redis.exceptions import RedisClusterException
 from redis.sentinel import MasterNotFoundError
 
-from cache_service.addresses import Client, connect
+from cache_service.store.addresses import Client, connect
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,7 +46,7 @@ class RedisLink:
         """Reads the address; nothing is sent yet.
 
         Args:
-            url: see ``cache_service/addresses.py``.
+            url: see ``cache_service/store/addresses.py``.
             prefix: of all keys.
             timeout_s: of one operation, in seconds.
 

@@ -11,7 +11,7 @@ Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one sl
 ``{PREFIX}:lease:NAME``        string  who holds the lease
 =============================  ======  =========================================================================================
 
-What a user of Redis must be allowed for it: ``cache_service/acl.py``.
+What a user of Redis must be allowed for it: ``cache_service/store/acl.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 import redis
 from redis.cluster import RedisCluster
 
-from cache_service import scripts
-from cache_service.redis_link import RedisLink, answers_of, translated
-from cache_service.stream_ids import id_of, text_of
+from cache_service.store import scripts
+from cache_service.store.redis_link import RedisLink, answers_of, translated
+from cache_service.store.stream_ids import id_of, text_of
 
 MAX_ENTRIES = 100_000  # of a stream, should nobody trim it
 MAX_BLOCK_S = 0.5  # longest wait of one read; a server that is silent for that and the timeout is away

@@ -1,1 +1,5 @@
-"""Who may come in, as whom, and how much: keys, rate limits, places. In: headers and sizes. Out: tickets or refusals."""
+"""Who may come in, as whom, and how much: keys, rate limits, places.
+
+In: headers and sizes.
+Out: tickets or refusals.
+"""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from cluster.errors import ApiError
-from cluster.generation import EnginePort, Job
-from cluster.lengths import bounded_job
-from cluster.limits import BUSY_S, Account, Rates, Take, rates_of, too_many
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.tenancy import Caller, Tenancy
-from cluster.watched_engine import Spending, WatchedEngine
+from cluster.admission.lengths import bounded_job
+from cluster.admission.rate_limits import BUSY_S, Account, Rates, Take, rates_of, too_many
+from cluster.admission.tenancy import Caller, Tenancy
+from cluster.http.errors import ApiError
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.serving.generation import EnginePort, Job
+from cluster.serving.watched_engine import Spending, WatchedEngine
 from configs.schema import Config
 from configs.server_checks import allowed_names
 from configs.slices import LimitsOptions

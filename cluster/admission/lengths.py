@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cluster.errors import ApiError
-from cluster.generation import Job
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.http.errors import ApiError
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.serving.generation import Job
 from configs.slices import LimitsOptions
 
 

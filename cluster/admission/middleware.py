@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.door import CURRENT, Door, Ticket, Upload
-from cluster.errors import ApiError
+from cluster.admission.controller import CURRENT, Door, Ticket, Upload
+from cluster.http.errors import ApiError
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from cluster.errors import ApiError
+from cluster.http.errors import ApiError
 from configs.slices import LimitsOptions, TenantOptions
 
 MINUTE_S = 60.0

@@ -1,1 +1,5 @@
-"""The command ``outrider``. In: a command line. Out: an exit code."""
+"""The command ``outrider``.
+
+In: a command line.
+Out: an exit code.
+"""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cache_command import ADMIN_KEY
-from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
-from cluster.terminal import fail, fail_input, server_message
+from cluster.cli.cache import ADMIN_KEY
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from cluster.cli.terminal import fail, fail_input, server_message
 
 if TYPE_CHECKING:
     import httpx

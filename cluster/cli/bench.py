@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import typer
 
-from cluster.terminal import fail
+from cluster.cli.terminal import fail
 
 bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import typer
 
-from cluster.cache_files import KINDS, DocumentFileError, batches, documents
-from cluster.terminal import fail, fail_input, server_message
+from cluster.cli.cache_files import KINDS, DocumentFileError, batches, documents
+from cluster.cli.terminal import fail, fail_input, server_message
 
 if TYPE_CHECKING:
     import httpx

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cluster.preflight import LaunchError, check_model
-from cluster.terminal import fail, fail_input
+from cluster.cli.launch.preflight import LaunchError, check_model
+from cluster.cli.terminal import fail, fail_input
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from engine.calibration import Calibration, CalibrationFile
-    from engine.latency import Case, Report
+    from engine.measures.calibration import Calibration, CalibrationFile
+    from engine.measures.latency import Case, Report
 
 _SLACK = 1.2  # a step of the critical decoding length takes so many times as long as one of a single row
 
@@ -98,7 +98,7 @@ def _expected(found: Calibration, case: Case) -> float:
     """Seconds of a step by the curve."""
     import numpy as np
 
-    from decoding.latency import StepLoad
+    from decoding.budget.latency import StepLoad
 
     load = StepLoad(case.sequences, case.sequences, case.sequences * case.context)
     return float(found.curve.seconds(np.array([float(case.sequences * case.rows)]), load)[0])
@@ -107,9 +107,9 @@ def _expected(found: Calibration, case: Case) -> float:
 def _load(config: Config) -> tuple[str, CalibrationFile]:
     """The model as a server of this configuration has it: its name, and the file of its curve."""
     from decoding.jit import cache_folder
-    from engine.calibration import CalibrationFile
     from engine.engine import load_runner
     from engine.errors import ModelLoadError
+    from engine.measures.calibration import CalibrationFile
 
     model = dataclasses.replace(config.model, threads=server_threads(config))
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.terminal import fail, server_message
+from cluster.cli.terminal import fail, server_message
 
 if TYPE_CHECKING:
     import httpx

@@ -18,9 +18,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.preflight import ray_folder
-from cluster.terminal import fail_input
-from engine.model_files import PACKAGED_MODELS, is_whole, kept_models
+from cluster.cli.launch.preflight import ray_folder
+from cluster.cli.terminal import fail_input
+from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
 
 GIB = 2**30
 MIN_MEMORY_GIB = 4
@@ -67,7 +67,7 @@ def doctor(
     """
     settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
     if calibrate:
-        from cluster.calibrate import calibrate as measure  # with its imports it takes a moment
+        from cluster.cli.calibrate import calibrate as measure  # with its imports it takes a moment
 
         overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
         measure(config, overrides, out or Path(), as_json)
@@ -164,7 +164,7 @@ def _torch(has_gpu: bool) -> Finding:
 
 
 def _redis() -> Finding:
-    from cache_service.redis_binary import find_redis_server
+    from cache_service.store.redis_binary import find_redis_server
 
     binary, remedy = find_redis_server(), "apt-get install redis-server (or set redis_url)"
     if binary is None:

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from cluster.audit_command import audit
-from cluster.bench_command import PASS_ON, bench
-from cluster.cache_command import cache
-from cluster.chat_command import chat
-from cluster.doctor import doctor
-from cluster.generate_command import generate
-from cluster.replay_command import replay
-from cluster.serve_config_command import serve_config
-from cluster.simulate_command import simulate
-from cluster.terminal import fail, fail_input
+from cluster.cli.audit import audit
+from cluster.cli.bench import PASS_ON, bench
+from cluster.cli.cache import cache
+from cluster.cli.chat import chat
+from cluster.cli.doctor import doctor
+from cluster.cli.generate.command import generate
+from cluster.cli.launch.serve_config import serve_config
+from cluster.cli.replay import replay
+from cluster.cli.simulate import simulate
+from cluster.cli.terminal import fail, fail_input
 
 app = typer.Typer(
     help="Serve Hugging Face causal LMs with draft-free speculative decoding: faster, and not one output token changed.",
@@ -52,12 +52,12 @@ def serve(
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:
         fail_input(str(error))
-    from cluster.preflight import LaunchError, check
+    from cluster.cli.launch.preflight import LaunchError, check
 
     try:
         check(loaded)
         typer.echo("outrider: starting", err=True)
-        from cluster.launch import serve_until_stopped  # imports Ray, which takes a moment
+        from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which takes a moment
 
         serve_until_stopped(loaded)
     except LaunchError as error:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.strategy_option import StrategyChoice, chosen_strategies
-from cluster.terminal import fail_input
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from cluster.cli.terminal import fail_input
 
 if TYPE_CHECKING:
     from rich.progress import Progress

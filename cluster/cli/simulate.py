@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cluster.bench_command import become_experiment
+from cluster.cli.bench import become_experiment
 
 
 def simulate(context: typer.Context) -> None:

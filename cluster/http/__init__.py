@@ -1,1 +1,5 @@
-"""The HTTP interface. In: requests. Out: answers in OpenAI's shapes."""
+"""The HTTP interface.
+
+In: requests.
+Out: answers in OpenAI's shapes.
+"""

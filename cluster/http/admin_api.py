@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
-from cache_service.admin import TenantStats
-from cluster.audit import Auditor
-from cluster.cache_port import CacheAdminPort, answered
-from cluster.errors import ApiError
-from cluster.strict import Text
-from cluster.tenancy import Tenancy
-from engine.strategy_counts import sum_counts
+from cache_service.keeper.admin import TenantStats
+from cluster.admission.tenancy import Tenancy
+from cluster.http.errors import ApiError
+from cluster.http.types.strict import Text
+from cluster.observe.audit import Auditor
+from cluster.serving.cache_port import CacheAdminPort, answered
+from engine.measures.strategy_counts import sum_counts
 
 logger = logging.getLogger(__name__)
 

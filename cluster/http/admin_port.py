@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from cluster import errors
-from cluster.api import Service, add_operator_routes
-from cluster.door_middleware import HostMiddleware
+from cluster.admission.middleware import HostMiddleware
+from cluster.http import errors
+from cluster.http.api import Service, add_operator_routes
 from configs.schema import ConfigError
 
 logger = logging.getLogger(__name__)

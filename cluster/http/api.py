@@ -12,39 +12,39 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
-from cluster import documents, errors
-from cluster.admin_api import AdminService, add_admin_routes
-from cluster.answers import AnswerBuilder
-from cluster.audit import Auditor
-from cluster.audit_api import AuditService, add_audit_routes
-from cluster.audited_engine import AuditedEngine
-from cluster.cache_port import CacheAdminPort
-from cluster.compare import Baseline, CompareService, add_compare_route
-from cluster.completion_fields import CompletionFields
-from cluster.door import Door, DoorOptions
-from cluster.door_middleware import DoorMiddleware, HostMiddleware
-from cluster.draining import Draining
-from cluster.errors import ApiError
-from cluster.extras import Extras
-from cluster.generation import EnginePort, Generation
-from cluster.health import HealthService, add_health_routes
-from cluster.job_planner import Planner
-from cluster.logprobs import TokenBytes
-from cluster.metrics import MetricsService, add_metrics_route
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.playground import add_playground
-from cluster.predicted import Predicted
-from cluster.readiness import Readiness
-from cluster.respond import Form, respond
-from cluster.stream_guard import StreamGuard
-from cluster.tenancy import Tenancy
-from cluster.tenant_cache import TenantCacheService, add_tenant_cache_routes
-from cluster.text_api import TextService, add_text_routes
-from cluster.text_threads import TextThreads
-from cluster.tool_calls import OPENING
+from cluster.admission.controller import Door, DoorOptions
+from cluster.admission.middleware import DoorMiddleware, HostMiddleware
+from cluster.admission.tenancy import Tenancy
+from cluster.http import documents, errors
+from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.http.answers.extras import Extras
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.answers.openai_shapes import AnswerBuilder
+from cluster.http.answers.predicted import Predicted
+from cluster.http.answers.respond import Form, respond
+from cluster.http.answers.stream_guard import StreamGuard
+from cluster.http.answers.tool_calls import OPENING
+from cluster.http.audit_api import AuditService, add_audit_routes
+from cluster.http.errors import ApiError
+from cluster.http.job_planner import Planner
+from cluster.http.playground import add_playground
+from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from cluster.http.text_api import TextService, add_text_routes
+from cluster.http.text_threads import TextThreads
+from cluster.http.types.completion_fields import CompletionFields
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.observe.audit import Auditor
+from cluster.observe.audited_engine import AuditedEngine
+from cluster.observe.metrics import MetricsService, add_metrics_route
+from cluster.serving.cache_port import CacheAdminPort
+from cluster.serving.compare import Baseline, CompareService, add_compare_route
+from cluster.serving.draining import Draining
+from cluster.serving.generation import EnginePort, Generation
+from cluster.serving.health import HealthService, add_health_routes
+from cluster.serving.readiness import Readiness
 from configs.slices import CacheOptions, ServerOptions, TenancyOptions
-from engine.chat import marks_tool_calls
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
+from engine.text.chat import marks_tool_calls
 
 Authorization = Annotated[str | None, Header(include_in_schema=False)]
 

@@ -12,11 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.audit import Auditor
-from cluster.audit_results import Audit, Difference, Result, Served
-from cluster.errors import ApiError
-from cluster.logprobs import TokenBytes
-from cluster.tenancy import Tenancy
+from cluster.admission.tenancy import Tenancy
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.errors import ApiError
+from cluster.observe.audit import Auditor
+from cluster.observe.audit_results import Audit, Difference, Result, Served
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from cluster.answers import Answer
+from cluster.http.answers.openai_shapes import Answer
 
 _PRIVATE = "/admin"  # the operator's routes are not the public's
 

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cluster.openai_types import known_names
+from cluster.http.types.openai import known_names
 from engine.errors import ContextLengthError, QueueFullError, RequestError
 
 _LONGEST = 80  # characters of what a client sent that an error shows

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.chat_types import text_of
-from cluster.door import Door
-from cluster.generation import Job
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.tenancy import Sharing
-from cluster.text_threads import TextThreads
-from cluster.tool_calls import OPENING
+from cluster.admission.controller import Door
+from cluster.admission.tenancy import Sharing
+from cluster.http.answers.tool_calls import OPENING
+from cluster.http.text_threads import TextThreads
+from cluster.http.types.chat import text_of
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.serving.generation import Job
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
-from engine.chat import bracketed_tokens, marks_tool_calls, render_chat
 from engine.errors import ContextLengthError, RequestError
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
+from engine.text.chat import bracketed_tokens, marks_tool_calls, render_chat
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
 

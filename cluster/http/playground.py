@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-_FOLDER = Path(__file__).parent / "playground"
+_FOLDER = Path(__file__).parents[1] / "playground"
 _TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}  # whatever the system's table says
 # The browser runs, loads and reaches nothing but this server, and shows the page in no other's frame: a text that a model writes
 # cannot make it do more.

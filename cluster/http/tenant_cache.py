@@ -10,13 +10,13 @@ from fastapi import FastAPI, Header
 from pydantic import BaseModel
 
 from cache_service.records import token_width
-from cluster.audit import Auditor
-from cluster.cache_port import CacheAdminPort, answered
-from cluster.documents import ERRORS
-from cluster.errors import ApiError
-from cluster.tenancy import Tenancy
+from cluster.admission.tenancy import Tenancy
+from cluster.http.documents import ERRORS
+from cluster.http.errors import ApiError
+from cluster.observe.audit import Auditor
+from cluster.serving.cache_port import CacheAdminPort, answered
 from configs.slices import CacheOptions
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
 
 logger = logging.getLogger(__name__)
 

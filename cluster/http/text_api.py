@@ -8,15 +8,15 @@ from typing import Annotated
 from fastapi import FastAPI, Header
 from fastapi.responses import Response
 
-from cluster.chat_types import text_of
-from cluster.documents import ERRORS
-from cluster.strict import MAX_TOKEN_IDS
-from cluster.tenancy import Tenancy
-from cluster.text_threads import TextThreads
-from cluster.text_types import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
-from engine.chat import render_chat
+from cluster.admission.tenancy import Tenancy
+from cluster.http.documents import ERRORS
+from cluster.http.text_threads import TextThreads
+from cluster.http.types.chat import text_of
+from cluster.http.types.strict import MAX_TOKEN_IDS
+from cluster.http.types.text import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 from engine.errors import RequestError
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
+from engine.text.chat import render_chat
 
 
 class TextService:

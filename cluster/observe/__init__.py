@@ -1,1 +1,5 @@
-"""What operators see: metrics, traces, audits. In: counts and served answers. Out: pages and records."""
+"""What operators see: metrics, traces, audits.
+
+In: counts and served answers.
+Out: pages and records.
+"""

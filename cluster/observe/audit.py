@@ -17,9 +17,9 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.audit_results import Audit, Difference, ReplayError, Result, Served
-from cluster.errors import ApiError
-from cluster.generation import EnginePort, Job
+from cluster.http.errors import ApiError
+from cluster.observe.audit_results import Audit, Difference, ReplayError, Result, Served
+from cluster.serving.generation import EnginePort, Job
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions
 from decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
 from decoding.strategy_choice import parse_strategy

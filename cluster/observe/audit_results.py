@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from cluster.generation import Job
+from cluster.serving.generation import Job
 from decoding.request import FinishReason
 
 

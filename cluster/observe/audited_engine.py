@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from actors.replica import Description
-from cluster.audit import Auditor
-from cluster.generation import EnginePort, Job
+from cluster.observe.audit import Auditor
+from cluster.serving.generation import EnginePort, Job
 from decoding.request import FinishReason, StepOutput
 
 

@@ -1,14 +1,14 @@
-"""Every metric of ``/metrics``: those of vLLM (``cluster.vllm_metrics``), and under ``outrider:`` what it has no name for."""
+"""Every metric of ``/metrics``: those of vLLM (``vllm_metrics``), and under ``outrider:`` what it has no name for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from cache_service.mirror import MirrorCounts
-from cluster.metric_family import Family, Samples, Told, counter, gauge
-from cluster.vllm_metrics import VLLM
-from decoding.budget import BudgetCounts
-from engine.strategy_counts import StrategyCounts
+from cache_service.mirror.mirror import MirrorCounts
+from cluster.observe.metric_family import Family, Samples, Told, counter, gauge
+from cluster.observe.vllm_metrics import VLLM
+from decoding.budget.row_budget import BudgetCounts
+from engine.measures.strategy_counts import StrategyCounts
 
 
 def _strategies(value: Callable[[StrategyCounts], float | None]) -> Callable[[Told], Samples]:

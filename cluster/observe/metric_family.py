@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from actors.replica import Description
-from engine.metrics import MetricsCounts
+from engine.measures.metrics import MetricsCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from actors.replica import Description
-from cluster.audit import Auditor
-from cluster.documents import ERRORS
-from cluster.metric_families import FAMILIES
-from cluster.metric_family import Family, Told
-from cluster.tenancy import Tenancy
-from engine.histogram import Histogram, HistogramCounts
-from engine.metrics import resident_bytes
+from cluster.admission.tenancy import Tenancy
+from cluster.http.documents import ERRORS
+from cluster.observe.audit import Auditor
+from cluster.observe.metric_families import FAMILIES
+from cluster.observe.metric_family import Family, Told
+from engine.measures.histogram import Histogram, HistogramCounts
+from engine.measures.metrics import resident_bytes
 
 _LABELS = ("model_name", "engine")
 _DOOR = "door"  # stands for the engine in what only the API knows

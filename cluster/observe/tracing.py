@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.replica import Description
-from cluster.generation import EnginePort, Job
+from cluster.serving.generation import EnginePort, Job
 from configs.schema import Config, ConfigError
 from decoding.request import FinishReason, SpecStats, StepOutput
 from decoding.tree import Int32Array

@@ -3,7 +3,7 @@ unchanged."""
 
 from __future__ import annotations
 
-from cluster.metric_family import Family, Samples, Told, counter, gauge
+from cluster.observe.metric_family import Family, Samples, Told, counter, gauge
 
 
 def _kv_usage(told: Told) -> float:

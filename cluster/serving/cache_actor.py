@@ -17,11 +17,11 @@ from ray.serve.handle import DeploymentHandle
 from actors.cache_access import CacheAccess, identity_of
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
 from actors.replica import Description
-from cache_service.admin import Problem, TenantStats, UnknownTenantError
+from cache_service.keeper.admin import Problem, TenantStats, UnknownTenantError
 from cache_service.namespace import Identity
-from cluster.errors import ApiError
-from cluster.handles import for_threads
-from cluster.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
+from cluster.cli.launch.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
+from cluster.http.errors import ApiError
+from cluster.serving.handles import for_threads
 from configs.schema import ConfigError
 from configs.slices import CacheOptions
 

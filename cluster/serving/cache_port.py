@@ -9,8 +9,8 @@ from typing import Protocol
 
 import redis
 
-from cache_service.admin import Problem, TenantStats, UnknownTenantError
-from cluster.errors import ApiError
+from cache_service.keeper.admin import Problem, TenantStats, UnknownTenantError
+from cluster.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 class CacheAdminPort(Protocol):
     """The shared memory as the operator sees it. ``tenant`` is a name, ``*`` the public corpus.
 
-    Each method raises ``cache_service.admin.UnknownTenantError``, ``redis.RedisError`` or ``OSError`` where Redis does not do
-    what it should, or an ``ApiError``.
+    Each method raises ``cache_service.keeper.admin.UnknownTenantError``, ``redis.RedisError`` or ``OSError`` where Redis does not
+    do what it should, or an ``ApiError``.
     """
 
     async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:

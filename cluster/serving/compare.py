@@ -14,19 +14,19 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
 
-from cluster import documents, errors
-from cluster.answers import PromptTokensDetails, Usage
-from cluster.compare_types import Against, CompareChatRequest, CompareRequest, Comparison, FirstDifference, Side
-from cluster.documents import ErrorDetails
-from cluster.door import Door
-from cluster.errors import ApiError
-from cluster.generation import EnginePort, Generation, Job
-from cluster.job_planner import Planner
-from cluster.logprobs import TokenBytes
-from cluster.tenancy import Tenancy
-from cluster.text_threads import TextThreads
+from cluster.admission.controller import Door
+from cluster.admission.tenancy import Tenancy
+from cluster.http import documents, errors
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.answers.openai_shapes import PromptTokensDetails, Usage
+from cluster.http.documents import ErrorDetails
+from cluster.http.errors import ApiError
+from cluster.http.job_planner import Planner
+from cluster.http.text_threads import TextThreads
+from cluster.http.types.compare import Against, CompareChatRequest, CompareRequest, Comparison, FirstDifference, Side
+from cluster.serving.generation import EnginePort, Generation, Job
 from decoding.request import PLAIN, FinishReason
-from engine.loading import ModelInfo
+from engine.loading.model import ModelInfo
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import ApiError
+from cluster.http.errors import ApiError
 
 RETRY_S = 5  # by then another server, or this one started anew, may answer
 _CLOSE_S = 2.0  # for what was ended to let go of its slots

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.replica import Description
-from cluster.errors import ApiError
+from cluster.http.errors import ApiError
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from decoding.tree import Int32Array
 

@@ -16,9 +16,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from actors.replica import Description
-from cluster.errors import ApiError
-from cluster.generation import Job
-from cluster.handles import for_this_loop, for_threads
+from cluster.http.errors import ApiError
+from cluster.serving.generation import Job
+from cluster.serving.handles import for_this_loop, for_threads
 from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
 from engine.errors import QueueFullError, RequestError
 

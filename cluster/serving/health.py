@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from actors.lookahead_parallel import GroupState
+from actors.lookahead.executor import GroupState
 from actors.replica import Description
-from cluster.documents import STATES
-from cluster.readiness import Readiness
+from cluster.http.documents import STATES
+from cluster.serving.readiness import Readiness
 
 
 class HealthService:

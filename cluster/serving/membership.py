@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.link import Address
-from cluster.handles import for_threads
+from actors.lookahead.link import Address
+from cluster.serving.handles import for_threads
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import redis
 
 from actors.replica import Description
-from cluster.cache_port import CacheAdminPort
-from cluster.errors import ApiError
+from cluster.http.errors import ApiError
+from cluster.serving.cache_port import CacheAdminPort
 
 
 class Readiness:

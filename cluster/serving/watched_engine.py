@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from actors.replica import Description
-from cluster.errors import ApiError
-from cluster.generation import EnginePort, Job
+from cluster.http.errors import ApiError
+from cluster.serving.generation import EnginePort, Job
 from decoding.request import StepOutput
 
 

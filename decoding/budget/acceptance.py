@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.candidates import Float64Array
-from decoding.evidence import (
+from decoding.budget.candidates import Float64Array
+from decoding.budget.features import (
     BIGRAM,
     COPY,
     COPY_FRESH,
@@ -110,7 +110,8 @@ def learn(
 
 
 class AcceptanceTable:
-    """Beta means of acceptance given the parent's, one for each feature of ``decoding.evidence``, and kinds that are set aside.
+    """Beta means of acceptance given the parent's, one for each feature of ``decoding.budget.features``, and kinds that are set
+    aside.
 
     A kind of evidence whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
     from it for a number of steps. Then it is tried again with the chances that it began with, and set aside for twice as long if

@@ -2,8 +2,8 @@
 
 Each node of the implied tree has children from three kinds of evidence: occurrences of the node's context elsewhere, weighed by
 how much of the context agrees; what the target ranks next after the node's token; and tokens that are frequent anyway. A child's
-chance given its parent is read from a table of measured acceptance rates (``decoding.acceptance``), and the children with the
-highest product of chances along their path become rows.
+chance given its parent is read from a table of measured acceptance rates (``decoding.budget.acceptance``), and the children with
+the highest product of chances along their path become rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
-from decoding.evidence import (
+from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
+from decoding.budget.features import (
     BIGRAM,
     MATCH_BUCKETS,
     NUM_KINDS,
@@ -26,6 +25,7 @@ from decoding.evidence import (
     share_bucket,
 )
 from decoding.jit import compiled
+from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:  # that file imports numba, and a curve is read without it
-    from decoding.candidates import Float64Array
+    from decoding.budget.candidates import Float64Array
 
     # Rows and the seconds of so many or more, [n] each, seconds a row beyond the last; of a load what it adds and what it adds to
     # each row; the least that a step takes.

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.drafters.base import Drafter, Target, TargetRows
-from decoding.history import Histories
-from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
+from decoding.sources.history import Histories
 from decoding.tree import DraftTree
 
 _RATE = 0.08  # of what is expected is of the last step

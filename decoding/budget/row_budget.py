@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.candidates import Float64Array
-from decoding.latency import LatencyCurve, StepLoad
-from decoding.step_price import fill_counts, price_rows, seconds_of
+from decoding.budget.candidates import Float64Array
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.step_price import fill_counts, price_rows, seconds_of
 from decoding.tree import Int32Array
 
 _START_STEPS, _DECAY = 10.0, 0.998  # steps that the first guess counts for, and how fast old steps are forgotten

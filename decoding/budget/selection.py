@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decoding.budget import BudgetCounts, Pricing
-from decoding.candidates import Float64Array
-from decoding.expansion import Rows
-from decoding.latency import LatencyCurve, StepLoad
-from decoding.pause import EXPLORED_ROWS, Explorer, Pause
+from decoding.budget.backoff import EXPLORED_ROWS, Explorer, Pause
+from decoding.budget.candidates import Float64Array
+from decoding.budget.expansion import Rows
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.row_budget import BudgetCounts, Pricing
 
 _NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
 _ASKING_GAIN = 0.05  # how fast the seconds of asking follow the latest

@@ -1,4 +1,4 @@
-"""What a step costs and which rows pay in it, as compiled loops over single numbers: see ``decoding.budget``."""
+"""What a step costs and which rows pay in it, as compiled loops over single numbers: see ``decoding.budget.row_budget``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from decoding.candidates import Float64Array
+from decoding.budget.candidates import Float64Array
 from decoding.jit import compiled
 from decoding.tree import Int32Array
 
 if TYPE_CHECKING:
-    from decoding.latency import CurveParts
+    from decoding.budget.latency import CurveParts
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -69,7 +69,7 @@ def fill_counts(
     curve: CurveParts, base: int, chances: Float64Array, depths: Int32Array, token_s: float, ranks: int, spine: int,
     ends: Int64Array, counts: Int64Array,
 ) -> float:  # fmt: skip
-    """How many rows of each request pay (see ``decoding.budget.rows_to_draft``), and how long the step then takes.
+    """How many rows of each request pay (see ``decoding.budget.row_budget.rows_to_draft``), and how long the step then takes.
 
     Args:
         chances: of the rows of all requests, those of a request side by side and non-increasing.

@@ -7,22 +7,22 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from decoding.budget.paying import PayingDrafter
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.autoregressive import AutoregressiveDrafter
 from decoding.drafters.base import SOURCES, Drafter
-from decoding.drafters.bild import BildDrafter
 from decoding.drafters.by_request import ByRequest
 from decoding.drafters.jacobi import JacobiDrafter
 from decoding.drafters.llma import LlmaDrafter
-from decoding.drafters.mjsd import MjsdDrafter
 from decoding.drafters.ngrammys import NgrammysDrafter
-from decoding.drafters.paying import PayingDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.recycling import RecyclingDrafter
-from decoding.drafters.spectr import SpectrDrafter
-from decoding.drafters.speculative import SpeculativeDrafter
 from decoding.drafters.suffix import SuffixDrafter
 from decoding.drafters.trie import TrieDrafter
+from decoding.drafters.with_model.bild import BildDrafter
+from decoding.drafters.with_model.mjsd import MjsdDrafter
+from decoding.drafters.with_model.spectr import SpectrDrafter
+from decoding.drafters.with_model.speculative import SpeculativeDrafter
 from decoding.request import PLAIN
 from decoding.strategy_choice import parse_strategy
 

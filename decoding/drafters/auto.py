@@ -6,20 +6,20 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decoding.acceptance import AcceptanceTable, AcceptanceTables
-from decoding.budget import BudgetCounts
-from decoding.candidates import Float64Array
-from decoding.chains import BLOCK, MAX_MATCH
+from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
+from decoding.budget.backoff import Pause
+from decoding.budget.candidates import Float64Array
+from decoding.budget.expansion import Pool, Rows, grow
+from decoding.budget.features import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
+from decoding.budget.latency import StepLoad
+from decoding.budget.row_budget import BudgetCounts
+from decoding.budget.selection import ANY_CHANCE, Selection
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
-from decoding.evidence import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
-from decoding.expansion import Pool, Rows, grow
-from decoding.history import Histories, History
-from decoding.latency import StepLoad
-from decoding.pause import Pause
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.selection import ANY_CHANCE, Selection
-from decoding.successors import LearningSteps, SuccessorTables
-from decoding.token_log import TokenLog, compile_log
+from decoding.sources.history import Histories, History
+from decoding.sources.log.chains import BLOCK, MAX_MATCH
+from decoding.sources.log.token_log import TokenLog, compile_log
+from decoding.sources.successors import LearningSteps, SuccessorTables
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last one is the root's
@@ -81,8 +81,9 @@ class AutoDrafter(Drafter):
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
     expected to pay on this device.
 
-    Where ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.Sharing``), so that more
-    rows pay, and with them there are more frequent tokens, more occurrences below a node, and rows of a lower chance.
+    Where ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.row_budget.Sharing``),
+    so that more rows pay, and with them there are more frequent tokens, more occurrences below a node, and rows of a lower
+    chance.
 
     Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
     it alone and, where it may, the public ones, by rates that are its own, and leaves nothing behind. What steps and rows cost is

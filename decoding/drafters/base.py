@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from decoding.budget import BudgetCounts
-from decoding.history import Histories
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.row_budget import BudgetCounts
 from decoding.request import Acceptance, Request
+from decoding.sources.history import Histories
 from decoding.tree import DraftTree, Int32Array
 
 if TYPE_CHECKING:
     import torch  # only where there are logits: a strategy's options are checked without it
 
-    from decoding.draft_model import DraftModel
-    from decoding.ranking import SignedArray
-    from decoding.rules import Rule
+    from decoding.drafters.with_model.draft_model import DraftModel
+    from decoding.sampling.ranking import SignedArray
+    from decoding.verify.rules import Rule
 
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
 SOURCES = (
@@ -67,7 +67,7 @@ class TargetRows:
             ranked: [n, k] the k most likely tokens after each of the same rows, the most likely first, where the ranks that
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
-            highest: of all logits, as ``decoding.ranking.argmax_rows`` fills it, where they were ranked with it.
+            highest: of all logits, as ``decoding.sampling.ranking.argmax_rows`` fills it, where they were ranked with it.
         """
         assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
@@ -96,7 +96,7 @@ class TargetRows:
                 f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
             )
             return self._ranked[list(rows), :k]
-        from decoding.ranking import top_rows  # needs torch, which is there where logits are
+        from decoding.sampling.ranking import top_rows  # needs torch, which is there where logits are
 
         return top_rows(self._logits, [self._first + row for row in rows], k, self._highest)
 

@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from decoding.budget import BudgetCounts
+from decoding.budget.latency import StepLoad
+from decoding.budget.row_budget import BudgetCounts
 from decoding.drafters.base import Drafter, Target, TargetRows
-from decoding.latency import StepLoad
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree
 
 if TYPE_CHECKING:
-    from decoding.draft_model import DraftModel
-    from decoding.rules import Rule
+    from decoding.drafters.with_model.draft_model import DraftModel
+    from decoding.verify.rules import Rule
 
 
 class ByRequest(Drafter):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
-from decoding.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
 from decoding.request import Acceptance, Request
+from decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("jacobi")

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.drafters.base import SOURCES, Drafter
-from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
+from decoding.sources.branches import LOOKED_AT, tree_of
 from decoding.tree import DraftTree, Int32Array
 
 Positions = npt.NDArray[np.int64]

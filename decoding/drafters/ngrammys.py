@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target
-from decoding.drafters.branches import tree_of
-from decoding.ngrams import ContextNgrams
 from decoding.request import Request
+from decoding.sources.branches import tree_of
+from decoding.sources.ngrams import ContextNgrams
 from decoding.tree import DraftTree, Int32Array
 
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
@@ -40,8 +40,8 @@ class NgrammysDrafter(Drafter):
 
     Departures from the paper: the block is not a batch of k sequences over k copies of the KV, but k branches of one sequence
     under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say how the tables of
-    section 4.1 treat a beginning-of-sequence token, see ``engine.model_tables``. The unigram ranking follows the text of the
-    paper, the distance from the mean, and not its listing, which ranks by an inner product. Draws follow the engine's rule,
+    section 4.1 treat a beginning-of-sequence token, see ``engine.loading.model_tables``. The unigram ranking follows the text of
+    the paper, the distance from the mean, and not its listing, which ranks by an inner product. Draws follow the engine's rule,
     where the paper leaves sampling open. A drafter that was not prepared drafts from the context alone.
     """
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from decoding.drafters.base import SOURCES, Drafter
-from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
+from decoding.sources.branches import LOOKED_AT, tree_of
 from decoding.tree import DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("prompt_lookup")

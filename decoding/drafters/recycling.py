@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
-from decoding.history import Histories, History
 from decoding.request import Acceptance, Request
-from decoding.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
+from decoding.sources.history import Histories, History
+from decoding.sources.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
 from decoding.tree import DraftTree
 
 _SOURCE = SOURCES.index("recycling")

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, takewhile
 
 from decoding.drafters.base import SOURCES, Drafter
-from decoding.drafters.branches import LOOKED_AT, tree_of
 from decoding.request import Request
-from decoding.suffix import SuffixAutomaton
+from decoding.sources.branches import LOOKED_AT, tree_of
+from decoding.sources.suffix_automaton import SuffixAutomaton
 from decoding.tree import DraftTree
 
 OCCURRENCES = ("mixed", "latest", "earliest")

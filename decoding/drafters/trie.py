@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decoding.chains import BLOCK, MAX_MATCH
 from decoding.drafters.base import SOURCES, Drafter, Target
-from decoding.history import Histories, History
 from decoding.request import Request, SamplingParams
-from decoding.token_log import TokenLog, compile_log
+from decoding.sources.history import Histories, History
+from decoding.sources.log.chains import BLOCK, MAX_MATCH
+from decoding.sources.log.token_log import TokenLog, compile_log
+from decoding.sources.log.trie_memory import INPUT, MIXED, OUTPUT, Nodes
+from decoding.sources.log.trie_selection import hierarchical, single
 from decoding.tree import DraftTree, Int32Array
-from decoding.trie_memory import INPUT, MIXED, OUTPUT, Nodes
-from decoding.trie_selection import hierarchical, single
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")
@@ -63,13 +63,13 @@ class TrieDrafter(Drafter):
     ``branch_length`` rows for each, and more occurrences count. A branch is no longer, and the layout ``single`` has only one,
     which cannot be dealt.
 
-    The trie is implicit, see ``decoding.token_log``; ``decoding.trie.FrequencyTrie`` is the explicit one that the tests compare
-    it with. Departures from the published code, beside those that mend its defects (listed there): frequencies count
-    ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output can be drafted from
-    as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the oldest block of
-    tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs, for their
-    request only. Each tenant has a trie of outputs; a request without a tenant is private, has one of its own, and leaves nothing
-    behind. Public texts, which every tenant may draft from, count like outputs.
+    The trie is implicit, see ``decoding.sources.log.token_log``; ``experiments.frequency_trie.FrequencyTrie`` is the explicit one
+    that the tests compare it with. Departures from the published code, beside those that mend its defects (listed there):
+    frequencies count ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output
+    can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the
+    oldest block of tokens leaves, and what was frequent in it survives with half its frequency. References are held like outputs,
+    for their request only. Each tenant has a trie of outputs; a request without a tenant is private, has one of its own, and
+    leaves nothing behind. Public texts, which every tenant may draft from, count like outputs.
     """
 
     def __init__(

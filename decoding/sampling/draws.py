@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.jit import NATIVE
-from decoding.nucleus import CLOSE, WIDE, survivors
-from decoding.philox import UInt64Array, raw_stream
 from decoding.request import SamplingParams
+from decoding.sampling.nucleus import CLOSE, WIDE, survivors
+from decoding.sampling.philox import UInt64Array, raw_stream
 
 Float64Array = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.floating]

@@ -1,8 +1,8 @@
 """Which tokens min-p, top-k and top-p leave of a row of scores, found in one compiled call.
 
-No vocabulary is sorted: tokens near the most likely one are few and, most often, all that can be left. ``decoding.sampling.warp``
-says what the rules are. Sums of probabilities in another order round in another way, so a decision that rounding could turn is
-not made here.
+No vocabulary is sorted: tokens near the most likely one are few and, most often, all that can be left.
+``decoding.sampling.sampler.warp`` says what the rules are. Sums of probabilities in another order round in another way, so a
+decision that rounding could turn is not made here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.jit import compiled
-from decoding.philox import UInt64Array, fill_raw
 from decoding.request import SamplingParams
+from decoding.sampling.philox import UInt64Array, fill_raw
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]

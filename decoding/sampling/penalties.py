@@ -3,7 +3,8 @@
 The rules and their order are vLLM's: grammar, logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858,
 section 4.1; negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API
 reference).
-Temperature, min-p, top-k and top-p follow (``decoding.sampling``). They act at every visited row of a draft tree with that row's
+Temperature, min-p, top-k and top-p follow (``decoding.sampling.sampler``). They act at every visited row of a draft tree with
+that row's
 own prefix: the committed tokens and the path to the row.
 
 Example: prompt 5 5, output 6 6, repetition_penalty 2, frequency_penalty 0.5, presence_penalty 0.25. A logit of 3.0 of token 5
@@ -21,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.grammar import Grammar
 from decoding.request import SamplingParams
 from decoding.tree import BoolArray, Int32Array
+from decoding.verify.grammar import Grammar
 
 # The logit of what a grammar forbids. No bias or penalty makes up for it, no temperature takes it out of float32, and its
-# probability is 0; finite, because rows of finite numbers are drawn from in one compiled call (see ``decoding.row_draw``).
+# probability is 0; finite, because rows of finite numbers are drawn from in one compiled call (see
+# ``decoding.sampling.row_draw``).
 FORBIDDEN = -1e30
 _MANY = 8  # of so many tokens of the vocabulary, each eighth or more: then all of it is gone through, which is faster
 

@@ -66,7 +66,7 @@ def fill_stream(key: np.uint64, position: np.uint64, lanes: UInt64Array) -> None
 def raw_stream(seed: int, position: int, count: int, stream: int = 0) -> UInt64Array:
     """[count] uint64: numpy's stream for the key ``seed`` from the counter ``stream * 2**128 + position * 2**64`` on.
 
-    Streams are independent of each other; ``decoding.laws`` says what each is for.
+    Streams are independent of each other; ``decoding.sampling.probabilities`` says what each is for.
     """
     raw: UInt64Array = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return raw

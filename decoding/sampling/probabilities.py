@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from decoding.philox import raw_stream
+from decoding.sampling.philox import raw_stream
 
 Float64Array = npt.NDArray[np.float64]
 
-# Streams. 0 is that of the target's own choice (``decoding.sampling.choose``).
+# Streams. 0 is that of the target's own choice (``decoding.sampling.sampler.choose``).
 ACCEPT = 1  # whether a draft token is accepted; the index counts the candidates of a position
 RESIDUAL = 2  # the token in place of a rejected one
 DRAFT = 16  # the draft token; DRAFT + k in the k-th of several sequences

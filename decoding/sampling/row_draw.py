@@ -1,8 +1,8 @@
 """The draw of one token from one row of logits on a CPU, in one compiled call.
 
-It is what ``decoding.draws`` does with a dozen of numpy's, for rows of float32 or bfloat16 and requests with a truncation.
-Between two forwards the processor has forgotten the code of everything else, so that calls cost more than the numbers they look
-at.
+It is what ``decoding.sampling.draws`` does with a dozen of numpy's, for rows of float32 or bfloat16 and requests with a
+truncation. Between two forwards the processor has forgotten the code of everything else, so that calls cost more than the numbers
+they look at.
 Where rounding could decide, nothing is decided here.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from decoding.jit import NATIVE, compiled
-from decoding.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
-from decoding.philox import UInt64Array, fill_raw, fill_stream
-from decoding.ranking import pointer
 from decoding.request import SamplingParams
+from decoding.sampling.nucleus import CLOSE, MOST, UNDECIDED, Float32Array, Int64Array, collect, fill_left
+from decoding.sampling.philox import UInt64Array, fill_raw, fill_stream
+from decoding.sampling.ranking import pointer
 from decoding.tree import BoolArray
 
 if NATIVE:
@@ -51,7 +51,7 @@ def _fill_scores(address: int, zero: np.signedinteger, shift: int, temperature: 
 
 @compiled
 def _highest(scores: Float32Array) -> tuple[np.float32, bool]:
-    """The highest score, and whether all are finite. Integers of the same bits are compared: see ``decoding.ranking``."""
+    """The highest score, and whether all are finite. Integers of the same bits are compared: see ``ranking``."""
     bits = scores.view(np.int32)
     best, largest = -_SIGN, np.int32(0)
     for at in range(len(bits)):
@@ -211,7 +211,7 @@ def _draw(
 
 
 def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int | None:
-    """The token that ``decoding.sampling.choose`` gives.
+    """The token that ``decoding.sampling.sampler.choose`` gives.
 
     Args:
         logits: [vocab] on any device.

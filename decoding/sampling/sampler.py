@@ -6,7 +6,7 @@ not the draft, the batch, the replica or the number of draws before. So the same
 after a preemption and after a failover, and tests of sampling are equality tests.
 
 The chain from the model's logits to the token, as in vLLM: grammar, bias, minimum length and penalties
-(``decoding.penalties``), then the argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw.
+(``decoding.sampling.penalties``), then the argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw.
 Log-probabilities are of the model's raw logits.
 """
 
@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.draws import draw, gumbel
-from decoding.penalties import LogitRules
-from decoding.philox import raw_stream
-from decoding.ranking import argmax_rows
 from decoding.request import SamplingParams, TokenLogprob
-from decoding.row_draw import draw_row
+from decoding.sampling.draws import draw, gumbel
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.philox import raw_stream
+from decoding.sampling.ranking import argmax_rows
+from decoding.sampling.row_draw import draw_row
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:

@@ -1,1 +1,5 @@
-"""Where drafts come from: texts, and what the model said before. In: tokens. Out: continuations."""
+"""Where drafts come from: texts, and what the model said before.
+
+In: tokens.
+Out: continuations.
+"""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoding.candidates import Float64Array
-from decoding.held_pieces import HeldPieces
+from decoding.budget.candidates import Float64Array
 from decoding.request import request_of
-from decoding.token_log import TokenLog
+from decoding.sources.log.held_pieces import HeldPieces
+from decoding.sources.log.token_log import TokenLog
 from decoding.tree import Int32Array
 
 PUBLIC = "*"  # the tenant whose texts all tenants draft from

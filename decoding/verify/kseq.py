@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.laws import Float64Array, residual
+from decoding.sampling.probabilities import Float64Array, residual
 
 _HALVINGS = 60  # of an interval of length k - 1: what is left is below the rounding of a double
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from decoding.kseq import KSeq
-from decoding.laws import Float64Array, residual
 from decoding.request import Acceptance
+from decoding.sampling.probabilities import Float64Array, residual
 from decoding.tree import DraftTree, Int32Array
+from decoding.verify.kseq import KSeq
 
 if TYPE_CHECKING:
-    from decoding.target_laws import TargetLaws  # has torch, which those who only name rules do not need
+    from decoding.verify.target_probabilities import TargetLaws  # has torch, which those who only name rules do not need
 
 
 class Rule(Protocol):
@@ -68,9 +68,9 @@ class RejectionRule:
 class KSeqRule:
     """SpecTr: several sequences drawn independently from a draft model, verified as one tree (arXiv 2310.15141, section 5).
 
-    At each row the tokens of the sequences that are still alive are candidates of K-SEQ (see ``decoding.kseq``), which makes one
-    token of the target's law of them. The sequences that hold this token live on. Where none does, or all are at their end, the
-    block ends. The law of the output is exactly the target's.
+    At each row the tokens of the sequences that are still alive are candidates of K-SEQ (see ``decoding.verify.kseq``), which
+    makes one token of the target's law of them. The sequences that hold this token live on. Where none does, or all are at their
+    end, the block ends. The law of the output is exactly the target's.
 
     Departure from the paper, which stops where all candidates are rejected: if the token drawn instead is that of a sequence,
     the walk goes on with it. What the sequences hold further down had no part in the decision.

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from decoding.jit import NATIVE
-from decoding.laws import ACCEPT, RESIDUAL, Float64Array, pick, uniform
-from decoding.logit_rows import LogitRows
-from decoding.nucleus import survivors
-from decoding.penalties import LogitRules
-from decoding.ranking import argmax_rows
 from decoding.request import Request, SamplingParams
-from decoding.sampling import choose, warp
+from decoding.sampling.logit_rows import LogitRows
+from decoding.sampling.nucleus import survivors
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.probabilities import ACCEPT, RESIDUAL, Float64Array, pick, uniform
+from decoding.sampling.ranking import argmax_rows
+from decoding.sampling.sampler import choose, warp
 from decoding.tree import DraftTree
 
 
@@ -72,7 +72,7 @@ class TargetLaws:
         return int(self.num_tokens + self._depths[row])
 
     def uniform(self, row: int, stream: int, index: int = 0) -> float:
-        """A number in (0, 1) for the token below a row, see ``decoding.laws``."""
+        """A number in (0, 1) for the token below a row, see ``decoding.sampling.probabilities``."""
         return uniform(self.params.seed, self.position(row), stream, index)
 
     def accepts(self, row: int, probability: float, index: int = 0) -> bool:

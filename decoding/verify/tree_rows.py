@@ -75,7 +75,7 @@ def lay_rows(
     chains: BoolArray,
     masks: Int8Array,
 ) -> None:
-    """Where the rows of one forward stand, and what those of each tree see (see ``engine.batch.pack``).
+    """Where the rows of one forward stand, and what those of each tree see (see ``engine.forward.batch.pack``).
 
     Args:
         parents: [sum of sizes] of all trees, each counted from its own root.

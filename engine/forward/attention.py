@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from transformers import AttentionInterface
 
-from engine.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
-from engine.kv_cache import SlotCache
-from engine.row_attention import RowAttention, RowStep
+from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
+from engine.forward.batch import Batch, Segment
+from engine.forward.cpu.row_attention import RowAttention, RowStep
+from engine.kv.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
 # Arguments by which a model asks for attention that this function does not compute: sinks, learned biases, chosen keys.
@@ -249,7 +249,8 @@ def _attend(
 
     With grouped-query attention, the heads that share keys become further rows of one head, so that the keys are read once;
     torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
-    blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see ``engine.attention_parts``.
+    blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see
+        ``engine.forward.attention_parts``.
     """
     assert softcap is None
     _, heads, rows, size = query.shape

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.request import Request
-from decoding.rules import Rule
 from decoding.tree import BoolArray, DraftTree, Int32Array
-from decoding.tree_rows import lay_rows
+from decoding.verify.rules import Rule
+from decoding.verify.tree_rows import lay_rows
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from decoding.request import TokenLogprob
-from decoding.sampling import token_logprobs
-from engine.batch import Batch, Work
+from decoding.sampling.sampler import token_logprobs
+from engine.forward.batch import Batch, Work
 
 _TOGETHER = 64  # rows whose logarithms are in memory at once
 

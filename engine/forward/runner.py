@@ -9,16 +9,16 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import StepContext
-from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
-from engine.grammar import Grammars
-from engine.kv_cache import KVShape, SlotCache
-from engine.row_attention import RowAttention, laid_out
-from engine.row_cut import cut
-from engine.row_linear import row_linears
-from engine.row_model import RowModel
-from engine.thin_modules import thin_modules
+from engine.forward.attention import StepContext
+from engine.forward.batch import Batch, Segment
+from engine.forward.cpu.row_attention import RowAttention, laid_out
+from engine.forward.cpu.row_cut import cut
+from engine.forward.cpu.row_linear import row_linears
+from engine.forward.cpu.row_model import RowModel
+from engine.forward.thin_modules import thin_modules
+from engine.kv.kv_cache import KVShape, SlotCache
+from engine.text.grammar import Grammars
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
@@ -38,7 +38,7 @@ class ModelRunner:
     """A causal language model and the KV slots of the sequences it works on."""
 
     ranks = 1  # processes that take part in a forward
-    exact = False  # whether each row was seen to have the same bits in every company: see ``engine.exactness``
+    exact = False  # whether each row was seen to have the same bits in every company: see ``engine.forward.exactness``
     _by_rows = True  # KV lies as compiled code for any rows reads it, where there is such code
 
     def __init__(
@@ -53,13 +53,13 @@ class ModelRunner:
         """
         Args:
             model: loaded with ``attn_implementation=TREE_ATTENTION``, in evaluation mode. Some modules are replaced in place: see
-                ``engine.thin_modules``.
+                ``engine.forward.thin_modules``.
             slots: sequences held at once.
             capacity: entries of one slot: longest sequence and draft rows.
             shape: of the heads and layers that are here; of the whole model when absent.
             cache: what keeps the KV.
-            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.exactness``. When
-                absent, forwards have as many rows as there are.
+            fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.forward.exactness``.
+                When absent, forwards have as many rows as there are.
 
         Raises:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.

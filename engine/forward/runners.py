@@ -8,11 +8,11 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from configs.slices import EngineOptions
-from engine import exactness
-from engine.compiled_layers import compile_layers
 from engine.errors import ModelLoadError
-from engine.runner import ModelRunner
-from engine.static_runner import StaticRunner, has_graphs
+from engine.forward import exactness
+from engine.forward.cuda.compiled_layers import compile_layers
+from engine.forward.cuda.static_runner import StaticRunner, has_graphs
+from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

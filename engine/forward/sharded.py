@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import StepContext
-from engine.batch import Batch, Segment
-from engine.kv_cache import KVShape, SlotCache
-from engine.runner import ModelRunner
+from engine.forward.attention import StepContext
+from engine.forward.batch import Batch, Segment
+from engine.forward.runner import ModelRunner
+from engine.kv.kv_cache import KVShape, SlotCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
 
 
 def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: KVShape) -> ModelRunner:
-    """Another rank's part, whose slots hold zeros: what the leader has cleared (``engine.latency``), nobody tells the others."""
+    """Another rank's part, whose slots hold zeros: what the leader has cleared, nobody tells the others."""
     runner = ModelRunner(model, slots, capacity, shape)
     zeros = torch.zeros(1, dtype=shape.dtype, device=shape.device).expand(shape.kv_heads, capacity, shape.head_dim)
     for layer in range(shape.first_layer, shape.first_layer + shape.layers):

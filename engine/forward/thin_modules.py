@@ -1,7 +1,8 @@
 """Modules that take the places of a stock model's own: they say the same, and cost less per call or round alike for any rows.
 
 A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or
-the list of its layers, can be replaced in the instance as ``engine.row_linear`` does; nothing of transformers is changed.
+the list of its layers, can be replaced in the instance as ``engine.forward.cpu.row_linear`` does; nothing of transformers is
+changed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from engine.row_linear import DTYPES, has_kernels
+from engine.forward.cpu.row_linear import DTYPES, has_kernels
 
 _PROBE_ROWS = 32
 _REGISTERS = 64  # numbers that torch computes at once: two registers of bfloat16
@@ -47,7 +48,7 @@ class CompiledNorm(torch.nn.Module):
 @cache
 def _norm_kernel(dtype: str) -> tuple[Callable[[int], None], Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.native.norm import Norm, entry_point
+    from engine.forward.cpu.native_norm import Norm, entry_point
 
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(dtype).address), Norm
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.prefix_cache import PrefixCache
+from engine.kv.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SlotCache:
     """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
 
     Memory is taken once. A slot needs no clearing: entries are written before they are read. Keys that lie in panels are a
-    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``engine.row_linear``.
+    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``engine.forward.cpu.row_linear``.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
@@ -118,7 +118,7 @@ class SlotCache:
             for entries in (self._keys, self._values):
                 entries[:, slot, :, start : start + len(rows)] = entries[:, slot].index_select(2, source)
             return
-        from engine.native.attention import move_entries  # needs numba, as slots with panels do
+        from engine.forward.cpu.native_attention import move_entries  # needs numba, as slots with panels do
 
         size, (layer, behind) = self._keys.element_size(), self._keys.stride()[:2]
         keys, values = (entries.data_ptr() + slot * behind * size for entries in (self._keys, self._values))

@@ -1,1 +1,5 @@
-"""Models, tokenizers and tables from disk or package index. In: a name or a folder. Out: a loaded model, or one line that says why not."""
+"""Models, tokenizers and tables from disk or package index.
+
+In: a name or a folder.
+Out: a loaded model, or one line that says why not.
+"""

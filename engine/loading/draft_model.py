@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from configs.slices import Dtype, ModelOptions
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
-from engine.batch import Line, LineWork, pack
 from engine.errors import ModelLoadError
-from engine.loading import LoadedModel, load_model
-from engine.prefix_cache import common_prefix
-from engine.runner import ModelRunner
+from engine.forward.batch import Line, LineWork, pack
+from engine.forward.runner import ModelRunner
+from engine.kv.prefix_cache import common_prefix
+from engine.loading.model import LoadedModel, load_model
 
 
 class _Slot:
@@ -72,11 +72,11 @@ class _Slot:
 
 
 class LocalDraftModel:
-    """A draft model (``decoding.draft_model.DraftModel``) over the same slot numbers as the target's.
+    """A draft model (``decoding.drafters.with_model.draft_model.DraftModel``) over the same slot numbers as the target's.
 
     An entry of a slot is valid as long as the tokens up to it are those it was computed from: refused drafts, preemption, and
     slots that change hands are noticed by comparing tokens. Requests of a scope take over what others of it left, as they do of
-    the target (``engine.prefix_cache``); of a request without a scope nobody does.
+    the target (``engine.kv.prefix_cache``); of a request without a scope nobody does.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_model_len: int, step_tokens: int) -> None:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
-from engine.gguf_header import GgufHeader, read_header
+from engine.loading.gguf_header import GgufHeader, read_header
 
 _PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
 # How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each

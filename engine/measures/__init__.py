@@ -1,1 +1,5 @@
-"""What an engine measures: times of steps, energy, counters. In: steps. Out: curves and counts."""
+"""What an engine measures: times of steps, energy, counters.
+
+In: steps.
+Out: curves and counts.
+"""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 
-from decoding.latency import LatencyCurve
-from engine.device_name import device_name
-from engine.kept_files import keep_file
-from engine.latency import Case, Report, cases, fit, measure
-from engine.loading import ModelInfo
-from engine.runner import ModelRunner
+from decoding.budget.latency import LatencyCurve
+from engine.forward.runner import ModelRunner
+from engine.loading.kept_files import keep_file
+from engine.loading.model import ModelInfo
+from engine.measures.device_name import device_name
+from engine.measures.latency import Case, Report, cases, fit, measure
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class CalibrationFile:
         """Measures now, whatever the file says.
 
         Args:
-            report: see ``engine.latency.measure``.
+            report: see ``engine.measures.latency.measure``.
         """
         timings = measure(self._runner, self._max_model_len, report)
         return Calibration(timings.seconds, fit(timings.seconds), self._setting, timings.spread)
@@ -143,8 +143,8 @@ def _setting(runner: ModelRunner, info: ModelInfo) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """Digits that stand for the sources beside and below this file, which compute the steps."""
+    """Digits that stand for the sources of the engine, which compute the steps."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

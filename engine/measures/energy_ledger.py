@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decoding.request import Request
-from engine.batch import Work
-from engine.energy import EnergyMeter
+from engine.forward.batch import Work
+from engine.measures.energy import EnergyMeter
 
 READ_S = 0.1  # while requests run the counter is read that often
 FRESH_S = 0.02  # but not again after so short a time when a request ends: the counter would say the same

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decoding.latency import LatencyCurve, StepLoad
-from decoding.ranking import argmax_rows
+from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Request, SamplingParams
+from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
-from engine.batch import Batch, Work, pack
-from engine.model_tables import Progress
-from engine.runner import ModelRunner
+from engine.forward.batch import Batch, Work, pack
+from engine.forward.runner import ModelRunner
+from engine.loading.model_tables import Progress
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of one sequence
 _CONTEXT = 256  # entries before those rows

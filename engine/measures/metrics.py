@@ -1,4 +1,4 @@
-"""What an engine counts for dashboards: plain numbers and histograms (``engine.histogram``).
+"""What an engine counts for dashboards: plain numbers and histograms (``engine.measures.histogram``).
 
 The engine's thread counts, any thread reads. Nothing here asks the device for anything, and there is no lock: an increment is
 seen now or at the next reading.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decoding.budget import BudgetCounts
+from decoding.budget.row_budget import BudgetCounts
 from decoding.drafters.base import SOURCES
 from decoding.request import FinishReason, Request
 from decoding.tree import DraftTree
-from engine.batch import Work
-from engine.histogram import FIRST_TOKEN_S, REQUEST_S, STEP_TOKENS, TOKEN_S, Histogram, HistogramCounts, one_two_five
+from engine.forward.batch import Work
+from engine.measures.histogram import FIRST_TOKEN_S, REQUEST_S, STEP_TOKENS, TOKEN_S, Histogram, HistogramCounts, one_two_five
 
 _STATM = Path("/proc/self/statm")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from decoding.history import Histories
 from decoding.request import Request, request_of
+from decoding.sources.history import Histories
 from engine.executor import Executor
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from configs.slices import EngineOptions
 from decoding.request import Request, RequestState
 from engine.errors import QueueFullError, RequestError
-from engine.fair_queue import FairQueue
-from engine.prefix_cache import WORTH_COPYING, common_prefix
+from engine.kv.prefix_cache import WORTH_COPYING, common_prefix
+from engine.scheduling.fair_queue import FairQueue
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step

@@ -128,7 +128,7 @@ def _reason(message: str) -> str:
 
 
 class MatcherGrammar:
-    """A ``decoding.grammar.Grammar`` over a matcher of the library."""
+    """A ``decoding.verify.grammar.Grammar`` over a matcher of the library."""
 
     __slots__ = ("_beyond", "_end_tokens", "_mask", "_matcher", "_size", "_vocab_size", "_vocabulary", "_words", "fault")
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from transformers import PreTrainedTokenizerFast
 
 from decoding.request import FinishReason, Request
-from engine.detokenizer import Detokenizer
+from engine.text.detokenizer import Detokenizer
 
 
 class Outputs:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.energy import EnergyMeter, measure_idle, open_meter
+from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 from experiments.contestants import Contestant, Prompt
 from experiments.gpu import models
 from experiments.gpu.clock import shown, spread, wait

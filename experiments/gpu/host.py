@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine import executor as executor_module
-from engine.batch import Work
 from engine.engine import Engine
-from engine.scheduler import Scheduler
+from engine.forward.batch import Work
+from engine.scheduling.scheduler import Scheduler
 from experiments.contestants import Prompt, make_request
 from experiments.gpu import models
 from experiments.gpu.clock import shown, spread, wait

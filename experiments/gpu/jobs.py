@@ -65,7 +65,7 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
-        if self.report is not None and record.name != "engine.model_tables":  # whose progress it is
+        if self.report is not None and record.name != "engine.loading.model_tables":  # whose progress it is
             text = record.getMessage()[:_WARNING_CHARS]
             self.report.found.setdefault("warnings", []).append(f"{record.name}: {text}")
             self.report.say(f"warning: {text}")

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from configs.slices import EngineOptions
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.attention import TREE_ATTENTION
-from engine.batch import Batch, Work, pack
 from engine.errors import ModelLoadError
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
-from engine.runners import make_runner
-from engine.static_runner import has_graphs
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import Batch, Work, pack
+from engine.forward.cuda.static_runner import has_graphs
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
+from engine.loading.model import LoadedModel
 from experiments.gpu.report import Report, Setting, UnavailableError, one_line
 from experiments.guided import stock_twin
 
@@ -87,9 +87,9 @@ def build_runner(kind: str, model: PreTrainedModel, capacity: int) -> ModelRunne
     """A runner with one KV slot. Not to be called in inference mode: its slots are written to outside of it, too.
 
     Args:
-        kind: ``eager``, kernel by kernel (``ModelRunner``); ``graphs``, captured CUDA graphs (``engine.static_runner``);
-            ``strict``, rows that have the same bits in any company (``engine.exactness``), as graphs where there can be any;
-            ``compiled``, graphs of compiled layers.
+        kind: ``eager``, kernel by kernel (``ModelRunner``); ``graphs``, captured CUDA graphs
+            (``engine.forward.cuda.static_runner``); ``strict``, rows that have the same bits in any company
+            (``engine.forward.exactness``), as graphs where there can be any; ``compiled``, graphs of compiled layers.
         model: to run.
         capacity: entries of the slot.
 

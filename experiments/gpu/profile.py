@@ -9,9 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from decoding.ranking import argmax_rows
-from engine.batch import Batch
-from engine.runner import ModelRunner
+from decoding.sampling.ranking import argmax_rows
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
 from experiments.gpu import models
 from experiments.gpu.ceilings import roof_gb_s
 from experiments.gpu.clock import wait

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from decoding.ranking import argmax_rows
-from engine.batch import Batch
-from engine.runner import ModelRunner
+from decoding.sampling.ranking import argmax_rows
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
 from experiments.gpu import models
 from experiments.gpu.ceilings import roof_gb_s
 from experiments.gpu.clock import Case, Times, in_turns, ratios, shown, spread

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.prompt_file import PromptFileError
 from experiments.contestants import Prompt
 from experiments.gpu.report import Report, Setting
 

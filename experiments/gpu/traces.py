@@ -7,11 +7,11 @@ from pathlib import Path
 
 from configs.slices import EngineOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, Drafter, build_drafter
-from engine.batch import Work
 from engine.engine import Engine
 from engine.executor import LocalExecutor, Outcome
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.batch import Work
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
 from engine.target import LocalTarget
 from experiments.contestants import EngineContestant
 from experiments.guided import GuidedExecutor

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from decoding.dealing import compile_dealing
-from decoding.nucleus import compile_nucleus
-from decoding.ranking import compile_ranking
-from decoding.row_draw import compile_draws
-from decoding.tree_rows import compile_rows
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from decoding.budget.partition import compile_dealing
+from decoding.sampling.nucleus import compile_nucleus
+from decoding.sampling.ranking import compile_ranking
+from decoding.sampling.row_draw import compile_draws
+from decoding.verify.tree_rows import compile_rows
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
 from experiments.gpu.models import SIZES, device_model
 from experiments.gpu.texts import made_up
 from experiments.gpu.traces import Engines

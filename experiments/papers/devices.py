@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from engine.latency import Case, time_steps
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
+from engine.measures.latency import Case, time_steps
 
 _RESET_PEAK = "5"  # written to clear_refs: Linux counts the peak of resident memory anew
 
@@ -21,7 +21,7 @@ def step_ms(loaded: LoadedModel, wanted: Iterable[tuple[int, int]]) -> dict[tupl
     Args:
         loaded: the model.
         wanted: (rows, entries before them) of one sequence under a tree mask. What does not fit the context is left out, and on a
-            slow device the largest (see ``engine.latency.time_steps``).
+            slow device the largest (see ``engine.measures.latency.time_steps``).
     """
     fitting = sorted({pair for pair in wanted if sum(pair) <= loaded.max_model_len})
     if not fitting:

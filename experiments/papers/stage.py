@@ -17,7 +17,7 @@ from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
 from decoding.tree import Int32Array
 from engine.engine import Engine
-from engine.loading import LoadedModel
+from engine.loading.model import LoadedModel
 from experiments.bench_models import MAX_TOKENS, load_setting
 from experiments.competition import Tally, compete, decode_ratios, progress_bar
 from experiments.contestants import Contestant, EngineContestant, Prompt

@@ -26,10 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.prompt_file import PromptFileError
+from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.jit import cache_folder
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.kept_files import alone
+from engine.loading.kept_files import alone
 
 Say = Callable[[str], None]
 TORCH, VLLM, LLAMA, AIPERF, SUFFIX = "2.13.0", "0.32.0", "0.3.36", "0.13.0", "0.1.1"

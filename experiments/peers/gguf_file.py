@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError
-from engine.loading import load_weights
-from engine.model_files import PACKAGED_MODELS, checked_wheel, kept_models
+from engine.loading.model import load_weights
+from engine.loading.model_files import PACKAGED_MODELS, checked_wheel, kept_models
 from experiments.peers.environments import MissingPeerError
 
 PACKAGED = "smollm2-135m-instruct"

@@ -99,7 +99,7 @@ def _turn(
 
 def _prompt_files(folder: Path, model: Path, args: argparse.Namespace) -> dict[str, Path]:
     """The same prompts as each tool reads them, by tool."""
-    from engine.loading import load_tokenizer
+    from engine.loading.model import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
     chosen = []

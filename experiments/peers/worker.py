@@ -30,8 +30,8 @@ from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
-from engine.loading import load_weights
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import load_weights
 from experiments.bench_models import calm
 from experiments.contestants import Prompt
 from experiments.load_servers import EngineServer, OneAtATime
@@ -42,7 +42,7 @@ from experiments.stock_generate import StockGenerate, StockPromptLookup
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
-KINDS = {  # of what a forward does: the operations of ``engine.native.step``
+KINDS = {  # of what a forward does: the operations of ``engine.forward.cpu.native_step``
     "linears": ("LINEAR", "PICKED_LINEAR"),
     "attention": ("ATTEND",),
     "norms, rotation, embedding": ("NORM", "PICKED_NORM", "ROTATE", "EMBED"),

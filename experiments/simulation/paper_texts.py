@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cluster.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from configs.slices import EngineOptions
 from decoding.replay import KnownText
 from decoding.strategy_choice import parse_strategy

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree, Part
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 from experiments.simulation.steps import RankLoad
 
-_LAZY_LAG = 16  # as of ``actors.seat``
+_LAZY_LAG = 16  # as of ``actors.lookahead.rank_state``
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ def accepted(tree: DraftTree, live: Live) -> Acceptance:
 
 
 class Tally:
-    """What one rank computes in a step, and whether the step waits for it (see ``actors.seat.Seat.deal``).
+    """What one rank computes in a step, and whether the step waits for it (see ``actors.lookahead.rank_state.Seat.deal``).
 
     The leader computes all of a prefill and its part of each tree. So does another rank, which first computes what it lacks of
     the text; of a request of whose tree it has the root alone it computes nothing until it lacks 16 tokens, and nobody waits.

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.width import WidthChoice, WidthChoices
+from actors.lookahead.width import WidthChoice, WidthChoices
 from configs.slices import EngineOptions
-from decoding.latency import StepLoad
+from decoding.budget.latency import StepLoad
 from decoding.replay import KnownText, known_rows
 from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
 from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
-from engine.prefix_cache import PrefixCache
-from engine.scheduler import Scheduler, Share
+from engine.kv.prefix_cache import PrefixCache
+from engine.scheduling.scheduler import Scheduler, Share
 from experiments.simulation.ranks import Live, Tally, Work, accepted
 from experiments.simulation.steps import RankLoad, StepTimes
 from experiments.simulation.target import KnownTarget

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.budget.latency import LatencyCurve, StepLoad
 from experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]

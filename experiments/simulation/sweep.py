@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.strategy_option import StrategyChoice
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from decoding.replay import KnownText
 from experiments.simulation.cluster import SimulatedCluster, keyed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from decoding.tree import Int32Array
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from engine.engine import Engine
 from experiments.contestants import Prompt, make_request
 from experiments.guided import GuidedExecutor

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.elastic import Elastic
-from actors.link import Link, connect
-from actors.lookahead_parallel import GroupState, LookaheadParallelExecutor
+from actors.lookahead.elastic import Elastic
+from actors.lookahead.executor import GroupState, LookaheadParallelExecutor
+from actors.lookahead.link import Link, connect
+from actors.lookahead.wire import Away, Beat, Message, Reply, StepMessage
 from actors.replica import Replica, ReplicaError
-from actors.wire import Away, Beat, Message, Reply, StepMessage
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
 from tests import waiting
 from tests.models import llama_config, save_model
 

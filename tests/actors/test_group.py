@@ -16,9 +16,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.group import Group
+from actors.lookahead.group import Group
 from actors.offline_group import OfflineLeader, Shape, shape_of
-from actors.pinning import own_cores
+from actors.placement.pinning import own_cores
 from actors.ranks import GroupError
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.link import LINK_ERRORS, connect
-from actors.lookahead_parallel import GroupState
-from actors.rank import RankServer
+from actors.lookahead.executor import GroupState
+from actors.lookahead.link import LINK_ERRORS, connect
+from actors.lookahead.rank import RankServer
 from configs.slices import ParallelismOptions
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams

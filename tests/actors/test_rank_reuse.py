@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rank import Rank
-from actors.wire import OpenMessage, StepMessage, WorkMessage
+from actors.lookahead.rank import Rank
+from actors.lookahead.wire import OpenMessage, StepMessage, WorkMessage
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
 from engine.executor import LocalExecutor
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
 from tests.models import VOCAB
 from tests.ranks import twin
 

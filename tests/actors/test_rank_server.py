@@ -11,9 +11,9 @@ from multiprocessing import AuthenticationError
 import numpy as np
 import pytest
 
-from actors.link import LINK_ERRORS, Link, connect, readable
-from actors.rank import RankServer, text_digest
-from actors.wire import Away, Beat, Failure, Message, OpenMessage, Reply, StepMessage, WorkMessage
+from actors.lookahead.link import LINK_ERRORS, Link, connect, readable
+from actors.lookahead.rank import RankServer, text_digest
+from actors.lookahead.wire import Away, Beat, Failure, Message, OpenMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
 from decoding.request import SamplingParams
 from engine.executor import LocalExecutor

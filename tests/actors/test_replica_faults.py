@@ -11,7 +11,7 @@ import pytest
 
 from actors.cache_access import CacheAccess
 from actors.replica import Replica
-from cache_service.mirror import MirrorCounts
+from cache_service.mirror.mirror import MirrorCounts
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats
 from experiments.redis_process import RedisProcess

@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.pipeline_parallel import bounds
+from actors.lookahead.wire import WireError
 from actors.ranks import GroupError
-from actors.shard import Shard, ShardMode
-from actors.sharded_wire import Failed, Join, Ready, ShardMessage, Step, decode_shard, encode_shard, encode_step
-from actors.shared_sums import alone_in
-from actors.tensor_parallel import take_part
-from actors.wire import WireError
-from engine.batch import Batch, Segment
-from engine.sharded import Compaction, Copy
+from actors.sharded.pipeline_parallel import bounds
+from actors.sharded.shard import Shard, ShardMode
+from actors.sharded.shared_sums import alone_in
+from actors.sharded.tensor_parallel import take_part
+from actors.sharded.wire import Failed, Join, Ready, ShardMessage, Step, decode_shard, encode_shard, encode_step
+from engine.forward.batch import Batch, Segment
+from engine.forward.sharded import Compaction, Copy
 from tests import waiting
 from tests.models import tiny_model
 from tests.parts import Answers, whole

@@ -13,11 +13,11 @@ import pytest
 from actors.cache_access import CacheAccess
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
 from actors.replica import Replica
-from cache_service.admin import CacheAdmin
-from cache_service.embedded import EmbeddedRedis
+from cache_service.keeper.admin import CacheAdmin
+from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.namespace import Identity
-from cache_service.redis_store import RedisStore
-from cache_service.snapshot import decode_snapshot
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats
 from tests import waiting

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.seat import Held, Holdings
-from actors.shares import Share, merge
+from actors.lookahead.rank_state import Held, Holdings
+from actors.lookahead.shares import Share, merge
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Part
-from engine.batch import Work
+from engine.forward.batch import Work
 
 # Root 7 with the branches 1 2 3 and 4 5.
 TREE = DraftTree(

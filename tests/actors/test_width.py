@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.width import WidthChoice, WidthChoices
+from actors.lookahead.width import WidthChoice, WidthChoices
 
 
 def shared_steps(choice: WidthChoice, steps: int, shared_s: float, alone_s: float, shared_tokens: int = 3) -> list[bool]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.wire import (
+from actors.lookahead.wire import (
     Away,
     Beat,
     Failure,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from cache_service.embedded import EmbeddedRedis
-from cache_service.redis_store import RedisStore
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
 from experiments.redis_process import RedisProcess
 
 

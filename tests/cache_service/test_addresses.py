@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from cache_service.acl import acl_rule
-from cache_service.addresses import connect
-from cache_service.redis_binary import find_redis_server
-from cache_service.redis_store import RedisStore
+from cache_service.store.acl import acl_rule
+from cache_service.store.addresses import connect
+from cache_service.store.redis_binary import find_redis_server
+from cache_service.store.redis_store import RedisStore
 
 A = "a" * 32
 PASSWORD = "p@ss:w/rd"

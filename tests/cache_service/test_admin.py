@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import redis
 
-from cache_service.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
-from cache_service.embedded import EmbeddedRedis
+from cache_service.keeper.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
+from cache_service.keeper.server import CacheServer
+from cache_service.keeper.snapshot import CorruptSnapshotError, decode_snapshot
 from cache_service.namespace import Identity, namespace
 from cache_service.records import MAX_BATCH_BYTES, Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.redis_store import Counts, RedisStore
-from cache_service.server import CacheServer
-from cache_service.snapshot import CorruptSnapshotError, decode_snapshot
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import Counts, RedisStore
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC
 from decoding.request import request_hash, text_key
+from decoding.sources.history import PUBLIC
 from tests.waiting import wait_for
 
 SECRET = b"of the tests"

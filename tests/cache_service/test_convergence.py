@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.snapshot import decode_snapshot, encode_snapshot
 from cache_service.texts import Admitted, Ledger, TenantTexts
-from decoding.history import History
+from decoding.sources.history import History
 
 VOCAB = 500
 LENGTH = 24  # of a text; its first token tells which it is

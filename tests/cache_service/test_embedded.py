@@ -16,12 +16,12 @@ import psutil
 import pytest
 import redis
 
-from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
-from cache_service.redis_binary import FLOORS, find_redis_server, packaged_server, version_fault
+from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
+from cache_service.store.redis_binary import FLOORS, find_redis_server, packaged_server, version_fault
 
 HOLD = """
 import sys, time
-from cache_service.embedded import EmbeddedRedis
+from cache_service.store.embedded import EmbeddedRedis
 server = EmbeddedRedis.start()
 print(server.pid, flush=True)
 time.sleep(600)
@@ -240,7 +240,7 @@ def test_server_on_the_path_is_taken_without_the_wheel(monkeypatch: pytest.Monke
     assert binary is not None
     (tmp_path / "redis-server").symlink_to(binary.path)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("cache_service.redis_binary.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
     with EmbeddedRedis.start() as server:
         assert server.running
 
@@ -250,6 +250,6 @@ def test_broken_binary_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("cache_service.redis_binary.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("cache_service.store.redis_binary.importlib.util.find_spec", lambda name: None)
     with pytest.raises(EmbeddedRedisError, match="redis-server did not answer"):
         EmbeddedRedis.start()

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import redis
 
-from cache_service.embedded import EmbeddedRedis
-from cache_service.mirror import Mirror
+from cache_service.keeper.snapshot import Snapshot, SnapshotText, encode_snapshot
+from cache_service.mirror.mirror import Mirror
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, encode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.snapshot import Snapshot, SnapshotText, encode_snapshot
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC, Histories, History
 from decoding.request import request_hash, text_key
+from decoding.sources.history import PUBLIC, Histories, History
 from tests.waiting import eventually
 
 VOCAB = 500
@@ -31,7 +31,7 @@ T1, T2, T3 = (text_key(name) for name in ("one", "two", "three"))
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mirrors look at where the streams stand ten times as often."""
-    monkeypatch.setattr("cache_service.mirror.LOOK_S", 0.1)
+    monkeypatch.setattr("cache_service.mirror.mirror.LOOK_S", 0.1)
 
 
 class Replica:

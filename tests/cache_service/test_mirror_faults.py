@@ -14,15 +14,15 @@ from contextlib import contextmanager
 import pytest
 import redis
 
-from cache_service.breaker import Guard, failure_kind
-from cache_service.embedded import EmbeddedRedis
-from cache_service.mirror import Mirror
+from cache_service.mirror.mirror import Mirror
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, encode_batch
-from cache_service.redis_store import RedisStore
+from cache_service.store.breaker import Guard, failure_kind
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions
-from decoding.history import Histories
 from decoding.request import text_key
+from decoding.sources.history import Histories
 from experiments.redis_process import RedisProcess
 from tests.waiting import eventually
 
@@ -81,7 +81,7 @@ def said(caplog: pytest.LogCaptureFixture, level: int, words: str) -> int:
 
 @pytest.fixture(autouse=True)
 def often_and_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_service.mirror.LOOK_S", 0.1)
+    monkeypatch.setattr("cache_service.mirror.mirror.LOOK_S", 0.1)
     caplog.set_level(logging.INFO)
 
 

@@ -6,15 +6,15 @@ import time
 
 import numpy as np
 
-from cache_service.inbox import Inbox
+from cache_service.mirror.inbox import Inbox
+from cache_service.mirror.outbox import Outbox
+from cache_service.mirror.tail import Tail
 from cache_service.namespace import Identity, namespace
-from cache_service.outbox import Outbox
 from cache_service.records import Batch, CacheDelta, encode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.stream_ids import written_s
-from cache_service.tail import Tail
-from decoding.history import Histories
+from cache_service.store.redis_store import RedisStore
+from cache_service.store.stream_ids import written_s
 from decoding.request import text_key
+from decoding.sources.history import Histories
 
 IDENTITY = Identity("11" * 16, "22" * 16, 500)
 NAME = namespace(b"secret", "a", IDENTITY.model_revision, IDENTITY.tokenizer_revision)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache_service.outbox import PIECE_TOKENS, Outbox
+from cache_service.mirror.outbox import PIECE_TOKENS, Outbox
 from cache_service.records import CacheDelta
 
 MANY = 1 << 30

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import redis
 
-from cache_service.embedded import EmbeddedRedis
-from cache_service.folding import Fold
+from cache_service.keeper.folding import Fold
+from cache_service.keeper.server import CacheServer
+from cache_service.keeper.snapshot import Snapshot, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity, namespace
 from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.server import CacheServer
-from cache_service.snapshot import Snapshot, SnapshotText, decode_snapshot, encode_snapshot
-from cache_service.stream_ids import compare_ids
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
+from cache_service.store.stream_ids import compare_ids
 from cache_service.texts import TenantTexts
 from configs.slices import CacheOptions
-from decoding.history import PUBLIC
 from decoding.request import request_hash, text_key
+from decoding.sources.history import PUBLIC
 from experiments.redis_process import RedisProcess
 from tests.waiting import wait_for
 
@@ -36,7 +36,7 @@ Texts = dict[int, tuple[list[int], bool]]
 HOLD = """
 import sys, time
 from cache_service.namespace import Identity
-from cache_service.server import CacheServer
+from cache_service.keeper.server import CacheServer
 from configs.slices import CacheOptions
 url, prefix = sys.argv[1:]
 options = CacheOptions(prefix=prefix, snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
@@ -427,7 +427,7 @@ def writing_redis() -> Iterator[RedisProcess]:
 def test_what_is_deleted_leaves_the_files_of_redis(
     make: Callable[..., Cluster], writing_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    monkeypatch.setattr("cache_service.server._REWRITE_S", 0.5)
+    monkeypatch.setattr("cache_service.keeper.server._REWRITE_S", 0.5)
     cluster, folder = make(writing_redis.url), Path(writing_redis.client.config_get("dir")["dir"])
     server = cluster.server()
     for name in ("first", "second"):

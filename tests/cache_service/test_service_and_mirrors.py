@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from cache_service.admin import CacheAdmin
-from cache_service.embedded import EmbeddedRedis
-from cache_service.mirror import Mirror
+from cache_service.keeper.admin import CacheAdmin
+from cache_service.keeper.server import CacheServer
+from cache_service.keeper.snapshot import decode_snapshot
+from cache_service.mirror.mirror import Mirror
 from cache_service.namespace import Identity
-from cache_service.server import CacheServer
-from cache_service.snapshot import decode_snapshot
+from cache_service.store.embedded import EmbeddedRedis
 from configs.slices import CacheOptions
-from decoding.history import Histories
 from decoding.request import text_key
+from decoding.sources.history import Histories
 from tests.waiting import wait_for
 
 SECRET = b"of the tests"

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.snapshot import CorruptSnapshotError, Snapshot, SnapshotText, TextTable, decode_snapshot, encode_snapshot
+from cache_service.keeper.snapshot import (
+    CorruptSnapshotError,
+    Snapshot,
+    SnapshotText,
+    TextTable,
+    decode_snapshot,
+    encode_snapshot,
+)
 
 FEW = settings(max_examples=40)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_service.eviction import GRAM, worths
+from cache_service.keeper.eviction import GRAM, worths
+from cache_service.keeper.snapshot import Snapshot, SnapshotText
 from cache_service.records import Batch, CacheDelta
-from cache_service.snapshot import Snapshot, SnapshotText
 from cache_service.texts import MAX_EVICTED, MAX_HELD, KeptText, Ledger, TenantTexts
 
 
@@ -205,7 +205,7 @@ def test_a_share_of_the_grams_is_enough(monkeypatch: pytest.MonkeyPatch) -> None
     texts = [np.concatenate([phrases[at] for at in rng.integers(0, 5 + index, 30)]).astype(np.int32) for index in range(25)]
     ages_s = np.arange(25.0)[::-1]
     exact = worths(texts, ages_s, 10.0)
-    monkeypatch.setattr("cache_service.eviction.MAX_GRAMS", 4000)  # one in four of 14,925
+    monkeypatch.setattr("cache_service.keeper.eviction.MAX_GRAMS", 4000)  # one in four of 14,925
     sampled = worths(texts, ages_s, 10.0)
     assert not np.array_equal(sampled, exact)
     assert sampled == pytest.approx(exact, rel=0.25)

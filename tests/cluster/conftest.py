@@ -28,17 +28,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.replica import Description, Replica
-from cache_service.admin import CacheAdmin, Problem, TenantStats
-from cache_service.embedded import EmbeddedRedis
+from cache_service.keeper.admin import CacheAdmin, Problem, TenantStats
+from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.namespace import Identity, hash_key, namespace
 from cache_service.records import Batch, CacheDelta, encode_batch
-from cache_service.redis_store import RedisStore
-from cache_service.snapshot import decode_snapshot
-from cluster import errors
-from cluster.admin_api import AdminService, add_admin_routes
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
+from cluster.admission.tenancy import Tenancy
 from cluster.app import build_app
-from cluster.generation import Job
-from cluster.tenancy import Tenancy
+from cluster.http import errors
+from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.serving.generation import Job
 from configs.schema import Config
 from configs.slices import (
     CacheOptions,

@@ -13,10 +13,10 @@ from fastapi import FastAPI
 
 from actors.replica import Description
 from cache_service.namespace import hash_key
-from cluster import admin_api
-from cluster.admin_api import AdminService, add_admin_routes
-from cluster.errors import install
-from cluster.tenancy import Tenancy
+from cluster.admission.tenancy import Tenancy
+from cluster.http import admin_api
+from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.http.errors import install
 from configs.slices import TenancyOptions
 
 ServeApi = Callable[[FastAPI], AbstractContextManager[str]]

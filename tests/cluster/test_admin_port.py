@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from cache_service.namespace import hash_key
-from cluster.admin_port import AdminPort
-from cluster.api import Service, create_api
-from cluster.generation import EnginePort
-from cluster.preflight import LaunchError, check_port
+from cluster.cli.launch.preflight import LaunchError, check_port
+from cluster.http.admin_port import AdminPort
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import EnginePort
 from configs.schema import ConfigError, load_config
 from configs.server_checks import admin_address
 from configs.slices import ServerOptions, TenancyOptions

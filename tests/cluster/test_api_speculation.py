@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.app import EngineReplica
-from cluster.cli import app
-from cluster.generation import Job
-from cluster.preflight import LaunchError, check_speculation
+from cluster.cli.launch.preflight import LaunchError, check_speculation
+from cluster.cli.main import app
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, SpecStats, StepOutput
 

@@ -14,9 +14,9 @@ import pytest
 from fastapi import FastAPI
 
 from actors.replica import Description, Replica, ReplicaError
-from cluster.api import Service, create_api
-from cluster.documents import version
-from cluster.generation import Job
+from cluster.http.api import Service, create_api
+from cluster.http.documents import version
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, StepOutput
 

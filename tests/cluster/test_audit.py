@@ -24,21 +24,21 @@ from typer.testing import CliRunner
 
 from actors.replica import Description, Replica
 from cache_service.namespace import hash_key
-from cluster.api import Service, create_api
-from cluster.audit import Auditor, strategies_apart
-from cluster.audit_command import compare
-from cluster.audit_results import Audit, Result, Served
-from cluster.audited_engine import AuditedEngine
-from cluster.cache_command import ADMIN_KEY
-from cluster.cli import app as outrider
-from cluster.generation import Job
+from cluster.cli.audit import compare
+from cluster.cli.cache import ADMIN_KEY
+from cluster.cli.main import app as outrider
+from cluster.http.api import Service, create_api
+from cluster.observe.audit import Auditor, strategies_apart
+from cluster.observe.audit_results import Audit, Result, Served
+from cluster.observe.audited_engine import AuditedEngine
+from cluster.serving.generation import Job
 from configs.slices import AuditOptions, EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
 from decoding.drafters import Drafter
 from decoding.request import Acceptance, FinishReason, Request, SamplingParams, StepOutput
-from decoding.rules import Rule
-from decoding.target_laws import TargetLaws
 from decoding.tree import DraftTree
-from engine.loading import load_tokenizer
+from decoding.verify.rules import Rule
+from decoding.verify.target_probabilities import TargetLaws
+from engine.loading.model import load_tokenizer
 from tests.models import draft_with
 from tests.waiting import eventually
 

@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI
 from pydantic import Field, TypeAdapter, ValidationError
 
-from cluster import bounds
-from cluster.api import Service, create_api
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.strict import MAX_DEPTH, MAX_NAME, MAX_VALUES, Strict
-from cluster.text_types import DetokenizeRequest
+from cluster.http.api import Service, create_api
+from cluster.http.types import bounds
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.strict import MAX_DEPTH, MAX_NAME, MAX_VALUES, Strict
+from cluster.http.types.text import DetokenizeRequest
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -13,10 +13,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from cache_service.namespace import hash_key
-from cluster.admin_api import MAX_PRELOAD_BYTES
-from cluster.cache_command import ADMIN_KEY, BATCH_BYTES
-from cluster.cache_files import PART_CHARACTERS, DocumentFileError, batches, documents
-from cluster.cli import app
+from cluster.cli.cache import ADMIN_KEY, BATCH_BYTES
+from cluster.cli.cache_files import PART_CHARACTERS, DocumentFileError, batches, documents
+from cluster.cli.main import app
+from cluster.http.admin_api import MAX_PRELOAD_BYTES
 from configs.schema import load_config
 
 Outrider = Callable[..., Result]

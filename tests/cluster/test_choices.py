@@ -14,8 +14,8 @@ import pytest
 from openai import OpenAI
 
 from cluster.app import EngineReplica
-from cluster.generation import Job
-from cluster.job_planner import choice_seed
+from cluster.http.job_planner import choice_seed
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams
 from tests import waiting

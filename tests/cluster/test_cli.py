@@ -18,12 +18,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cluster.chat_command import ChatError, stream_answer
-from cluster.cli import app
+from cluster.cli.chat import ChatError, stream_answer
+from cluster.cli.main import app
 from decoding.jit import NATIVE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "cluster.cli"]
+COMMAND = [sys.executable, "-m", "cluster.cli.main"]
 PLAIN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 ENVIRONMENT = os.environ | PLAIN | {"PYTHONPATH": str(REPOSITORY)}
 
@@ -60,7 +60,7 @@ def test_help_names_every_command() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, cluster.cli; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    code = "import sys, cluster.cli.main; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
     assert run.stdout.strip() == "set()", run.stderr

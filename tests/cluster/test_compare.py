@@ -14,13 +14,13 @@ from fastapi import FastAPI
 from ray import serve
 
 from actors.replica import Replica
-from cluster.api import Service, create_api
 from cluster.app import application
-from cluster.compare import Baseline
-from cluster.preflight import LaunchError, check_reservation
+from cluster.cli.launch.preflight import LaunchError, check_reservation
+from cluster.http.api import Service, create_api
+from cluster.serving.compare import Baseline
 from configs.schema import Config
 from configs.slices import BaselineOptions, EngineOptions, ModelOptions, ServerOptions, SpeculationOptions, TenancyOptions
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 from tests.models import llama_config, save_model
 
 ServeApi = Callable[[FastAPI], AbstractContextManager[str]]

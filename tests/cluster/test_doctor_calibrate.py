@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.calibrate import server_threads
-from cluster.cli import app
+from cluster.cli.calibrate import server_threads
+from cluster.cli.main import app
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
+from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
-from decoding.latency import LatencyCurve
 from engine.engine import load_runner
 from engine.target import LocalTarget
 from tests.models import llama_config, save_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WITHOUT_MATPLOTLIB = "import sys; sys.modules['matplotlib'] = None; from cluster.cli import main; main()"
+WITHOUT_MATPLOTLIB = "import sys; sys.modules['matplotlib'] = None; from cluster.cli.main import main; main()"
 
 
 def doctor(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, *(["-c", code] if code else ["-m", "cluster.cli"]), "doctor", *arguments]
+    command = [sys.executable, *(["-c", code] if code else ["-m", "cluster.cli.main"]), "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
 
 

@@ -23,12 +23,12 @@ from openai import OpenAI
 
 from actors.replica import Description, Replica
 from cache_service.namespace import hash_key
-from cluster.api import Service, create_api
-from cluster.door import REFUSALS, DoorCounts, DoorOptions
-from cluster.generation import Job
+from cluster.admission.controller import REFUSALS, DoorCounts, DoorOptions
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, LimitsOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from decoding.request import Request, StepOutput
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 
 ACME, UMBRELLA, ADMIN = "outrider-acme", "outrider-umbrella", "outrider-admin"
 MAX_RUNNING = 2

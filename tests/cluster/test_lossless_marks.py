@@ -18,13 +18,13 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from actors.replica import Description, Replica
-from cache_service.embedded import EmbeddedRedis
 from cache_service.namespace import hash_key
-from cluster.api import Service, create_api
-from cluster.generation import Job
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
 from decoding.request import Request, StepOutput
-from engine.energy import open_meter
+from engine.measures.energy import open_meter
 
 ADMIN = {"Authorization": "Bearer outrider-admin"}
 PATHS: dict[str, dict[str, Any]] = {

@@ -19,17 +19,17 @@ from fastapi import FastAPI
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.lookahead_parallel import GroupState
+from actors.lookahead.executor import GroupState
 from actors.replica import Description, Replica
-from cache_service.mirror import MirrorCounts
+from cache_service.mirror.mirror import MirrorCounts
 from cache_service.namespace import hash_key
-from cluster.api import Service, create_api
-from cluster.generation import Job
-from cluster.metrics import HISTOGRAMS, exposition
+from cluster.http.api import Service, create_api
+from cluster.observe.metrics import HISTOGRAMS, exposition
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions
 from decoding.request import Request, StepOutput
-from engine.energy_ledger import EnergyCounts
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
+from engine.measures.energy_ledger import EnergyCounts
 from tests.waiting import eventually
 
 ADMIN = "outrider-admin"

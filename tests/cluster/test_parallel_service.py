@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.preflight import LaunchError, check_processors, check_reservation
+from cluster.cli.launch.preflight import LaunchError, check_processors, check_reservation
 from configs.schema import Config
 from configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
 from tests import waiting

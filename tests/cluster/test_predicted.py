@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from cluster.predicted import Predicted, PredictionMatch
+from cluster.http.answers.predicted import Predicted, PredictionMatch
 
 CIRCLE = "<abcdefgh-é_日:🦙;ijklm>"
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]

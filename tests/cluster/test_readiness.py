@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from actors.replica import Description
-from cache_service.embedded import EmbeddedRedis
-from cluster.cache_port import CacheAdminPort
-from cluster.errors import ApiError
-from cluster.generation import EnginePort
-from cluster.readiness import Readiness
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.http.errors import ApiError
+from cluster.serving.cache_port import CacheAdminPort
+from cluster.serving.generation import EnginePort
+from cluster.serving.readiness import Readiness
 
 
 def missing(readiness: Readiness) -> str:

@@ -16,7 +16,7 @@ import pytest
 from ray import serve
 
 from cluster.app import application
-from cluster.preflight import check_port
+from cluster.cli.launch.preflight import check_port
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
 

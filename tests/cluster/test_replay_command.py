@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.prompt_file import PromptFileError, read_prompts
-from cluster.strategy_option import chosen_strategies, parse_strategy
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
+from cluster.cli.main import app
 from decoding.drafters import STRATEGIES, Drafter
 from decoding.drafters.autoregressive import AutoregressiveDrafter
 from tests.models import END, llama_config, save_model

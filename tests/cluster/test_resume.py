@@ -18,9 +18,9 @@ import pytest
 from ray import serve
 
 from cluster.app import EngineReplica
-from cluster.errors import ApiError
-from cluster.generation import Job
-from cluster.handle_engine import HandleEngine
+from cluster.http.errors import ApiError
+from cluster.serving.generation import Job
+from cluster.serving.handle_engine import HandleEngine
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from tests import waiting

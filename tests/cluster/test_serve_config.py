@@ -12,9 +12,9 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster.app import build_app
-from cluster.cache_actor import CachePlace
-from cluster.cli import app
-from cluster.preflight import LaunchError, check_resource, redis_address
+from cluster.cli.launch.preflight import LaunchError, check_resource, redis_address
+from cluster.cli.main import app
+from cluster.serving.cache_actor import CachePlace
 from configs.schema import REPOSITORY, Config, ConfigError, load_config
 from configs.slices import CacheOptions
 

@@ -19,11 +19,11 @@ from ray import serve
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.namespace import hash_key
-from cache_service.snapshot import decode_snapshot
 from cluster.app import application
-from cluster.cache_command import ADMIN_KEY
-from cluster.cli import app
+from cluster.cli.cache import ADMIN_KEY
+from cluster.cli.main import app
 from configs.schema import Config
 from configs.slices import (
     CacheOptions,

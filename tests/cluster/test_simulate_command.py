@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_the_command_explains_itself_and_refuses_in_one_line() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "simulate"]
+    command = [sys.executable, "-m", "cluster.cli.main", "simulate"]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 0 and "--find" in done.stdout and "Not simulated" in done.stdout and not done.stderr
     done = subprocess.run(

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from openai import OpenAI
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api import Service, create_api
-from cluster.generation import EnginePort
-from cluster.stream_guard import StreamGuard, StreamShape, merge, paced
+from cluster.http.answers.stream_guard import StreamGuard, StreamShape, merge, paced
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import EnginePort
 from configs.slices import ServerOptions
 from decoding.request import FinishReason, StepOutput, TokenLogprob
 from tests.waiting import eventually

@@ -16,14 +16,14 @@ from openai import OpenAI
 
 from actors.replica import Description, Replica
 from cache_service.namespace import hash_key
-from cluster.api import Service, create_api
-from cluster.errors import ApiError
-from cluster.generation import Job
-from cluster.tenancy import Sharing, Tenancy
+from cluster.admission.tenancy import Sharing, Tenancy
+from cluster.http.api import Service, create_api
+from cluster.http.errors import ApiError
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from decoding.request import Request, StepOutput
 from engine.engine import EngineCounts
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
 
 ACME, ACME_NEW, UMBRELLA, ADMIN = "outrider-acme", "outrider-acme-2", "outrider-ümbrella", "outrider-admin"
 TENANTS = {

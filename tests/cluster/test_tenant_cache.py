@@ -14,9 +14,9 @@ import pytest
 from fastapi import FastAPI
 
 from cache_service.namespace import hash_key
-from cluster.errors import install
-from cluster.tenancy import Tenancy
-from cluster.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from cluster.admission.tenancy import Tenancy
+from cluster.http.errors import install
+from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from configs.slices import CacheOptions, TenancyOptions, TenantOptions
 
 ACME, UMBRELLA = ({"Authorization": f"Bearer outrider-{name}"} for name in ("acme", "umbrella"))

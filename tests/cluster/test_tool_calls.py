@@ -20,9 +20,9 @@ from openai import OpenAI
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.replica import Description, Replica
-from cluster.api import Service, create_api
-from cluster.generation import Job
-from cluster.tool_calls import Call, ToolCallReader
+from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, StepOutput
 

@@ -21,9 +21,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api import Service, create_api
-from cluster.generation import EnginePort
-from cluster.tracing import Tracing, open_tracing
+from cluster.http.api import Service, create_api
+from cluster.observe.tracing import Tracing, open_tracing
+from cluster.serving.generation import EnginePort
 from configs.schema import Config, ConfigError, load_config
 from configs.slices import ModelOptions, ServerOptions, SpeculationOptions
 from tests.waiting import eventually

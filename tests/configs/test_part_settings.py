@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.generate_settings import read_settings
-from cluster.preflight import (
+from cluster.cli.generate.settings import read_settings
+from cluster.cli.launch.preflight import (
     LaunchError,
     baseline_parallelism,
     check_parallelism,

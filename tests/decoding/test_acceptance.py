@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.acceptance import AcceptanceTable, AcceptanceTables, prior
-from decoding.evidence import (
+from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables, prior
+from decoding.budget.features import (
     COPY,
     HISTORY,
     KIND_FEATURES,

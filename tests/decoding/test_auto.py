@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import TargetRows
-from decoding.latency import LatencyCurve
 from decoding.replay import known_rows
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 VOCAB = 60
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.beam import Beam, beam_search, raw_score
-from decoding.draft_laws import DraftLaws
+from decoding.drafters.with_model.beam import Beam, beam_search, raw_score
+from decoding.drafters.with_model.draft_probabilities import DraftLaws
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 

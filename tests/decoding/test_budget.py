@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.budget import Pricing, Sharing, TokenTime, rows_to_draft
-from decoding.latency import LatencyCurve, StepLoad
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.row_budget import Pricing, Sharing, TokenTime, rows_to_draft
 from decoding.tree import DraftTree, Int32Array
 
 ONE, TWO = StepLoad(1, 1, 0), StepLoad(2, 2, 0)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.drafters import ByRequest, Drafter, build_drafter, build_drafters
 from decoding.drafters.base import TargetRows
-from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 VOCAB = 40
 NAMES = ("auto", "llma", "trie", "recycling", "ngrammys", "jacobi")

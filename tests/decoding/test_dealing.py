@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding import jit
-from decoding.dealing import compile_dealing, deal
+from decoding.budget.partition import compile_dealing, deal
 from decoding.drafters import build_drafter
-from decoding.jacobi_window import JacobiWindow, WindowRows
 from decoding.request import Request, SamplingParams
+from decoding.sources.jacobi_window import JacobiWindow, WindowRows
 from decoding.tree import DraftTree, Part
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decoding.drafters import LOSSLESS, SOURCES, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 

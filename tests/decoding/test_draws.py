@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.draws import draw, gumbel
-from decoding.philox import UInt64Array, fill_raw, fill_stream, raw_stream
 from decoding.request import SamplingParams
-from decoding.row_draw import LANES, draw_row, fill_weights
-from decoding.sampling import choose, gumbel_noise, warp
+from decoding.sampling.draws import draw, gumbel
+from decoding.sampling.philox import UInt64Array, fill_raw, fill_stream, raw_stream
+from decoding.sampling.row_draw import LANES, draw_row, fill_weights
+from decoding.sampling.sampler import choose, gumbel_noise, warp
 
 TRUNCATIONS: list[dict[str, float]] = [
     {},

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.candidates import HASH_SLOTS, Float64Array, pop, push
-from decoding.chains import MAX_MATCH
-from decoding.evidence import (
+from decoding.budget.candidates import HASH_SLOTS, Float64Array, pop, push
+from decoding.budget.expansion import Pool, Ranked, Rows, grow
+from decoding.budget.features import (
     BIGRAM,
     COPY,
     COPY_FRESH,
@@ -30,8 +30,8 @@ from decoding.evidence import (
     match_bucket,
     share_bucket,
 )
-from decoding.expansion import Pool, Ranked, Rows, grow
-from decoding.token_log import TokenLog
+from decoding.sources.log.chains import MAX_MATCH
+from decoding.sources.log.token_log import TokenLog
 from decoding.tree import Int32Array
 
 Path = tuple[int, ...]

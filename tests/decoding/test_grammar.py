@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.grammar import permitted
-from decoding.penalties import FORBIDDEN, LogitRules
 from decoding.request import Request, SamplingParams
-from decoding.sampling import choose
-from decoding.target_laws import TargetLaws
+from decoding.sampling.penalties import FORBIDDEN, LogitRules
+from decoding.sampling.sampler import choose
 from decoding.tree import BoolArray, DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
+from decoding.verify.grammar import permitted
+from decoding.verify.target_probabilities import TargetLaws
 
 VOCAB, END = 7, 0
 TEXTS = ((1, 2, 3), (1, 2, 4, 4), (1, 5), (6, 6, 6, 1), (6,))
@@ -22,7 +22,7 @@ ENDS = frozenset((END,))
 
 
 class ListedTexts:
-    """A ``decoding.grammar.Grammar`` of a few texts."""
+    """A ``decoding.verify.grammar.Grammar`` of a few texts."""
 
     def __init__(self, texts: Sequence[Sequence[int]] = TEXTS) -> None:
         self._texts = [(*text, END) for text in texts]

@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.chains import BLOCK, MAX_MATCH, follower, gather
-from decoding.held_pieces import HELD_TEXTS, HELD_TOKENS
-from decoding.history import PUBLIC, Histories, History
 from decoding.request import request_hash, text_key
-from decoding.token_log import TokenLog
+from decoding.sources.history import PUBLIC, Histories, History
+from decoding.sources.log.chains import BLOCK, MAX_MATCH, follower, gather
+from decoding.sources.log.held_pieces import HELD_TEXTS, HELD_TOKENS
+from decoding.sources.log.token_log import TokenLog
 
 NO_CAP = np.full(3, 20_000, np.int64)
 KEYS = [text_key("a/0"), text_key("a/1"), text_key("b")]

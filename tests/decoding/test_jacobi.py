@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.base import Drafter, TargetRows
 from decoding.drafters.jacobi import JacobiDrafter
-from decoding.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
 from decoding.request import Acceptance, Request, SamplingParams
+from decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, NgramPool, PromptTokens, WindowRows
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 Model = Callable[[Sequence[int]], int]
 Seen = tuple[int, int, tuple[int, ...]]  # token, position, visible tokens of the step by position

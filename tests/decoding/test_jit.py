@@ -18,7 +18,7 @@ from decoding.drafters import build_drafter
 from decoding.replay import known_rows
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 ROOT = Path(__file__).resolve().parents[2]
 

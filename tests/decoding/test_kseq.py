@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from decoding.draws import gumbel
-from decoding.kseq import KSeq, rho_star
-from decoding.laws import ACCEPT, DRAFT, RESIDUAL, Float64Array, pick, residual, uniform
-from decoding.philox import fill_raw, raw_stream
-from decoding.sampling import gumbel_noise
+from decoding.sampling.draws import gumbel
+from decoding.sampling.philox import fill_raw, raw_stream
+from decoding.sampling.probabilities import ACCEPT, DRAFT, RESIDUAL, Float64Array, pick, residual, uniform
+from decoding.sampling.sampler import gumbel_noise
+from decoding.verify.kseq import KSeq, rho_star
 
 
 def laws(vocab: int, seed: int, excluded: int = 0) -> Float64Array:

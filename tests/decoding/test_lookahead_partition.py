@@ -16,7 +16,7 @@ from decoding.drafters.base import Drafter, TargetRows
 from decoding.drafters.jacobi import JacobiDrafter
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array, Part
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 VOCABULARY, NOBODY = 12, -1
 Steps = list[list[list[int]]]

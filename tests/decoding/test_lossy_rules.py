@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from decoding.penalties import LogitRules
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.rules import BildRule, MjsdRule
-from decoding.target_laws import TargetLaws
+from decoding.sampling.penalties import LogitRules
 from decoding.tree import DraftTree
+from decoding.verify.rules import BildRule, MjsdRule
+from decoding.verify.target_probabilities import TargetLaws
 
 NO_END: frozenset[int] = frozenset()
 

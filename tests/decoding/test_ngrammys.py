@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import SOURCES
 from decoding.drafters.ngrammys import NgrammysDrafter
-from decoding.latency import LatencyCurve
-from decoding.ngrams import ContextNgrams
 from decoding.request import Request, SamplingParams
+from decoding.sources.ngrams import ContextNgrams
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 MANY = 1000

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from decoding.budget.attribution import origins, step_report
 from decoding.drafters.base import SOURCES
-from decoding.history import Histories
-from decoding.origins import origins, step_report
 from decoding.request import Request, SamplingParams
+from decoding.sources.history import Histories
 from decoding.tree import DraftTree
 
 PARAMS = SamplingParams(max_tokens=64)

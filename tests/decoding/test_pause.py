@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from decoding.pause import Explorer, Pause
+from decoding.budget.backoff import Explorer, Pause
 
 
 def steps_between(requests: int, proposals: int) -> list[int]:

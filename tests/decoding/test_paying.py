@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.paying import PayingDrafter
 from decoding.drafters import build_drafters
 from decoding.drafters.auto import AutoDrafter
 from decoding.drafters.base import Drafter, TargetRows
-from decoding.drafters.paying import PayingDrafter
-from decoding.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.ranking import argmax_rows, top_rows
+from decoding.sampling.ranking import argmax_rows, top_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SIZES = [1, 2, 127, 128, 129, 700]  # around whole blocks

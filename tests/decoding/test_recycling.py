@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import SOURCES
 from decoding.drafters.base import TargetRows
 from decoding.drafters.recycling import RecyclingDrafter
-from decoding.latency import LatencyCurve
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.successors import SuccessorTable
+from decoding.sources.successors import SuccessorTable
 from decoding.tree import DraftTree, Int32Array
 
 VOCAB = 40

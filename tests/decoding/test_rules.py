@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.laws import Float64Array
-from decoding.penalties import LogitRules
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.rules import KSeqRule, RejectionRule, Rule
-from decoding.sampling import warp
-from decoding.target_laws import TargetLaws, request_law
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.probabilities import Float64Array
+from decoding.sampling.sampler import warp
 from decoding.tree import DraftTree
+from decoding.verify.rules import KSeqRule, RejectionRule, Rule
+from decoding.verify.target_probabilities import TargetLaws, request_law
 
 VOCAB, GAMMA, PROMPT = 3, 2, (1, 2)
 Text = tuple[int, ...]

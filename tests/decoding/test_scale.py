@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import STRATEGIES, Drafter, build_drafter
 from decoding.drafters.base import TargetRows
-from decoding.drafters.branches import tree_of
 from decoding.drafters.llma import agreements
-from decoding.latency import LatencyCurve
 from decoding.request import Acceptance, Request, SamplingParams
+from decoding.sources.branches import tree_of
 from decoding.tree import DraftTree, Int32Array
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 VOCAB = 30
 BRANCHED = ["llma", "prompt_lookup", "suffix", "trie", "ngrammys", "recycling", "auto", "jacobi"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.expansion import Rows
-from decoding.latency import LatencyCurve, StepLoad
-from decoding.pause import Pause
-from decoding.selection import Selection
+from decoding.budget.backoff import Pause
+from decoding.budget.expansion import Rows
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.selection import Selection
 
 DEVICE = LatencyCurve((1, 2, 64), (1.0, 1.1, 7.3), 0, 0.0, 0.0)  # a tenth of a step for each further row
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.suffix import OCCURRENCES
 from decoding.request import Request, SamplingParams
-from decoding.suffix import MAX_CLASSES, SuffixAutomaton
+from decoding.sources.suffix_automaton import MAX_CLASSES, SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_CLASSES)
 

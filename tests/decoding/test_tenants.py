@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import SOURCES, Drafter, build_drafter, build_drafters
 from decoding.drafters.base import TargetRows
-from decoding.history import Histories, History
-from decoding.latency import LatencyCurve
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams, request_hash
-from decoding.successors import MAX_TENANTS, SuccessorTables
+from decoding.sources.history import Histories, History
+from decoding.sources.successors import MAX_TENANTS, SuccessorTables
 from decoding.tree import DraftTree, Int32Array
 
 VOCAB = 60

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoding.chains import BLOCK, MAX_MATCH, bucket, follower, gather, place, unigram_bucket
-from decoding.log_arrays import LARGE
-from decoding.token_log import TokenLog
+from decoding.sources.log.arrays import LARGE
+from decoding.sources.log.chains import BLOCK, MAX_MATCH, bucket, follower, gather, place, unigram_bucket
+from decoding.sources.log.token_log import TokenLog
 
 NO_CAP = np.full(3, 1000, np.int64)
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=90), min_size=1, max_size=6)

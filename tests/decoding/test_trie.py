@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.trie import Draft, FrequencyTrie, Mode
+from experiments.frequency_trie import Draft, FrequencyTrie, Mode
 
 END = 2
 TEXT = st.lists(st.integers(0, 5), max_size=24)  # END among them

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.budget.latency import LatencyCurve
 from decoding.drafters import SOURCES, build_drafter
 from decoding.drafters.trie import TrieDrafter
-from decoding.latency import LatencyCurve
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Int32Array
-from decoding.trie import FrequencyTrie, Mode
-from decoding.trie_nodes import Draft, chains
+from experiments.frequency_trie import FrequencyTrie, Mode
+from experiments.frequency_trie_nodes import Draft, chains
 
 END = 2
 Path = tuple[int, ...]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.tree import DraftTree
-from decoding.verify import verify_exact
+from decoding.verify.exact import verify_exact
 
 
 def scripted(prefix: tuple[int, ...], vocab: int) -> int:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import engine.attention
+import engine.forward.attention
 from decoding.tree import DraftTree
-from engine import attention_parts
-from engine.attention import StepContext
-from engine.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.batch import Batch, Line, LineWork, pack
-from engine.runner import ModelRunner
+from engine.forward import attention_parts
+from engine.forward.attention import StepContext
+from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
+from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.runner import ModelRunner
 from tests.models import VOCAB, tiny_model
 
 KV_HEADS, HEAD_DIM = 2, 32

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Work, pack
+from engine.forward.batch import Work, pack
 
 
 @st.composite

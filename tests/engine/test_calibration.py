@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.calibration import Calibration, CalibrationFile
-from engine.loading import ModelInfo
-from engine.runner import ModelRunner
-from engine.static_runner import StaticRunner
+from engine.forward.cuda.static_runner import StaticRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import ModelInfo
+from engine.measures.calibration import Calibration, CalibrationFile
 from tests.models import CONTEXT, VOCAB, tiny_model
 from tests.slot_reference import ReferenceAttention
 

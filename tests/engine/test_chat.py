@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engine.chat import render_chat
 from engine.errors import RequestError
+from engine.text.chat import render_chat
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"

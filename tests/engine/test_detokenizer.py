@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.request import MAX_STOP_CHARS, SamplingParams
 from decoding.sampling_params import MAX_STOP_STRINGS
-from engine.detokenizer import Detokenizer
-from engine.loading import load_tokenizer
+from engine.loading.model import load_tokenizer
+from engine.text.detokenizer import Detokenizer
 from tests.models import END, SENTENCES, llama_config, save_model
 
 

@@ -15,12 +15,12 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import build_drafters, check_drafters
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Batch
-from engine.draft_model import LocalDraftModel, check_vocabularies
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from engine.loading import load_tokenizer
-from engine.runner import ModelRunner
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
+from engine.loading.draft_model import LocalDraftModel, check_vocabularies
+from engine.loading.model import load_tokenizer
 from tests.models import CONTEXT, SLOTS, VOCAB, llama_config, run, save_model, tiny_model
 
 FAMILIES = ("llama", "mistral", "opt")

@@ -16,7 +16,7 @@ from decoding.drafters import STRATEGIES
 from decoding.request import FinishReason
 from engine.engine import Engine
 from engine.executor import Executor, LocalExecutor
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
 from tests.models import llama_config, save_model
 from tests.traffic import FailingExecutor, Rush, Watch, make_cases
 

@@ -14,10 +14,10 @@ import torch
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine import energy
-from engine.batch import Work
-from engine.energy import EnergyMeter, NoMeter, measure_idle, meter_name, open_meter
-from engine.energy_ledger import FRESH_S, READ_S, EnergyCounts, EnergyLedger
+from engine.forward.batch import Work
+from engine.measures import energy
+from engine.measures.energy import EnergyMeter, NoMeter, measure_idle, meter_name, open_meter
+from engine.measures.energy_ledger import FRESH_S, READ_S, EnergyCounts, EnergyLedger
 from tests.models import engine_over, prepared, run, tiny_model
 
 RANGE_UJ = 1_000_000_000
@@ -192,7 +192,7 @@ def test_an_engine_books_all_that_its_steps_used(
     ticking: tuple[Path, Callable[[], float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("READ_S", "FRESH_S"):  # a tiny model has ended before the usual ones
-        monkeypatch.setattr(f"engine.energy_ledger.{name}", 1e-3)
+        monkeypatch.setattr(f"engine.measures.energy_ledger.{name}", 1e-3)
     model = tiny_model("llama", "float32")
     engine = engine_over(model.runner, prepared(build_drafter("prompt_lookup", {}), model), strategy="prompt_lookup")
     assert engine.energy() is None

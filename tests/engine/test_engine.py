@@ -13,11 +13,11 @@ from transformers import DogeConfig, GptOssConfig, Phi3Config, PreTrainedConfig,
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters.llma import LlmaDrafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.detokenizer import Detokenizer
 from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
 from engine.executor import Verifier
-from engine.loading import load_model
+from engine.loading.model import load_model
+from engine.text.detokenizer import Detokenizer
 from tests.models import END, VOCAB, llama_config, save_model
 
 

@@ -15,8 +15,8 @@ from decoding.drafters import build_drafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from decoding.tree import DraftTree
 from engine.engine import Engine
-from engine.histogram import REQUEST_S, Histogram, one_two_five
-from engine.metrics import EngineMetrics, MetricsCounts
+from engine.measures.histogram import REQUEST_S, Histogram, one_two_five
+from engine.measures.metrics import EngineMetrics, MetricsCounts
 from tests.models import engine_over, prepared, tiny_model
 
 PROMPT = [10, 20, 30, 10, 20, 40, 10, 20]

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.slices import ModelOptions
 from engine.errors import ModelLoadError
-from engine.loading import load_model, load_tokenizer, load_weights
-from engine.revisions import model_revision, tokenizer_revision
+from engine.loading.model import load_model, load_tokenizer, load_weights
+from engine.loading.revisions import model_revision, tokenizer_revision
 from tests.models import SENTENCES, llama_config, save_model
 
 gguf = pytest.importorskip("gguf")
@@ -87,7 +87,7 @@ def test_texts_are_cut_as_the_file_says(folder: Path, tmp_path: Path) -> None:
 
 
 def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path) -> None:
-    from engine.gguf import convert_gguf
+    from engine.loading.gguf import convert_gguf
 
     convert_gguf(file, tmp_path)
     two = [load_model(ModelOptions(str(path), device="cpu")) for path in (file, tmp_path)]

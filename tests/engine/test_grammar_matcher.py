@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError
-from engine.grammar import (
+from engine.text.grammar import (
     GrammarError,
     Grammars,
     MatcherGrammar,

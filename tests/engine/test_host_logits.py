@@ -9,9 +9,9 @@ import torch
 
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
-from engine.batch import Batch
 from engine.executor import LocalExecutor
-from engine.runner import ModelRunner
+from engine.forward.batch import Batch
+from engine.forward.runner import ModelRunner
 from tests.models import engine_over, tiny_model
 
 PROMPT = [5, 6, 7, 5, 6]

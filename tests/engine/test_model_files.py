@@ -19,11 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.slices import ModelOptions
-from engine import gguf as engine_gguf
-from engine import model_files
 from engine.errors import ModelLoadError
-from engine.loading import load_model, load_tokenizer
-from engine.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
+from engine.loading.model import gguf as engine_gguf
+from engine.loading.model import load_model, load_tokenizer, model_files
+from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
 from tests.models import llama_config, save_model
 from tests.waiting import eventually
 
@@ -41,7 +40,7 @@ KEPT = {
 # Another process, which knows the model as this one does.
 OTHER = """
 import dataclasses, json, sys
-from engine import model_files
+from engine.loading.model import model_files
 model_files.PACKAGED_MODELS["tiny-instruct"] = model_files.PackagedModel(**json.loads(sys.argv[1]))
 {before}
 print(model_files.find_files("tiny-instruct"))

@@ -14,15 +14,15 @@ from configs.slices import ModelOptions
 from decoding.jit import cache_folder
 from decoding.tree import Int32Array
 from engine.errors import ModelLoadError
-from engine.loading import load_model
-from engine.model_tables import (
+from engine.forward.runner import ModelRunner
+from engine.loading.model import load_model
+from engine.loading.model_tables import (
     Progress,
     bigram_table,
     cached_table,
     unigram_distances,
     unigram_ranking,
 )
-from engine.runner import ModelRunner
 from tests.models import VOCAB, llama_config, save_model
 
 WIDTH = 6
@@ -74,7 +74,7 @@ def test_unigram_distances_follow_the_text() -> None:
 
 
 def test_unigram_distances_are_the_sum_over_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model_tables._EMBEDDING_ROWS", 7)  # several parts
+    monkeypatch.setattr("engine.loading.model_tables._EMBEDDING_ROWS", 7)  # several parts
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(30, 5, generator=generator, dtype=torch.float64)
     outputs = torch.randn(30, 5, generator=generator, dtype=torch.float64)

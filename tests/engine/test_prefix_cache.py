@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from decoding.tree import Int32Array
-from engine.kv_cache import KVShape, SlotCache
-from engine.prefix_cache import WORTH_COPYING, Placement, PrefixCache, common_prefix
+from engine.kv.kv_cache import KVShape, SlotCache
+from engine.kv.prefix_cache import WORTH_COPYING, Placement, PrefixCache, common_prefix
 
 
 def ids(*parts: Sequence[int]) -> Int32Array:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from configs.slices import ModelOptions
-from engine.loading import load_model, load_tokenizer
-from engine.revisions import model_revision, tokenizer_revision
+from engine.loading.model import load_model, load_tokenizer
+from engine.loading.revisions import model_revision, tokenizer_revision
 from tests.models import llama_config, save_model
 
 
@@ -23,11 +23,11 @@ def test_the_revision_is_of_the_contents(tmp_path: Path, monkeypatch: pytest.Mon
     other = load_model(ModelOptions(model_folder(tmp_path, seed=1)))
     half = load_model(ModelOptions(model_folder(tmp_path), dtype="bfloat16"))
     for limit in (2**28, 0):  # hashed whole, and sampled
-        monkeypatch.setattr("engine.revisions._HASH_WHOLE_BYTES", limit)
+        monkeypatch.setattr("engine.loading.revisions._HASH_WHOLE_BYTES", limit)
         own = model_revision(loaded.model)
         assert own == model_revision(again.model)
         assert len({own, model_revision(other.model), model_revision(half.model)}) == 3
-    monkeypatch.setattr("engine.revisions._HASH_WHOLE_BYTES", 2**28)
+    monkeypatch.setattr("engine.loading.revisions._HASH_WHOLE_BYTES", 2**28)
     before = model_revision(loaded.model)
     with torch.no_grad():
         loaded.model.lm_head.weight[5, 7] += 0.001

@@ -12,11 +12,11 @@ import torch
 from decoding.jit import NATIVE
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Segment, Work, pack
-from engine.kv_cache import KVShape, SlotCache
-from engine.row_attention import RowAttention, RowStep, laid_out
-from engine.row_linear import has_kernels
-from engine.runner import ModelRunner
+from engine.forward.batch import Segment, Work, pack
+from engine.forward.cpu.row_attention import RowAttention, RowStep, laid_out
+from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.runner import ModelRunner
+from engine.kv.kv_cache import KVShape, SlotCache
 from tests.models import CONTEXT, VOCAB, tiny_model
 
 CAPACITY, SLOTS, LAYERS = 150, 4, 2

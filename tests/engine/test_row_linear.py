@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine import exactness
-from engine.attention import TREE_ATTENTION
-from engine.row_linear import PanelWeight, has_kernels, linear, row_linears
-from engine.runner import ModelRunner
+from engine.forward import exactness
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.cpu.row_linear import PanelWeight, has_kernels, linear, row_linears
+from engine.forward.runner import ModelRunner
 from tests.models import CONTEXT, FAMILIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -186,7 +186,7 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
     def of_torch(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(input, weight.plain(), bias)
 
-    monkeypatch.setattr("engine.row_linear.linear", of_torch)
+    monkeypatch.setattr("engine.forward.cpu.row_linear.linear", of_torch)
     assert "rows were computed otherwise" in str(exactness.check(ModelRunner(model, 2, CONTEXT)))
 
 
@@ -201,8 +201,8 @@ def test_processors_with_narrower_registers(tmp_path: Path, features: str, dtype
         pytest.skip("these are names of x86's features")
     code = f"""
 import torch
-from engine.native import linear as native
-from engine.row_linear import has_kernels
+from engine.forward.cpu import native_linear as native
+from engine.forward.cpu.row_linear import has_kernels
 from tests.engine import test_row_linear as tests
 assert native.TILE_ROWS == 2 and not native._PAIRS
 for dtype in (torch.bfloat16, torch.float16, torch.float32):

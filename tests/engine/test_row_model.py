@@ -17,13 +17,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine import exactness
-from engine.attention import TREE_ATTENTION
-from engine.batch import Batch, Line, LineWork, pack
-from engine.exactness import _tree
-from engine.row_linear import has_kernels
-from engine.row_model import RowModel
-from engine.runner import ModelRunner
+from engine.forward import exactness
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.row_model import RowModel
+from engine.forward.exactness import _tree
+from engine.forward.runner import ModelRunner
 
 COMMON = {
     "vocab_size": 330, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 8,

@@ -12,12 +12,12 @@ import torch
 
 from decoding.drafters import Drafter, build_drafter
 from decoding.drafters.by_request import ByRequest
-from decoding.laws import DRAFT, Float64Array, pick, uniform
-from decoding.penalties import LogitRules
 from decoding.request import Request, SamplingParams, SpecStats
-from decoding.rules import KSeqRule, MjsdRule, RejectionRule, Rule
-from decoding.target_laws import request_law
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
 from decoding.tree import DraftTree
+from decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule, Rule
+from decoding.verify.target_probabilities import request_law
 from tests.models import SLOTS, VOCAB, TinyModel, engine_over, prepared, run, tiny_model
 
 PROMPT = (5, 9, 5, 31, 7)

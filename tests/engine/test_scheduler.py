@@ -12,7 +12,7 @@ import pytest
 from configs.slices import EngineOptions
 from decoding.request import CLEARED_TOKENS, Request, RequestState, SamplingParams
 from engine.errors import QueueFullError, RequestError
-from engine.scheduler import Place, Scheduler
+from engine.scheduling.scheduler import Place, Scheduler
 
 
 def request(

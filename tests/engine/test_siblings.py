@@ -7,7 +7,7 @@ import numpy as np
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
-from engine.prefix_cache import WORTH_COPYING
+from engine.kv.prefix_cache import WORTH_COPYING
 from tests.models import VOCAB, engine_over, prepared, run, tiny_model
 
 PROMPT = np.random.default_rng(3).integers(1, VOCAB, 60).tolist()

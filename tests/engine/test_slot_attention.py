@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from decoding.tree import DraftTree
-from engine.batch import Line, LineWork, pack
-from engine.kv_cache import KVShape
-from engine.slot_attention import BLOCK_N, SlotAttention, available, best_block_rows, launch_sizes, rows_per_tile
-from engine.slot_kernels import TRITON, context_kernel, path_kernel
-from engine.static_runner import StaticRunner
-from engine.step_rows import StepRows
+from engine.forward.batch import Line, LineWork, pack
+from engine.forward.cuda.slot_attention import BLOCK_N, SlotAttention, available, best_block_rows, launch_sizes, rows_per_tile
+from engine.forward.cuda.slot_kernels import TRITON, context_kernel, path_kernel
+from engine.forward.cuda.static_runner import StaticRunner
+from engine.forward.cuda.step_rows import StepRows
+from engine.kv.kv_cache import KVShape
 from tests.models import tiny_model
 
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,14 +14,14 @@ from transformers import AttentionInterface
 from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.attention import TREE_ATTENTION, tree_attention
-from engine.batch import Work, pack
-from engine.compiled_layers import compile_layers
-from engine.kv_cache import SlotCache
-from engine.row_cut import cut
-from engine.runner import ModelRunner, kv_shape
-from engine.static_runner import StaticRunner, StaticStep
-from engine.step_buffers import StepBuffers, longest_path
+from engine.forward.attention import TREE_ATTENTION, tree_attention
+from engine.forward.batch import Work, pack
+from engine.forward.cpu.row_cut import cut
+from engine.forward.cuda.compiled_layers import compile_layers
+from engine.forward.cuda.static_runner import StaticRunner, StaticStep
+from engine.forward.cuda.step_buffers import StepBuffers, longest_path
+from engine.forward.runner import ModelRunner, kv_shape
+from engine.kv.kv_cache import SlotCache
 from tests.models import CONTEXT, FAMILIES, MAX_DRAFT, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 from tests.slot_reference import ReferenceAttention
 

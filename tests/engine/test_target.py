@@ -11,9 +11,9 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
 from engine import target as target_module
 from engine.engine import Engine
-from engine.loading import LoadedModel, ModelInfo, load_model
-from engine.model_tables import bigram_table
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel, ModelInfo, load_model
+from engine.loading.model_tables import bigram_table
 from engine.target import LocalTarget
 from tests.models import END, VOCAB, llama_config, save_model
 

@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decoding.jit import NATIVE
-from engine.thin_modules import CompiledNorm, RowActivation, WholeList, _compiled_norm, thin_modules
+from engine.forward.thin_modules import CompiledNorm, RowActivation, WholeList, _compiled_norm, thin_modules
 from tests.models import FAMILIES, llama_config
 
 needs_numba = pytest.mark.skipif(not NATIVE, reason="numba is not installed")

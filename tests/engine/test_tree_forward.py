@@ -8,7 +8,7 @@ import torch
 
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Work, pack
+from engine.forward.batch import Work, pack
 from tests.models import FAMILIES, VOCAB, TinyModel, tiny_model
 
 LENGTHS = (9, 23, 1)

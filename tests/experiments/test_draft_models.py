@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from configs.slices import ModelOptions
-from engine.energy import measure_idle, open_meter
-from engine.loading import load_model
+from engine.loading.model import load_model
+from engine.measures.energy import measure_idle, open_meter
 from experiments.bench import arguments, main
 from experiments.contestants import Prompt
 from experiments.draft_models import unfaithful
@@ -351,7 +351,7 @@ def test_texts_that_must_be_equal_and_are_not_are_named() -> None:
 
 
 def test_the_command_hands_its_options_to_the_experiment() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "bench", "draft-models", "--prompts", "p.jsonl", "--turn", "0"]
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", "draft-models", "--prompts", "p.jsonl", "--turn", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 2
     assert "outrider bench draft-models: error: --turn must be at least 1, got 0" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from cluster.prompt_file import PromptRecord
+from cluster.cli.generate.prompt_file import PromptRecord
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine

@@ -12,8 +12,8 @@ import torch
 from configs.slices import SpeculationOptions
 from decoding.drafters import build_drafter
 from decoding.replay import KnownText, replay_workload
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
 from experiments.contestants import Prompt
 from experiments.gpu import clock, exchange
 from experiments.gpu.end_to_end import Trace, summary

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from cluster.known_texts import TextTokenizer, read_known_texts
-from cluster.strategy_option import parse_strategy
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.strategy_option import parse_strategy
 from configs.slices import EngineOptions
 from decoding.drafters import STRATEGIES, Drafter
 from decoding.drafters.base import TargetRows
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree
-from engine.loading import LoadedModel, load_tokenizer
+from engine.loading.model import LoadedModel, load_tokenizer
 from experiments.bench import arguments
 from experiments.contestants import EngineContestant, Prompt
 from experiments.guided import SIZES, GuidedExecutor, random_model, stock_twin

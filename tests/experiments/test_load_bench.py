@@ -152,6 +152,6 @@ def test_the_command_explains_itself() -> None:
     defaults: dict[str, Any] = {"concurrency": (1, 2, 4, 8, 16, 32), "load": (0.5, 0.7, 0.9, 1.1, 1.2), "step": (1, 32, 1)}
     assert {name: getattr(args, name) for name in defaults} == defaults and args.per_workload is None
     assert arguments(["load", "--prompts", "p.jsonl", "--step", "none", "--per-workload"]).step == ()
-    command = [sys.executable, "-m", "cluster.cli", "bench", "load", "--help"]
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", "load", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 0 and "example" in done.stdout and "--concurrency" in done.stdout and not done.stderr

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.strategy_option import parse_strategy
+from cluster.cli.generate.strategy_option import parse_strategy
 from configs.slices import EngineOptions, ModelOptions
-from engine.loading import load_model
+from engine.loading.model import load_model
 from experiments.contestants import Prompt
 from experiments.load_measures import full_load_s, measured, rows_of_a_cell
 from experiments.load_servers import EngineServer, OneAtATime

@@ -11,8 +11,8 @@ import torch
 
 from configs.slices import EngineOptions
 from decoding.request import Request, SamplingParams
-from engine.loading import LoadedModel
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import LoadedModel
 from experiments.contestants import Prompt
 from experiments.mjgd import joint_greedy, over_target, run_joint_greedy
 from experiments.quality import finished_by_all, output_nats, perplexity, until_end

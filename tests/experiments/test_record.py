@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.energy import NoMeter, open_meter
+from engine.measures.energy import NoMeter, open_meter
 from experiments.record import ROOT, command_line, describe_device, git_state, portable, write_record
 
 

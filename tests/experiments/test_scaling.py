@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.lookahead_parallel import StepTimes
-from cluster.strategy_option import parse_strategy
-from decoding.latency import LatencyCurve
+from actors.lookahead.executor import StepTimes
+from cluster.cli.generate.strategy_option import parse_strategy
+from decoding.budget.latency import LatencyCurve
 from experiments.bench import main
 from experiments.competition import Tally
 from experiments.contestants import Run

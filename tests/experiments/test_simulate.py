@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from experiments import simulate, simulate_papers, simulate_validation
 from experiments.load_traffic import poisson
 from experiments.simulation.checks import row

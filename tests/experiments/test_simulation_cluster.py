@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.slices import EngineOptions
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from decoding.replay import KnownText
 from decoding.strategy_choice import parse_strategy
 from experiments.load_traffic import poisson

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from configs.slices import EngineOptions
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from decoding.replay import KnownText, replay_workload
 from decoding.strategy_choice import parse_strategy
-from engine.loading import LoadedModel, load_tokenizer
+from engine.loading.model import LoadedModel, load_tokenizer
 from experiments.contestants import Prompt, make_request
 from experiments.guided import GuidedExecutor, random_model
 from experiments.shared_model import SharedModel

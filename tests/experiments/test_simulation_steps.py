@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decoding.latency import LatencyCurve
+from decoding.budget.latency import LatencyCurve
 from experiments.simulation.hardware import GPUS, MODELS, find_gpu, find_shape, shape_of
 from experiments.simulation.steps import (
     Host,

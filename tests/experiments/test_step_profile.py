@@ -10,7 +10,7 @@ import pytest
 
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
-from engine.batch import Work, pack
+from engine.forward.batch import Work, pack
 from experiments.step_profile import PHASES, main
 from experiments.waiting_forward import WaitingForward
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cluster.strategy_option import parse_strategy
+from cluster.cli.generate.strategy_option import parse_strategy
 from experiments.bench import main
 from experiments.bench_models import Workload, fitting
 from experiments.competition import Tally, decode_ratios, where_time_goes
@@ -195,7 +195,7 @@ def test_the_picture_is_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_the_command_hands_its_options_to_the_experiment() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 2
     assert "outrider bench strategies: error: --repeats must be at least 1, got 0" in done.stderr

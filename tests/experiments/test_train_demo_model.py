@@ -163,8 +163,8 @@ def test_a_run_can_be_cut_and_resumed_and_ends_in_a_model_that_serves(tmp_path: 
 
     from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
     from decoding.request import Request, SamplingParams
-    from engine.chat import render_chat
     from engine.engine import Engine
+    from engine.text.chat import render_chat
 
     engine = Engine.load(ModelOptions(str(out / "model")), EngineOptions(), SpeculationOptions())
     assert engine.info.dtype == "bfloat16" and engine.info.eos_token_ids == (0,) and engine.tokenizer is not None

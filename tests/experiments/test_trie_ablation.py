@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from decoding.replay import KnownText, replay_workload
-from decoding.trie import FrequencyTrie
 from experiments.explicit_trie import ExplicitTrieDrafter, TrieParts, count_nodes, trie_bytes
+from experiments.frequency_trie import FrequencyTrie
 from experiments.trie_ablation import PARTS, main, tokens_for
 from experiments.trie_ablation_tables import FULL, PAPER_CAPACITIES, PAPER_PARTS, add_ratios
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
-from engine.loading import load_tokenizer
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from engine.loading.model import load_tokenizer
 from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cache_service.redis_binary import FLOORS, version_fault
+from cache_service.store.redis_binary import FLOORS, version_fault
 from tests.k8s.manifests import NAMESPACE, Document, Pods, environment, named, pods_of, quantity, resource
 
 _IMAGE = re.compile(r"(?P<name>[^@\s]+?)(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?")

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import gpus_of_a_rank
-from cluster.launch import SERVE_SETTINGS
-from cluster.preflight import PASSWORD_VARIABLE, SECRET_VARIABLE, baseline_parallelism, group_size
-from cluster.serve_config_command import serve_config_text
+from cluster.cli.launch.preflight import PASSWORD_VARIABLE, SECRET_VARIABLE, baseline_parallelism, group_size
+from cluster.cli.launch.serve import SERVE_SETTINGS
+from cluster.cli.launch.serve_config import serve_config_text
 from configs.schema import Config, ConfigError, check_values
 from configs.server_checks import admin_address
 from configs.tenancy_checks import is_loopback

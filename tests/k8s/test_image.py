@@ -166,7 +166,7 @@ def test_what_kuberay_calls_is_there(found: dict[str, Stage], target: str) -> No
     ]
     assert login[0][1].startswith(f"PATH={ENVIRONMENT}/bin:")
     assert (PROGRAMS / "ray").exists()  # of the same requirements
-    assert PYPROJECT["project"]["scripts"] == {"outrider": "cluster.cli:main"}
+    assert PYPROJECT["project"]["scripts"] == {"outrider": "cluster.cli.main:main"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -283,7 +283,7 @@ def test_the_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "outrider = cluster.cli:main" in archive.read(points).decode()
+        assert "outrider = cluster.cli.main:main" in archive.read(points).decode()
     packages = [pattern.rstrip("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *packages, cwd=ROOT)
     assert listed.returncode == 0, listed.stderr
@@ -320,7 +320,7 @@ def test_the_installed_wheel_works_outside_the_repository(installed: Callable[..
 import json
 from pathlib import Path
 import cluster.app, configs.schema, engine.native.attention, experiments.bench, experiments.report, experiments.simulate
-from cluster import playground
+from cluster.http import playground
 from configs.schema import REPOSITORY, load_config
 print(json.dumps({
     "repository": str(REPOSITORY),

@@ -27,12 +27,12 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from cache_service.admin import CacheAdmin
+from cache_service.keeper.admin import CacheAdmin
+from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
-from cache_service.redis_binary import packaged_server
-from cache_service.redis_store import RedisStore
-from cache_service.server import CacheServer
-from cluster.preflight import PASSWORD_VARIABLE, redis_address
+from cache_service.store.redis_binary import packaged_server
+from cache_service.store.redis_store import RedisStore
+from cluster.cli.launch.preflight import PASSWORD_VARIABLE, redis_address
 from configs.slices import CacheOptions
 from tests.cache_service.test_redis_store import everything
 from tests.k8s.made_secrets import Made, make_secrets

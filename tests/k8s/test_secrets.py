@@ -14,8 +14,8 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 
-from cache_service.acl import ACL_COMMANDS, acl_rule
 from cache_service.namespace import hash_key
+from cache_service.store.acl import ACL_COMMANDS, acl_rule
 from configs.keys_file import with_keys_file
 from configs.slices import TenancyOptions
 from tests.k8s.made_secrets import SCRIPT, Made, make_secrets, run_script

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.link import connect
-from actors.lookahead_parallel import LookaheadParallelExecutor
-from actors.rank import RankServer
+from actors.lookahead.executor import LookaheadParallelExecutor
+from actors.lookahead.link import connect
+from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import STRATEGIES
 from decoding.request import FinishReason
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
 from tests.models import llama_config, save_model
 from tests.ranks import CONNECT_S, PATIENT, SECRET
 from tests.traffic import Case, Rush, Watch, make_cases

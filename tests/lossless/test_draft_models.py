@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import build_drafter, build_drafters
 from decoding.request import PLAIN, FinishReason, Request, SamplingParams
-from engine.draft_model import LocalDraftModel
 from engine.engine import Engine
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.draft_model import LocalDraftModel
 from tests.models import CONTEXT, END, SLOTS, VOCAB, engine_over, llama_config, prepared, run, save_model, tiny_model
 from tests.ranks import TinyGroup
 from tests.traffic import Case, Rush, Watch, make_cases

@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import Request, SamplingParams
-from engine import exactness, row_linear
-from engine.attention import TREE_ATTENTION, StepContext
-from engine.batch import Batch, Segment
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from engine.row_model import RowModel
-from engine.runner import ModelRunner
-from engine.runners import make_runner
-from engine.thin_modules import RowActivation
+from engine.forward import exactness
+from engine.forward.attention import TREE_ATTENTION, StepContext
+from engine.forward.batch import Batch, Segment
+from engine.forward.cpu import row_linear
+from engine.forward.cpu.row_model import RowModel
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
+from engine.forward.thin_modules import RowActivation
 from tests.models import CONTEXT, FAMILIES, VOCAB, llama_config, save_model
 
 MAX_TOKENS = 32
@@ -262,10 +263,10 @@ def test_an_engine_goes_on_in_a_form_that_is_exact(
         return original(runner, batch) * (1 + 2**-6 * spoiled)
 
     put_in(monkeypatch, (ModelRunner, "_compute"), change)
-    with caplog.at_level(logging.WARNING, "engine.runners"):
+    with caplog.at_level(logging.WARNING, "engine.forward.runners"):
         engine = load(folder, "llma", (3, 64), dtype="float32")
     assert engine.info.exact and outputs(engine, requests(expected)) == expected
-    lines = [record.message for record in caplog.records if record.name == "engine.runners"]
+    lines = [record.message for record in caplog.records if record.name == "engine.forward.runners"]
     assert len(lines) == (1 if form == 16 else 2) and f"each forward computes {form} rows now" in lines[-1], lines
 
 

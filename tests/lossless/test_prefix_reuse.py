@@ -11,7 +11,7 @@ import pytest
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
-from engine.prefix_cache import WORTH_COPYING
+from engine.kv.prefix_cache import WORTH_COPYING
 from tests.models import FAMILIES, VOCAB, engine_over, prepared, run, tiny_model
 from tests.ranks import BranchingDrafter, TinyGroup
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import STRATEGIES, Drafter
 from decoding.request import Request, SamplingParams, TokenLogprob
-from decoding.sampling import choose
+from decoding.sampling.sampler import choose
 from decoding.tree import DraftTree
 from engine.engine import Engine
 from tests.models import VOCAB, draft_with, llama_config, save_model

@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from actors.link import connect
-from actors.lookahead_parallel import LookaheadParallelExecutor
-from actors.rank import RankServer
+from actors.lookahead.executor import LookaheadParallelExecutor
+from actors.lookahead.link import connect
+from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters.base import SOURCES
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from decoding.sampling import choose
+from decoding.sampling.sampler import choose
 from engine.engine import Engine, load_runner
 from engine.errors import RequestError
 from engine.executor import LocalExecutor
-from engine.grammar import choice_grammar, json_grammar, object_grammar, regex_grammar
-from engine.loading import load_tokenizer
-from engine.runner import ModelRunner
+from engine.forward.runner import ModelRunner
+from engine.loading.model import load_tokenizer
+from engine.text.grammar import choice_grammar, json_grammar, object_grammar, regex_grammar
 from tests.hostile import HostileDrafter
 from tests.models import draft_with, llama_config, save_model
 from tests.ranks import CONNECT_S, PATIENT, SECRET

@@ -1,1 +1,5 @@
-"""``outrider generate``, and files of prompts. In: prompts. Out: records."""
+"""``outrider generate``, and files of prompts.
+
+In: prompts.
+Out: records.
+"""

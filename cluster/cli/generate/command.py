@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.generate_records import Record, readable_summary, summarize
-from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
-from cluster.terminal import fail, fail_input
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
+from cluster.cli.generate.records import Record, readable_summary, summarize
+from cluster.cli.terminal import fail, fail_input
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from actors.offline import OfflineEngine
     from actors.offline_group import OfflineGroup
-    from cluster.generate_settings import Settings
+    from cluster.cli.generate.settings import Settings
     from decoding.request import SamplingParams
 
 _MODEL, _ENGINE, _SPECULATION = ModelOptions(), EngineOptions(), SpeculationOptions()  # the defaults
@@ -84,7 +84,7 @@ def generate(
 
     A record that does not fit the context gets a line with `error`; the others are generated. Outputs keep the order of the file.
     """
-    from cluster.generate_settings import read_settings
+    from cluster.cli.generate.settings import read_settings
     from decoding.request import SamplingParams
 
     try:
@@ -146,7 +146,7 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
     """The engine; ends the command for an option outside its range."""
-    from engine.model_files import find_files
+    from engine.loading.model_files import find_files
 
     for path in (settings.model.path, settings.speculation.draft_model):
         if path is not None:
@@ -172,8 +172,8 @@ def _of_parts(settings: Settings) -> OfflineEngine:
 
     from actors.offline import OfflineEngine
     from actors.offline_group import shape_of
-    from actors.sharded_group import whole_model
-    from actors.sharded_processes import process_group
+    from actors.sharded.group import whole_model
+    from actors.sharded.processes import process_group
 
     options = settings.parallelism
     assert options.mode == "tensor" or options.mode == "pipeline", options.mode

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.prompt_file import PromptFileError, PromptRecord, read_prompts
+from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +30,7 @@ class TextTokenizer:
             PromptFileError: there is none, or it cannot be read.
         """
         from engine.errors import ModelLoadError
-        from engine.model_files import find_files
+        from engine.loading.model_files import find_files
 
         try:
             files = find_files(str(path))
@@ -65,7 +65,7 @@ def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
 
 def _of_gguf(path: str) -> tuple[Tokenizer, str]:
     """The same of a GGUF file."""
-    from engine.loading import load_tokenizer  # with transformers it takes a moment
+    from engine.loading.model import load_tokenizer  # with transformers it takes a moment
 
     tokenizer = load_tokenizer(path)
     return tokenizer.backend_tokenizer, tokenizer.eos_token or ""

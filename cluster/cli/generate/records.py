@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster.prompt_file import PromptRecord
+from cluster.cli.generate.prompt_file import PromptRecord
 
 if TYPE_CHECKING:
     from decoding.request import SpecStats, StepOutput

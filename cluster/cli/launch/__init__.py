@@ -1,1 +1,5 @@
-"""``outrider serve``: what is checked, started and stopped, in order. In: a configuration. Out: a running service."""
+"""``outrider serve``: what is checked, started and stopped, in order.
+
+In: a configuration.
+Out: a running service.
+"""

@@ -12,7 +12,7 @@ from types import FrameType
 import psutil
 from rich.console import Console
 
-from cache_service.embedded import WATCHER_NAME
+from cache_service.store.embedded import WATCHER_NAME
 
 
 class StopRequested(Exception):

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from cache_service.addresses import holds_secret, with_password
+from cache_service.store.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
 from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address

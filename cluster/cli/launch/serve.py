@@ -20,17 +20,17 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from redis.exceptions import AuthorizationError
 
-from actors.own_ray import RayTokenError, start_ray
-from cache_service.embedded import EmbeddedRedis, EmbeddedRedisError
-from cache_service.redis_store import RedisStore
-from cluster.launch_console import Progress, StopRequested, StopSignals
-from cluster.preflight import SECRET_VARIABLE, URL_VARIABLE, LaunchError, check_reservation, redis_address
+from actors.placement.own_ray import RayTokenError, start_ray
+from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
+from cache_service.store.redis_store import RedisStore
+from cluster.cli.launch.console import Progress, StopRequested, StopSignals
+from cluster.cli.launch.preflight import SECRET_VARIABLE, URL_VARIABLE, LaunchError, check_reservation, redis_address
 from configs.schema import Config
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
 from engine.errors import ModelLoadError
-from engine.model_files import find_files
+from engine.loading.model_files import find_files
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.preflight import check_address
-from cluster.terminal import fail_input
+from cluster.cli.launch.preflight import check_address
+from cluster.cli.terminal import fail_input
 
 IMPORT_PATH = "cluster.app:build_app"
 

@@ -1,1 +1,5 @@
-"""Answers, whole and in events. In: outputs of the engine. Out: JSON and server-sent events."""
+"""Answers, whole and in events.
+
+In: outputs of the engine.
+Out: JSON and server-sent events.
+"""

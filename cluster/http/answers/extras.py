@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.generation import Job
-from cluster.logprobs import LogprobWriter, TokenBytes, finite
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.http.answers.logprobs import LogprobWriter, TokenBytes, finite
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.serving.generation import Job
 from decoding.request import StepOutput, TokenLogprob
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cluster.extras import Extras
-from cluster.logprobs import LogprobWriter, TokenBytes
-from cluster.step_reports import Reported, reported
-from cluster.tool_calls import Call
+from cluster.http.answers.extras import Extras
+from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
+from cluster.http.answers.step_reports import Reported, reported
+from cluster.http.answers.tool_calls import Call
 from decoding.request import StepOutput, StepReport, TokenLogprob
 
 
@@ -26,7 +26,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of a predicted output: how many of its tokens the answers hold, and do not; see ``cluster.predicted``."""
+    """Of a predicted output: how many of its tokens the answers hold, and do not; see ``cluster.http.answers.predicted``."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int

@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
 
-from cluster import errors
-from cluster.answers import Answer, AnswerBuilder, CompletionTokensDetails, PromptTokensDetails, Usage
-from cluster.generation import Generation
-from cluster.predicted import Predicted, PredictionMatch
-from cluster.stream_guard import StreamShape
-from cluster.tool_calls import Call, ToolCallReader
+from cluster.http import errors
+from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, PromptTokensDetails, Usage
+from cluster.http.answers.predicted import Predicted, PredictionMatch
+from cluster.http.answers.stream_guard import StreamShape
+from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ApiError
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
+from cluster.http.errors import ApiError
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from configs.slices import ServerOptions
 from decoding.request import StepOutput
 

@@ -1,1 +1,5 @@
-"""What bodies of requests may hold, each field bounded. In: JSON. Out: checked types."""
+"""What bodies of requests may hold, each field bounded.
+
+In: JSON.
+Out: checked types.
+"""

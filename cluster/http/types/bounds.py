@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cluster.compare_types import CompareRequest
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.text_types import TEXT_BODIES
+from cluster.http.types.compare import CompareRequest
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.text import TEXT_BODIES
 
 BODIES: tuple[Any, ...] = (ChatCompletionRequest, CompletionRequest, CompareRequest, *TEXT_BODIES.values())
 

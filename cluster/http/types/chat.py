@@ -10,7 +10,7 @@ from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validat
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from cluster.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
+from cluster.http.types.strict import JsonObject, Name, Strict, Text, checked_json, unsupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of a message

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Tag, model_validator
 
-from cluster.answers import Usage
-from cluster.documents import ErrorDetails
-from cluster.openai_types import ChatCompletionRequest, CompletionRequest
-from cluster.strict import Strict, unsupported
+from cluster.http.answers.openai_shapes import Usage
+from cluster.http.documents import ErrorDetails
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.strict import Strict, unsupported
 from decoding.request import FinishReason
 
 Against = Literal["baseline", "plain"]

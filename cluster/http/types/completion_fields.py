@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.strict import ENCODABLE, MAX_NUMBER, MAX_TEXT, Name, Strict, Text, TokenId, unsupported
-from cluster.structured import StructuredFields
+from cluster.http.types.strict import ENCODABLE, MAX_NUMBER, MAX_TEXT, Name, Strict, Text, TokenId, unsupported
+from cluster.http.types.structured import StructuredFields
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 
 MAX_STOPS = 4  # as OpenAI

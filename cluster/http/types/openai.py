@@ -1,6 +1,6 @@
 """Requests of OpenAI's HTTP API, as far as this server honours them.
 
-A parameter that is not honoured is an error, see ``cluster.strict``.
+A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.chat_types import Messages, NamedTool, Prediction, Tools
-from cluster.completion_fields import COMMON_NO_OPS, MAX_CHOICES, Alternatives, CompletionFields, Filled, MostTokens, Tokens
-from cluster.strict import MAX_NUMBER, MAX_TOKEN_IDS, Strict, Text, TokenId, unsupported
-from cluster.text_types import TEXT_BODIES
-from cluster.tool_grammar import tools_grammar
+from cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
+from cluster.http.types.completion_fields import (
+    COMMON_NO_OPS,
+    MAX_CHOICES,
+    Alternatives,
+    CompletionFields,
+    Filled,
+    MostTokens,
+    Tokens,
+)
+from cluster.http.types.strict import MAX_NUMBER, MAX_TOKEN_IDS, Strict, Text, TokenId, unsupported
+from cluster.http.types.text import TEXT_BODIES
+from cluster.http.types.tool_grammar import tools_grammar
 
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
     "functions": ([],),
@@ -123,7 +131,7 @@ class ChatCompletionRequest(CompletionFields):
         return next((f"tools[{index}].function.strict" for index in strict), None)
 
     def calls_grammar(self, own_tokens: Collection[str]) -> str:
-        """The grammar of the answer where ``binds_calls``; see ``cluster.tool_grammar.tools_grammar``."""
+        """The grammar of the answer where ``binds_calls``; see ``cluster.http.types.tool_grammar.tools_grammar``."""
         return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, own_tokens)
 
     @property

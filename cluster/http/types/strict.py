@@ -4,7 +4,7 @@
 refused.
 
 Every text, list and number of a request has a bound, and a list is looked at up to its first wrong item only, so that no answer
-about a body is larger than the body. The bounds are told in docs/operations.md, by ``cluster.bounds``.
+about a body is larger than the body. The bounds are told in docs/operations.md, by ``cluster.http.types.bounds``.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
+from cluster.http.types.strict import ENCODABLE, JsonObject, Name, Strict, Text, unsupported
 from engine.errors import RequestError
-from engine.grammar import (
+from engine.text.grammar import (
     MAX_GRAMMAR_CHARS,
     GrammarError,
     choice_grammar,

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, model_validator
 
-from cluster.chat_types import Messages, Tools
-from cluster.strict import Name, Strict, Text, TokenIds, unsupported
+from cluster.http.types.chat import Messages, Tools
+from cluster.http.types.strict import Name, Strict, Text, TokenIds, unsupported
 
 
 class TokenizeRequest(Strict):

@@ -1,4 +1,4 @@
-"""The grammar of an answer that calls tools: what ``tool_choice`` and ``strict`` bind, in the form of ``cluster.tool_calls``."""
+"""The grammar of an answer that calls tools: what ``tool_choice`` and ``strict`` bind, in the form of ``tool_calls``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.chat_types import NamedTool, Tool
-from cluster.tool_calls import CLOSING, OPENING
+from cluster.http.answers.tool_calls import CLOSING, OPENING
+from cluster.http.types.chat import NamedTool, Tool
 from engine.errors import RequestError
-from engine.grammar import WHITESPACE, GrammarError, json_grammar, lark_grammar
+from engine.text.grammar import WHITESPACE, GrammarError, json_grammar, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded as that within JSON is

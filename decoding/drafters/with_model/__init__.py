@@ -1,1 +1,5 @@
-"""Strategies that draft with a second, smaller model. In: a request. Out: a tree, and the rule that verifies it."""
+"""Strategies that draft with a second, smaller model.
+
+In: a request.
+Out: a tree, and the rule that verifies it.
+"""

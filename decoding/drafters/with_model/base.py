@@ -6,16 +6,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from decoding.draft_model import DraftModel
 from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.drafters.with_model.draft_model import DraftModel
 from decoding.request import Request
 from decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.draft_laws import DraftLaws  # has torch, which those who only check options do not need
-    from decoding.rules import Rule
+    from decoding.drafters.with_model.draft_probabilities import (
+        DraftLaws,  # has torch, which those who only check options do not need
+    )
+    from decoding.verify.rules import Rule
 
 SOURCE = SOURCES.index("draft_model")
 
@@ -58,7 +60,7 @@ class ModelDrafter(Drafter):
 
     def prepare(self, target: Target) -> None:
         """Learns the target's end tokens."""
-        from decoding.draft_laws import DraftLaws
+        from decoding.drafters.with_model.draft_probabilities import DraftLaws
 
         self._laws = DraftLaws(target.end_token_ids)
 

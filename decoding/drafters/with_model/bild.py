@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -59,7 +59,7 @@ class BildDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
-        from decoding.rules import BildRule
+        from decoding.verify.rules import BildRule
 
         step = self._likeliest if self._variant == "original" else self._drawn
 

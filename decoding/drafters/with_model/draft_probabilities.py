@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from decoding.laws import DRAFT, Float64Array, pick, uniform
-from decoding.penalties import LogitRules
 from decoding.request import Request
-from decoding.sampling import choose
-from decoding.target_laws import request_law
+from decoding.sampling.penalties import LogitRules
+from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
+from decoding.sampling.sampler import choose
+from decoding.verify.target_probabilities import request_law
 
 
 class DraftLaws:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
 
@@ -21,10 +21,11 @@ class MjsdDrafter(ModelDrafter):
     """The best of ``beams`` beams of ``num_draft_tokens`` tokens (MJSD, arXiv 2407.09722, section 4).
 
     The target keeps the longest prefix of it whose joint probability is more than ``threshold`` times what the draft model gives
-    it (``decoding.rules.MjsdRule``), and adds one token of its own: **the output is not the target's**, but it may be the more
-    likely one. With a threshold of 1 or more nothing is kept, and the output is plain decoding's. The defaults are the paper's.
+    it (``decoding.verify.rules.MjsdRule``), and adds one token of its own: **the output is not the target's**, but it may be the
+    more likely one. With a threshold of 1 or more nothing is kept, and the output is plain decoding's. The defaults are the
+    paper's.
 
-    Example: see ``decoding.beam.beam_search`` and ``MjsdRule``.
+    Example: see ``decoding.drafters.with_model.beam.beam_search`` and ``MjsdRule``.
 
     Departures from the published code, which samples its beams and compares with the probability that a place in the beam was
     drawn: beams are searched for, as the paper says, and the draft model's probability is that of the tokens.
@@ -59,8 +60,8 @@ class MjsdDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
-        from decoding.beam import beam_search
-        from decoding.rules import MjsdRule
+        from decoding.drafters.with_model.beam import beam_search
+        from decoding.verify.rules import MjsdRule
 
         score = self._raw_score if self._joint_law == "raw" else self._warped_score
         beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE)
@@ -71,7 +72,7 @@ class MjsdDrafter(ModelDrafter):
     def _raw_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from decoding.beam import raw_score
+        from decoding.drafters.with_model.beam import raw_score
 
         if request.params.alters_logits:
             rows = [self.laws.altered(request, chain, row) for chain, row in zip(chains, logits, strict=True)]

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.laws import Float64Array
+    from decoding.sampling.probabilities import Float64Array
 
 
 class SpectrDrafter(ModelDrafter):
     """``sequences`` continuations of ``num_draft_tokens``, drawn independently (arXiv 2310.15141, sections 4 and 5).
 
     Sequences that begin alike share rows of one tree, and what the draft model says below a row is computed once. They are
-    verified by K-SEQ (``decoding.rules.KSeqRule``): the output has exactly the target's law, but it is another one than the
-    seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
+    verified by K-SEQ (``decoding.verify.rules.KSeqRule``): the output has exactly the target's law, but it is another one than
+    the seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
 
     Where the budget is smaller than all sequences, fewer are drafted, and at last one that is shorter.
 
@@ -52,7 +52,7 @@ class SpectrDrafter(ModelDrafter):
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``. All sequences of a request are of the same length: none is cut at an end token."""
-        from decoding.rules import KSeqRule
+        from decoding.verify.rules import KSeqRule
 
         counts = [
             1 if request.params.greedy else max(1, min(self._sequences, budget // depth))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from decoding.drafters.with_model import SOURCE, ModelDrafter
+from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from decoding.laws import Float64Array
+    from decoding.sampling.probabilities import Float64Array
 
 SAMPLINGS = ("coupled", "greedy", "rejection")
 
@@ -59,7 +59,7 @@ class SpeculativeDrafter(ModelDrafter):
         def next_tokens(
             active: Sequence[int], chains: Sequence[Sequence[int]], logits: torch.Tensor
         ) -> list[tuple[int | None, bool]]:
-            from decoding.ranking import argmax_rows
+            from decoding.sampling.ranking import argmax_rows
 
             likeliest = [self._takes_likeliest(requests[at]) for at in active]
             tokens: list[int] = argmax_rows(logits).tolist() if any(likeliest) else [0] * len(active)
@@ -76,7 +76,7 @@ class SpeculativeDrafter(ModelDrafter):
         chains = self.chains(requests, depths, next_tokens)
         for request, probs in zip(requests, drawn, strict=True):
             if probs:
-                from decoding.rules import RejectionRule
+                from decoding.verify.rules import RejectionRule
 
                 self._rules[request.request_id] = RejectionRule(probs)
         return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]

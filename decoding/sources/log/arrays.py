@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.chains import BLOCK, WAYS, Int64Array, LogArrays
+from decoding.sources.log.chains import BLOCK, WAYS, Int64Array, LogArrays
 
 LARGE = 1 << 16  # positions; up to here a copy takes a millisecond or two
 
@@ -85,7 +85,8 @@ def enlarged(arrays: LogArrays, memory: LogArrays, size: int, bucket_size: int) 
 
 def _split(heads: Int64Array, held: int, count: int) -> None:
     """Makes ``count`` buckets of ``held``. A new one begins with the chains of the one of which it was a part (see
-    ``decoding.chains.place``): what comes is chained by the new buckets, what was there stays as findable as it was."""
+    ``decoding.sources.log.chains.place``): what comes is chained by the new buckets, what was there stays as findable as
+    it was."""
     while held < count:
         half = 1 << (held.bit_length() - 1)
         end = min(count, 2 * half)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoding.chains import BLOCK, PlainArrays, UInt8Array, append
 from decoding.jit import compiled
+from decoding.sources.log.chains import BLOCK, PlainArrays, UInt8Array, append
 from decoding.tree import Int32Array
 
 

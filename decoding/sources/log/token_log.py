@@ -9,7 +9,7 @@ what was frequent in it survives with half its frequency, as under the pruning o
 section 4.2; there, nodes are halved and those at 1 or below are dropped).
 
 A log starts small and doubles until it has its capacity, so that many can be kept of which few are full; no step pays for the
-whole of a large one (``decoding.log_arrays``).
+whole of a large one (``decoding.sources.log.arrays``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
-from decoding.log_arrays import LARGE, copied, empty_log, enlarged, memory_for
-from decoding.survivors import append_counted, survivors
+from decoding.sources.log.arrays import LARGE, copied, empty_log, enlarged, memory_for
+from decoding.sources.log.chains import BLOCK, COPIED, MOVED, Log, LogArrays, UInt8Array, append
+from decoding.sources.log.survivors import append_counted, survivors
 from decoding.tree import Int32Array
 
 OVERLAP = 20  # last tokens of a text that go with it to blocks elsewhere

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decoding.candidates import HASH_SLOTS, Float64Array
-from decoding.chains import Int64Array
+from decoding.budget.candidates import HASH_SLOTS, Float64Array
 from decoding.jit import compiled
+from decoding.sources.log.chains import Int64Array
 from decoding.tree import Int32Array
 
 MAX_NODES = 16384  # looked at in one retrieval

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from decoding.candidates import MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
-from decoding.chains import LogArrays, PlainArrays, follower, gather_chain
+from decoding.budget.candidates import MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.jit import compiled
-from decoding.tree import Int32Array
-from decoding.trie_memory import (
+from decoding.sources.log.chains import LogArrays, PlainArrays, follower, gather_chain
+from decoding.sources.log.trie_memory import (
     AHEAD,
     CHILDREN,
     COUNT,
@@ -24,6 +23,7 @@ from decoding.trie_memory import (
     PlainNodes,
     add_node,
 )  # fmt: skip
+from decoding.tree import Int32Array
 
 
 @compiled

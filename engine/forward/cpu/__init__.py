@@ -1,1 +1,5 @@
-"""Forwards on a CPU in machine code of our own. In: rows and KV slots. Out: logits."""
+"""Forwards on a CPU in machine code of our own.
+
+In: rows and KV slots.
+Out: logits.
+"""

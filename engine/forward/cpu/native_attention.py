@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
-from engine.native.lanes import (
+from engine.forward.cpu.lanes import (
     LONG,
     WIDTH,
     Generator,
@@ -51,7 +51,7 @@ from engine.native.lanes import (
     subtract,
     wait_for,
 )
-from engine.native.linear import PANEL, TILE_ROWS, piece_of, products
+from engine.forward.cpu.native_linear import PANEL, TILE_ROWS, piece_of, products
 
 BLOCK = 16  # rows that go through the keys together
 _ONE, _MINUS_TWO = np.float32(1), np.float32(-2)

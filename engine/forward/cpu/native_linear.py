@@ -22,7 +22,7 @@ from numba import carray, from_dtype, types
 from numba.core.registry import cpu_target
 
 from decoding.jit import compiled, compiled_callback
-from engine.native.lanes import (
+from engine.forward.cpu.lanes import (
     WIDTH,
     Generator,
     add,

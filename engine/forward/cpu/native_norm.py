@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
-from engine.native.lanes import WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
+from engine.forward.cpu.lanes import WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
 
 _FLOAT = np.float32(0)  # names the type
 

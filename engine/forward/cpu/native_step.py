@@ -4,7 +4,7 @@ A forward of a few rows takes some milliseconds, and each of its operations some
 Python, costs as much again. Here threads take parts of an operation until none is left, and wait for each other only where the
 next one needs all of its results.
 
-Results are rounded where the modules of Llama round; see ``engine.row_model`` for the models that are computed so.
+Results are rounded where the modules of Llama round; see ``engine.forward.cpu.row_model`` for the models that are computed so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
-from engine.native.attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
-from engine.native.lanes import (
+from engine.forward.cpu.lanes import (
     WIDTH,
     add,
     address_of,
@@ -34,8 +33,9 @@ from engine.native.lanes import (
     subtract,
     wait_for,
 )
-from engine.native.linear import COUNTER, PANEL, Linear, multiply_rows, panels, piece_of
-from engine.native.norm import normalise
+from engine.forward.cpu.native_attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
+from engine.forward.cpu.native_linear import COUNTER, PANEL, Linear, multiply_rows, panels, piece_of
+from engine.forward.cpu.native_norm import normalise
 
 EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND = range(7)
 
@@ -52,7 +52,7 @@ class Embed(ctypes.Structure):
 
 
 class RowNorm(ctypes.Structure):
-    """Normalises rows, as ``engine.native.norm``."""
+    """Normalises rows, as ``engine.forward.cpu.native_norm``."""
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, size]

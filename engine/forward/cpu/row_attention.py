@@ -1,4 +1,4 @@
-"""Attention of a forward by compiled code, where that can be: see ``engine.native.attention``."""
+"""Attention of a forward by compiled code, where that can be: see ``engine.forward.cpu.native_attention``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import Segment
-from engine.kv_cache import KVShape, SlotCache
-from engine.native.threads import on_threads
-from engine.row_linear import DTYPES, PANEL, has_kernels
+from engine.forward.batch import Segment
+from engine.forward.cpu.row_linear import DTYPES, PANEL, has_kernels
+from engine.forward.cpu.threads import on_threads
+from engine.kv.kv_cache import KVShape, SlotCache
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.native.attention import Layer, Rows
+    from engine.forward.cpu.native_attention import Layer, Rows
 
 ENTRY_STEP = 16  # numbers of a vector
 _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
@@ -49,7 +49,7 @@ class RowAttention:
         shape = cache.shape
         if shape.panel != PANEL:
             return None
-        from engine.native.attention import entry_point, move_entries
+        from engine.forward.cpu.native_attention import entry_point, move_entries
 
         address: int = entry_point(DTYPES[shape.dtype]).address
         move_entries(0, 0, 0, 0, 0, 0, 0, PANEL, 0, 0, np.zeros(1, np.int64))  # compiled here, so that no request waits for it
@@ -73,7 +73,7 @@ def request_rows(
         segments: of the batch.
         positions: [rows of the batch], contiguous.
     """
-    from engine.native.attention import Rows
+    from engine.forward.cpu.native_attention import Rows
 
     kept: list[object] = [positions, *segments]  # whose addresses are used
     found = (Rows * len(segments))()
@@ -104,7 +104,7 @@ class RowStep:
             segments: of the batch.
             positions: [rows of the batch] int64.
         """
-        from engine.native.attention import Layer
+        from engine.forward.cpu.native_attention import Layer
 
         self._attention = attention
         self._rows, self._kept = request_rows(attention.cache, segments, positions.numpy())
@@ -125,7 +125,7 @@ class RowStep:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See ``engine.attention.Attending``; rows that are in no segment are zeros."""
+        """See ``engine.forward.attention.Attending``; rows that are in no segment are zeros."""
         job, size = self._layer, query.shape[3]
         job.scale = size**-0.5 if scaling is None else scaling
         if size < job.head_dim:

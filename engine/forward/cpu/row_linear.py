@@ -1,4 +1,4 @@
-"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.native.linear``."""
+"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.forward.cpu.native_linear``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decoding.jit import NATIVE
-from engine.native.threads import on_threads
+from engine.forward.cpu.threads import on_threads
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-PANEL, _STEPS, _COUNTER = 32, 2, 64  # as those of ``engine.native.linear``, which is imported where numba is installed
+PANEL, _STEPS, _COUNTER = (
+    32,
+    2,
+    64,
+)  # as those of ``engine.forward.cpu.native_linear``, which is imported where numba is installed
 _WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
 
 
@@ -26,7 +30,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is compiled code for a model of a type on a device."""
     if not NATIVE or device.type != "cpu" or dtype not in DTYPES:
         return False
-    from engine.native.linear import FEATURES
+    from engine.forward.cpu.native_linear import FEATURES
 
     return dtype != torch.float16 or "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
 
@@ -197,8 +201,8 @@ def filled_up(bias: torch.Tensor) -> torch.Tensor:
 @cache
 def _kernel(dtype: str) -> tuple[Callable[[int], None], int, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.native.linear import COUNTER, STEPS, Linear, entry_point
-    from engine.native.linear import PANEL as panel
+    from engine.forward.cpu.native_linear import COUNTER, STEPS, Linear, entry_point
+    from engine.forward.cpu.native_linear import PANEL as panel
 
     assert (panel, STEPS, COUNTER) == (PANEL, _STEPS, _COUNTER)
     address: int = entry_point(dtype).address

@@ -1,4 +1,4 @@
-"""A forward of a model of a known family in one call of compiled code, on a CPU: see ``engine.native.step``."""
+"""A forward of a model of a known family in one call of compiled code, on a CPU: see ``engine.forward.cpu.native_step``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch import Batch
-from engine.kv_cache import SlotCache
-from engine.native.threads import on_threads
-from engine.row_attention import ENTRY_STEP, request_rows
-from engine.row_linear import DTYPES, PanelWeight, filled_up, has_kernels
-from engine.thin_modules import CompiledNorm
+from engine.forward.batch import Batch
+from engine.forward.cpu.row_attention import ENTRY_STEP, request_rows
+from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels
+from engine.forward.cpu.threads import on_threads
+from engine.forward.thin_modules import CompiledNorm
+from engine.kv.kv_cache import SlotCache
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.native.linear import Linear
-    from engine.native.step import Operation
+    from engine.forward.cpu.native_linear import Linear
+    from engine.forward.cpu.native_step import Operation
 
 # Their layers are RMS norms, attention with whole rotated heads, and a product with a SiLU gate, each added to what was before.
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -32,7 +32,7 @@ class RowModel:
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, windows: Mapping[int, int | None]) -> None:
         """See ``over``."""
-        from engine.native import step
+        from engine.forward.cpu import native_step as step
 
         self._native, self._model, self._cache, self._windows = step, model, cache, windows
         self._address: int = step.entry_point(DTYPES[model.dtype]).address
@@ -155,7 +155,7 @@ class RowModel:
     def _linear(
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""
     ) -> Linear:
-        from engine.native.linear import Linear
+        from engine.forward.cpu.native_linear import Linear
 
         outputs, size = layer.weight.shape
         wide = layer.weight.element_size()
@@ -177,7 +177,7 @@ class RowModel:
         ))  # fmt: skip
 
     def _attention(self, attention: Any, layer: int) -> int:
-        from engine.native.attention import Layer
+        from engine.forward.cpu.native_attention import Layer
 
         shape, heads = self._cache.shape, self._model.config.num_attention_heads
         size = shape.head_dim * self._model.dtype.itemsize

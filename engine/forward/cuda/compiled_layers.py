@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention import TREE_ATTENTION, tree_attention
 from engine.errors import ModelLoadError
+from engine.forward.attention import TREE_ATTENTION, tree_attention
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:

@@ -22,9 +22,9 @@ import math
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVShape
-from engine.slot_kernels import TRITON, context_kernel, path_kernel
-from engine.step_rows import StepRows
+from engine.forward.cuda.slot_kernels import TRITON, context_kernel, path_kernel
+from engine.forward.cuda.step_rows import StepRows
+from engine.kv.kv_cache import KVShape
 
 BLOCK_N = 64  # keys of a block
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

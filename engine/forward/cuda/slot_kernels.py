@@ -1,4 +1,4 @@
-"""The two Triton kernels of ``engine.slot_attention``, and the steps that they share."""
+"""The two Triton kernels of ``engine.forward.cuda.slot_attention``, and the steps that they share."""
 
 from __future__ import annotations
 

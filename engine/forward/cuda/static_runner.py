@@ -2,8 +2,8 @@
 
 A decoding step of a GPU is over in the time that Python takes to launch its thousand kernels one by one. A graph launches them at
 once, but for shapes and addresses that do not change: rows are filled up to the next of ``ROWS``, and what differs from step to
-step, where each row lies and what it sees, is read from tensors (``engine.step_rows``). Steps with more rows, prefills, run as in
-``ModelRunner``.
+step, where each row lies and what it sees, is read from tensors (``engine.forward.cuda.step_rows``). Steps with more rows,
+prefills, run as in ``ModelRunner``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch import Batch
 from engine.errors import ModelLoadError, one_line
-from engine.kv_cache import KVShape, SlotCache
-from engine.runner import ModelRunner, kv_shape, wanted_rows
-from engine.slot_attention import SlotAttention, available, best_block_rows
-from engine.slot_kernels import kernel_errors
-from engine.step_buffers import StepBuffers, longest_path
-from engine.step_rows import StepRows
+from engine.forward.batch import Batch
+from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
+from engine.forward.cuda.slot_kernels import kernel_errors
+from engine.forward.cuda.step_buffers import StepBuffers, longest_path
+from engine.forward.cuda.step_rows import StepRows
+from engine.forward.runner import ModelRunner, kv_shape, wanted_rows
+from engine.kv.kv_cache import KVShape, SlotCache
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> Slot
 
 
 class StaticStep:
-    """The forward of one number of rows: as ``engine.attention.Attending`` what its layers see of the step, and its graph."""
+    """The forward of one number of rows: as ``Attending`` what its layers see of the step, and its graph."""
 
     def __init__(
         self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: Attention, logits: bool
@@ -100,7 +100,7 @@ class StaticStep:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """See ``engine.attention.Attending``."""
+        """See ``engine.forward.attention.Attending``."""
         self.windows[layer] = window
         output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
         keys, values = self._cache.layer(layer)

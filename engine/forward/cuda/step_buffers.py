@@ -10,8 +10,8 @@ import torch
 
 from decoding.jit import compiled
 from decoding.tree import BoolArray, Int32Array
-from engine.batch import Batch, Segment
-from engine.step_rows import StepRows
+from engine.forward.batch import Batch, Segment
+from engine.forward.cuda.step_rows import StepRows
 
 _TURNS = 4  # copies that may be on their way while the next is filled
 
