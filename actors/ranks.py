@@ -21,7 +21,7 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """The most ranks to which a step's trees may be dealt: trees are as many times as large."""
+        """The most ranks to which a step's trees may be partitioned: trees are as many times as large."""
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before

@@ -19,8 +19,8 @@ bytes                       field
 ==========================  =====================================================================
 
 So a batch takes 28 bytes, a delta 16 and a token 2 or 3: a batch of 100 tokens of one text costs 2.44 bytes a token, one of 8
-tokens 7.5. Example: ``Batch(1, 2, 3, deltas=(CacheDelta((5 << 16) | 1, 4, [7, 8], True),))`` of a vocabulary of 100 tokens is, in
-hexadecimal, ``01 02 0100 0000 0000 0100000000000000 02000000 03000000`` (header: origin 1, sequence 2, epoch 3),
+tokens 7.5. Example: ``TextBatch(1, 2, 3, deltas=(CacheDelta((5 << 16) | 1, 4, [7, 8], True),))`` of a vocabulary of 100 tokens
+is, in hexadecimal, ``01 02 0100 0000 0000 0100000000000000 02000000 03000000`` (header: origin 1, sequence 2, epoch 3),
 ``0500000000000000 0100 04000080 0200`` (delta), ``0700 0800`` (tokens), ``a3750361`` (crc32): 48 bytes.
 
 The checksum finds damage, not forgery: who may write to the stream is up to Redis' access control. Whatever the bytes, a reader
@@ -63,7 +63,7 @@ class CacheDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TextBatch:
     """What one stream entry holds."""
 
     origin: int  # uint64, random for each process
@@ -105,7 +105,7 @@ def unpack_tokens(data: memoryview, width: int) -> Int32Array:
     return wide.view("<i4").reshape(-1).astype(np.int32, copy=False)
 
 
-def encode_batch(batch: Batch, vocab_size: int) -> bytes:
+def encode_batch(batch: TextBatch, vocab_size: int) -> bytes:
     """The bytes of a batch.
 
     Raises:
@@ -149,7 +149,7 @@ def _delta_fields(delta: CacheDelta) -> tuple[int, int, int, int]:
     return delta.text >> 16, delta.text & 0xFFFF, delta.offset | (_FINAL if delta.final else 0), count
 
 
-def decode_batch(data: bytes, vocab_size: int) -> Batch:
+def decode_batch(data: bytes, vocab_size: int) -> TextBatch:
     """The batch of these bytes.
 
     Raises:
@@ -180,7 +180,7 @@ def decode_batch(data: bytes, vocab_size: int) -> Batch:
     if num_tokens and int(tokens.max()) >= vocab_size:
         raise CorruptRecordError(f"token {int(tokens.max())} of a vocabulary of {vocab_size}")
     tokens.setflags(write=False)  # the deltas share it
-    return Batch(
+    return TextBatch(
         origin, sequence, epoch, tuple(_deltas(table, tokens)),
         tuple(np.frombuffer(data, "<u8", num_removed, removed_at).tolist()),
         tuple(unpack_keys(np.frombuffer(data, KEY, num_evicted, evicted_at))),

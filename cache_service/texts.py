@@ -10,7 +10,7 @@ import numpy as np
 
 from cache_service.keeper.eviction import worths
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable
-from cache_service.records import Batch, CacheDelta
+from cache_service.records import CacheDelta, TextBatch
 from decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten
@@ -53,7 +53,7 @@ class Ledger:
         """Whether pieces of this text are applied."""
         return text >> 16 not in self.removed and text not in self.evicted
 
-    def admit(self, batch: Batch, now_s: float = 0.0) -> Admitted:
+    def admit(self, batch: TextBatch, now_s: float = 0.0) -> Admitted:
         """What of a batch is to be applied. ``now_s``: the time that is noted with removed requests."""
         if batch.epoch < self.epoch:
             return Admitted()
@@ -171,7 +171,7 @@ class TenantTexts:
         """By text key."""
         return MappingProxyType(self._texts)
 
-    def apply(self, batch: Batch, now_s: float) -> Admitted:
+    def apply(self, batch: TextBatch, now_s: float) -> Admitted:
         """Applies a batch, any number of times and in any order; returns what of it was admitted."""
         admitted = self.ledger.admit(batch, now_s)
         if admitted.cleared:

@@ -22,7 +22,7 @@ from actors.ranks import Ranks
 from actors.replica import Description, Replica
 from actors.sharded.actors import actor_group
 from actors.sharded.group import ShardedGroup, whole_model
-from cluster.admission.controller import capacity, door_options
+from cluster.admission.controller import admission_options, capacity
 from cluster.cli.launch.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
 from cluster.http.admin_port import AdminPort
 from cluster.http.answers.stream_guard import StreamGuard
@@ -33,7 +33,7 @@ from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.compare import Baseline
 from cluster.serving.generation import EnginePort, Job
 from cluster.serving.handle_engine import BEAT_S, DESCRIBE_TIMEOUT_S, HandleEngine
-from cluster.serving.membership import Attendance, Company, LobbyActor
+from cluster.serving.membership import MembershipActor, MembershipClient, MembershipOptions
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address, admin_names
@@ -64,10 +64,10 @@ class EngineReplica:
         parallelism: ParallelismOptions,
         cache: CachePlace | None,
         start_timeout_s: float,
-        company: Company | None = None,
+        membership: MembershipOptions | None = None,
         metered: bool = True,
     ) -> None:
-        elastic = None if company is None else Elastic(parallelism, company.secret, company.world_size)
+        elastic = None if membership is None else Elastic(parallelism, membership.secret, membership.world_size)
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
@@ -76,8 +76,8 @@ class EngineReplica:
         )
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
         spare_collector()
-        if company is not None and elastic is not None:
-            self._attendance = Attendance(company.lobby, elastic.address, elastic.meet)
+        if membership is not None and elastic is not None:
+            self._membership_client = MembershipClient(membership.membership, elastic.address, elastic.meet)
 
     async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
         """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""
@@ -112,7 +112,7 @@ class EngineReplica:
 
     def __del__(self) -> None:
         if hasattr(self, "_attendance"):
-            self._attendance.close()
+            self._membership_client.close()
         if hasattr(self, "_replica"):  # else the model did not load
             self._replica.stop()
 
@@ -142,7 +142,7 @@ class Ingress:
         auditor = Auditor(port, config.audit, config.speculation, config.engine)
         self._service = Service(
             asked, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
-            guard=StreamGuard(server), door=door_options(config),
+            guard=StreamGuard(server), admission=admission_options(config),
             cache_options=config.cache,
             baseline=None if baseline is None else _baseline_of(config, baseline),
         )  # fmt: skip
@@ -192,7 +192,8 @@ def application(config: Config) -> serve.Application:
     config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache = config.server, config.cache
     gpus = gpus_of_a_rank(config)
-    # More than the door lets in and the engine takes, also when a single replica is left: Serve never queues, the engine refuses.
+    # More than admission lets in and the engine takes, also when a single replica is left: Serve never queues, the engine
+    # refuses.
     most = max(capacity(config), config.engine.max_running + config.engine.max_waiting)
     ongoing = max(server.max_ongoing_requests, most + 64)
     place = None
@@ -204,8 +205,8 @@ def application(config: Config) -> serve.Application:
         **_of_engines(config, gpus, ongoing),
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
     )(EngineReplica).bind(
-        config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, _company(config),
-        _has_devices_alone(config, gpus),
+        config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s,
+        _membership_options(config), _has_devices_alone(config, gpus),
     )  # fmt: skip
     keeper = None
     if place is not None:
@@ -279,13 +280,13 @@ def _ranks(
     return None
 
 
-def _company(config: Config) -> Company | None:
+def _membership_options(config: Config) -> MembershipOptions | None:
     """How the replicas of a node find each other; None where they have nothing to do with each other."""
     options, server = config.parallelism, config.server
     if options.mode != "lookahead" or options.world_size != "auto" or server.replicas == 1:
         return None
-    deployment = serve.deployment(name="lobby", ray_actor_options=_without_model(server), graceful_shutdown_timeout_s=0.0)
-    return Company(deployment(LobbyActor).bind(), secrets.token_bytes(32), min(server.replicas, MAX_WORLD_SIZE))
+    deployment = serve.deployment(name="membership", ray_actor_options=_without_model(server), graceful_shutdown_timeout_s=0.0)
+    return MembershipOptions(deployment(MembershipActor).bind(), secrets.token_bytes(32), min(server.replicas, MAX_WORLD_SIZE))
 
 
 def _has_devices_alone(config: Config, gpus: float) -> bool:

@@ -133,8 +133,9 @@ class DraftTree:
     def partition(self, ranks: int) -> list[Part]:
         """One part for each rank that shares the step (lookahead parallelism, arXiv 2402.02057, section 3.4).
 
-        Leaves are dealt as runs of their depth-first order (children in order of their rows), each with its ancestors, so that
-        the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every part
+        Leaves are partitioned as runs of their depth-first order (children in order of their rows), each with its ancestors, so
+        that the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every
+        part
         holds the root: what verification finds in a part is a valid step by itself, and the longest walk of all parts is the
         longest in the tree. In the comb of a Jacobi window runs of leaves are runs of columns, with block 0 up to their last.
 
@@ -149,10 +150,10 @@ class DraftTree:
         """
         if ranks == 1 or len(self.tokens) == 1:
             return [Part(np.arange(len(self.tokens), dtype=np.int32), self)] * ranks
-        from decoding.budget.partition import deal  # loads the compiler, which those who only hold trees do not need
+        from decoding.budget.partition import partition  # loads the compiler, which those who only hold trees do not need
 
         own = _own(self.tokens), _own(self.parents), self.sources.astype(np.int8)
-        bounds, counts, rows, tokens, parents, sources = deal(*own, int(self.num_candidates), ranks)
+        bounds, counts, rows, tokens, parents, sources = partition(*own, int(self.num_candidates), ranks)
         at, candidates = bounds.tolist(), counts.tolist()
         parts = []
         for rank in range(ranks):

@@ -20,7 +20,7 @@ from decoding.sampling.sampler import choose, token_logprobs
 from decoding.tree import DraftTree
 from decoding.verify.exact import verify_exact
 from decoding.verify.rules import Rule
-from decoding.verify.target_probabilities import TargetLaws
+from decoding.verify.target_probabilities import TargetDistributions
 from decoding.verify.tree_rows import compile_rows
 from engine.errors import one_line
 from engine.forward import prompt_scores
@@ -139,9 +139,9 @@ class Verifier:
         """What another rule than ``verify_exact`` keeps of a tree."""
         request = work.request
         rules = self._rules_of(request) if request.params.alters_logits else None
-        laws = TargetLaws(request, tree, logits, work.end_tokens, rules)
-        acceptance = rule.accept(tree, laws)
-        laws.settle()
+        distributions = TargetDistributions(request, tree, logits, work.end_tokens, rules)
+        acceptance = rule.accept(tree, distributions)
+        distributions.settle()
         assert 1 <= acceptance.count <= request.remaining, (request.request_id, acceptance, request.remaining)
         return acceptance
 

@@ -14,7 +14,7 @@ import psutil
 
 from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
 from cache_service.mirror.mirror import Mirror
-from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
+from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.store.redis_store import RedisStore
 from cache_service.texts import TenantTexts
 from decoding.request import text_key
@@ -65,7 +65,7 @@ def _fold(texts: Sequence[Int32Array], vocab_size: int) -> TenantTexts:
     for start in range(0, len(texts), _BATCH_TEXTS):
         some = texts[start : start + _BATCH_TEXTS]
         deltas = tuple(CacheDelta(text_key(f"size-{start + at}"), 0, text, True) for at, text in enumerate(some))
-        data = encode_batch(Batch(1, start // _BATCH_TEXTS, 0, deltas), vocab_size)
+        data = encode_batch(TextBatch(1, start // _BATCH_TEXTS, 0, deltas), vocab_size)
         kept.apply(decode_batch(data, vocab_size), time.time())
     return kept
 

@@ -1,4 +1,4 @@
-"""Lookahead parallelism: the trees of a step are dealt to ranks that each hold the model (arXiv 2402.02057, section 3.4)."""
+"""Lookahead parallelism: ranks that each hold the model share the trees of a step (arXiv 2402.02057, section 3.4)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.lookahead.link import LINK_ERRORS, Link
-from actors.lookahead.membership import LostRank, Roster
-from actors.lookahead.rank_state import Dealt, Held, Holdings, Seat
-from actors.lookahead.shares import Share, merge
+from actors.lookahead.membership import LostRank, RankMembership
+from actors.lookahead.rank_state import Held, Holdings, Partition, RankState
+from actors.lookahead.shares import RankShare, merge
 from actors.lookahead.width import WidthChoice, WidthChoices
 from actors.lookahead.wire import Reply
 from configs.slices import ParallelismOptions
-from decoding.budget.partition import compile_dealing
+from decoding.budget.partition import compile_partition
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.errors import one_line
@@ -30,7 +30,7 @@ class StepTimes:
     """One step of a group. Rank 0, the leader, comes first."""
 
     rank_s: tuple[float, ...]  # seconds that each rank computed
-    exchange_s: float  # seconds of the step beyond the slowest rank's: dealing, messages, waiting, merging
+    exchange_s: float  # seconds of the step beyond the slowest rank's: partitioning, messages, waiting, merging
     rows: tuple[int, ...]  # that each rank computed
     recomputed: tuple[int, ...]  # of these, tokens that others had computed before
     emitted: int  # tokens
@@ -71,10 +71,10 @@ class _Own:
 class LookaheadParallelExecutor:
     """An ``Executor`` whose ranks verify disjoint branches of the same trees.
 
-    Each step ``DraftTree.partition`` deals the branches, every rank computes its part and walks it, and the longest walk is what
-    the step emits. Token ids and row numbers travel, no activations and no KV: what was accepted elsewhere a rank computes as a
-    longer spine of its next step. Every part holds the root, so that what any rank says is a whole step: when a rank is lost in
-    the middle, the step is what the others say, and nothing is done again.
+    Each step ``DraftTree.partition`` partitions the branches, every rank computes its part and walks it, and the longest walk is
+    what the step emits. Token ids and row numbers travel, no activations and no KV: what was accepted elsewhere a rank computes
+    as a longer spine of its next step. Every part holds the root, so that what any rank says is a whole step: when a rank is lost
+    in the middle, the step is what the others say, and nothing is done again.
 
     Whether a step is shared at all follows what it brings (``WidthChoice``): what is not shared the leader computes alone, and
     the ranks keep up beside it.
@@ -100,7 +100,7 @@ class LookaheadParallelExecutor:
         """
         self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
         self._held = Holdings()  # of the leader
-        self._roster = Roster(options, chunk)
+        self._membership = RankMembership(options, chunk)
         self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
         self._steps = self._divergences = 0
         self._exchange_s = 0.0
@@ -108,47 +108,47 @@ class LookaheadParallelExecutor:
         self._choice: WidthChoice | None = None  # of the next step
         self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and when the next one began
         self.times: deque[StepTimes] = deque(maxlen=4096)  # of the latest steps that emitted tokens
-        compile_dealing()
+        compile_partition()
 
     @property
     def width(self) -> int:
         """See ``Executor``."""
-        if self._roster.changes:
+        if self._membership.changes:
             with self._lock:
-                self._roster.change()
-        # A copy: `tend` may lose a seat meanwhile.
-        ranks = 1 + sum(not seat.refilling for seat in self._roster.seats.copy().values())
+                self._membership.change()
+        # A copy: `tend` may lose a rank meanwhile.
+        ranks = 1 + sum(not rank_state.refilling for rank_state in self._membership.rank_states.copy().values())
         self._choice = self._choices.of(ranks, self._decoding) if self._adaptive and ranks > 1 else None
         self._began = time.perf_counter()
         return 1 if self._choice is not None and not self._choice.shared else ranks
 
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
-        self._roster.changes.append((rank, link))
+        self._membership.changes.append((rank, link))
 
     def remove_rank(self, rank: int) -> None:
         """Does without a rank from the next step on, from any thread. Its link stays open. Harmless when it is not there."""
-        self._roster.changes.append((rank, None))
+        self._membership.changes.append((rank, None))
 
     def take_lost(self) -> list[LostRank]:
         """The ranks that were lost since the last call, from any thread."""
         lost = []
-        while self._roster.lost:
-            lost.append(self._roster.lost.popleft())
+        while self._membership.lost:
+            lost.append(self._membership.lost.popleft())
         return lost
 
     def state(self, world_size: int) -> GroupState:
         """How the group is made up, of so many ranks that it should have; from any thread."""
-        roster = self._roster
-        seats = sorted(roster.seats.copy().items())
+        membership = self._membership
+        rank_states = sorted(membership.rank_states.copy().items())
         return GroupState(
             world_size=world_size,
-            ready=(0, *(rank for rank, seat in seats if not seat.refilling)),
-            refilling=tuple(rank for rank, seat in seats if seat.refilling),
-            losses=roster.losses,
-            last_loss=roster.last_loss,
+            ready=(0, *(rank for rank, rank_state in rank_states if not rank_state.refilling)),
+            refilling=tuple(rank for rank, rank_state in rank_states if rank_state.refilling),
+            losses=membership.losses,
+            last_loss=membership.last_loss,
             divergences=self._divergences,
-            disagreements=roster.disagreements,
+            disagreements=membership.disagreements,
             exchange_s=self._exchange_s,
         )
 
@@ -156,10 +156,10 @@ class LookaheadParallelExecutor:
         """Notices ranks that were lost while no step runs, from any thread; to be called a few times a second."""
         if self._lock.acquire(blocking=False):
             try:
-                self._roster.change()
-                self._roster.tend()
+                self._membership.change()
+                self._membership.tend()
                 if not self._held.live:
-                    self._roster.settle()
+                    self._membership.settle()
             finally:
                 self._lock.release()
 
@@ -174,47 +174,55 @@ class LookaheadParallelExecutor:
         """See ``Executor``. The ranks are told with the next message."""
         with self._lock:
             self._local.end(request)
-            for holdings in (self._held, *(seat.holdings for seat in self._roster.seats.values())):
+            for holdings in (self._held, *(rank_state.holdings for rank_state in self._membership.rank_states.values())):
                 holdings.end(request)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""
         with self._lock:
             self._local.check_integrity(running)
-            for holdings in (self._held, *(seat.holdings for seat in self._roster.seats.values())):
+            for holdings in (self._held, *(rank_state.holdings for rank_state in self._membership.rank_states.values())):
                 holdings.check_integrity(running)
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
         with self._lock:
             began = time.perf_counter()
-            self._roster.change()
-            seats = self._roster.ready(works)
+            self._membership.change()
+            rank_states = self._membership.ready(works)
             shared = self._choice is None or self._choice.shared
-            parts = [[] if work.tree is None else _parts(work.tree, 1 + len(seats), shared) for work in works]
+            parts = [[] if work.tree is None else _parts(work.tree, 1 + len(rank_states), shared) for work in works]
             self._steps += 1
-            dealt = self._deal(works, parts, seats, top_k)
-            own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if seats else 0)
-            replies = self._roster.gather([seat for seat, deal in dealt.items() if any(deal.awaited)])
-            outcomes = self._merge(works, parts, own, dealt, replies)
+            partitioned = self._partition(works, parts, rank_states, top_k)
+            own = self._compute(works, [part[0].tree if part else None for part in parts], top_k if rank_states else 0)
+            replies = self._membership.gather(
+                [rank_state for rank_state, partition in partitioned.items() if any(partition.awaited)]
+            )
+            outcomes = self._merge(works, parts, own, partitioned, replies)
             emitted = sum(outcome.acceptance.count for outcome in outcomes if outcome is not None)
             if emitted:
                 self._judge(works, emitted)
-                self._time(began, emitted, own, [(reply.compute_s, dealt[seat]) for seat, reply in replies.items()])
+                self._time(
+                    began, emitted, own, [(reply.compute_s, partitioned[rank_state]) for rank_state, reply in replies.items()]
+                )
             return outcomes
 
     # ---- below: with the lock held --------------------------------------------------------------------------------------------
 
-    def _deal(self, works: Sequence[Work], parts: Sequence[list[Part]], seats: Sequence[Seat], top_k: int) -> dict[Seat, Dealt]:
-        """Sends the parts from the second on to the seats, one each."""
+    def _partition(
+        self, works: Sequence[Work], parts: Sequence[list[Part]], rank_states: Sequence[RankState], top_k: int
+    ) -> dict[RankState, Partition]:
+        """Sends the parts from the second on to the ranks, one each."""
         compare = self._steps % self._check_steps == 0
-        dealt = {}
-        for at, seat in enumerate(seats, start=1):
+        partitioned = {}
+        for at, rank_state in enumerate(rank_states, start=1):
             try:
-                dealt[seat] = seat.deal(works, [part[at] if part else None for part in parts], top_k, compare)
+                partitioned[rank_state] = rank_state.partition(
+                    works, [part[at] if part else None for part in parts], top_k, compare
+                )
             except LINK_ERRORS as error:
-                self._roster.lose(seat, f"it takes no message: {one_line(error)}")
-        return dealt
+                self._membership.lose(rank_state, f"it takes no message: {one_line(error)}")
+        return partitioned
 
     def _compute(self, works: Sequence[Work], trees: Sequence[DraftTree | None], top_k: int) -> _Own:
         """The leader's parts."""
@@ -240,20 +248,20 @@ class LookaheadParallelExecutor:
         works: Sequence[Work],
         parts: Sequence[list[Part]],
         own: _Own,
-        dealt: dict[Seat, Dealt],
-        replies: dict[Seat, Reply],
+        partitioned: dict[RankState, Partition],
+        replies: dict[RankState, Reply],
     ) -> list[Outcome | None]:
-        told = {seat: iter(reply.outcomes) for seat, reply in replies.items()}
+        told = {rank_state: iter(reply.outcomes) for rank_state, reply in replies.items()}
         outcomes: list[Outcome | None] = []
         for at, (work, part, mine) in enumerate(zip(works, parts, own.outcomes, strict=True)):
             if mine is None or all(len(one.tree) == 1 for one in part[1:]):
                 outcomes.append(mine)
                 continue
-            shares = [Share.of_leader(part[0], own.held[at], mine, own.ranked[at])]
-            for seat, said in told.items():
-                share = dealt[seat].awaited[at]
+            shares = [RankShare.of_leader(part[0], own.held[at], mine, own.ranked[at])]
+            for rank_state, said in told.items():
+                share = partitioned[rank_state].awaited[at]
                 if share is not None:
-                    shares.append(Share.of_rank(share, seat.holdings.align(work), next(said)))
+                    shares.append(RankShare.of_rank(share, rank_state.holdings.align(work), next(said)))
             assert work.tree is not None
             merged, left_out = merge(work.tree, work.end, shares)
             self._divergences += left_out
@@ -266,10 +274,10 @@ class LookaheadParallelExecutor:
         if self._choice is not None and all(work.tree is not None and work.end - work.start == 1 for work in works):
             self._choice.took(emitted, time.perf_counter() - self._began)
 
-    def _time(self, began: float, emitted: int, own: _Own, others: Sequence[tuple[float, Dealt]]) -> None:
+    def _time(self, began: float, emitted: int, own: _Own, others: Sequence[tuple[float, Partition]]) -> None:
         rank_s = (own.seconds, *(seconds for seconds, _ in others))
-        rows = (own.rows, *(deal.rows for _, deal in others))
-        recomputed = (own.recomputed, *(deal.recomputed for _, deal in others))
+        rows = (own.rows, *(partition.rows for _, partition in others))
+        recomputed = (own.recomputed, *(partition.recomputed for _, partition in others))
         exchange_s = time.perf_counter() - began - max(rank_s)
         self._exchange_s += exchange_s
         self.times.append(StepTimes(rank_s, exchange_s, rows, recomputed, emitted))

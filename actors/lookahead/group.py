@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from actors.lookahead.executor import GroupState, LookaheadParallelExecutor, StepTimes
 from actors.lookahead.link import LINK_ERRORS, Link, connect
-from actors.lookahead.rank_actor import Place, RankActor
+from actors.lookahead.rank_actor import RankActor, RankPlace
 from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from actors.ranks import GroupError
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
@@ -189,7 +189,7 @@ class Group:
         """Takes a rank in that has loaded. Raises GroupError when it has not, or does not let itself be connected to."""
         assert self._executor is not None and member.loading is not None
         try:
-            place: Place = ray.get(member.loading)
+            place: RankPlace = ray.get(member.loading)
             if place.node == ray.get_runtime_context().get_node_id():
                 member.process, member.device = psutil.Process(place.pid), place.device
             member.link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)

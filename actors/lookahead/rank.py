@@ -1,4 +1,4 @@
-"""A rank that follows: a model and KV slots, no drafter, no scheduler. It computes the parts of trees that a leader deals it."""
+"""A rank that follows: a model and KV slots, no drafter, no scheduler. It computes the parts of trees that a leader gives it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from engine.measures.energy import meter_name
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank listens and runs."""
 
     address: Address
@@ -44,7 +44,7 @@ class RankActor:
         self._parallelism, self._world_size, self._secret = parallelism, world_size, secret
         self._server: RankServer | None = None
 
-    def load(self, pinned: tuple[int, int] | None) -> Place:
+    def load(self, pinned: tuple[int, int] | None) -> RankPlace:
         """Loads the model and listens.
 
         Args:
@@ -60,4 +60,4 @@ class RankActor:
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
         self._server = RankServer(LocalExecutor(runner), self._secret, self._parallelism, host, prepare)
         node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
-        return Place(self._server.address, os.getpid(), node, device)
+        return RankPlace(self._server.address, os.getpid(), node, device)

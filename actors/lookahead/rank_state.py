@@ -24,7 +24,7 @@ _NO_TREE = (_NONE, _NONE, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class Partition:
     """What a rank was sent of a step."""
 
     awaited: list[Part | None]  # for each work, the part whose outcome is to come
@@ -99,7 +99,7 @@ class Holdings:
             self.end(held.request)
 
 
-class Seat:
+class RankState:
     """One rank of the group, as the leader deals with it.
 
     It is *refilling* until it holds the live requests: it is sent their tokens in chunks, one message at a time, which nobody
@@ -132,7 +132,7 @@ class Seat:
                 chunks.append((work, held, end))
         self._send([self._chunk(work, held, end) for work, held, end in chunks], chunks, 0)
 
-    def deal(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Dealt:
+    def partition(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Partition:
         """Sends this rank's part of a step; raises as ``Link.send`` does.
 
         Args:
@@ -142,7 +142,7 @@ class Seat:
             compare: whether committed texts are compared.
         """
         messages: list[WorkMessage] = []
-        dealt: list[tuple[Work, Held, int]] = []
+        partitioned: list[tuple[Work, Held, int]] = []
         awaited: list[Part | None] = []
         rows = recomputed = 0
         for work, part in zip(works, parts, strict=True):
@@ -154,11 +154,11 @@ class Seat:
                 continue
             rows += end - held.computed + (0 if share is None else len(share.tree) - 1)
             recomputed += work.start - held.computed
-            dealt.append((work, held, end))
+            partitioned.append((work, held, end))
             messages.append(self._chunk(work, held, end, None if share is None else share.tree, compare))
         if messages:
-            self._send(messages, dealt, top_k)
-        return Dealt(awaited, rows, recomputed)
+            self._send(messages, partitioned, top_k)
+        return Partition(awaited, rows, recomputed)
 
     def leave(self) -> None:
         """Tells the rank that it is not needed; raises as ``Link.send`` does."""
@@ -175,7 +175,7 @@ class Seat:
         tokens, parents, candidates = _NO_TREE if tree is None else (tree.tokens, tree.parents, tree.num_candidates)
         return WorkMessage(held.number, request.slot, held.computed, end, committed, tokens, parents, candidates, digest)
 
-    def _send(self, messages: Sequence[WorkMessage], dealt: Sequence[tuple[Work, Held, int]], top_k: int) -> None:
+    def _send(self, messages: Sequence[WorkMessage], partitioned: Sequence[tuple[Work, Held, int]], top_k: int) -> None:
         opened = tuple(
             OpenMessage(
                 held.number,
@@ -185,10 +185,10 @@ class Seat:
                 tuple(work.end_tokens),
                 work.request.scope,
             )
-            for work, held, _ in dealt
+            for work, held, _ in partitioned
             if held.told < 0
         )
-        for work, held, end in dealt:
+        for work, held, end in partitioned:
             held.computed, held.told = end, work.request.num_output
         sequence = next(self._sequences)
         self.unanswered.append((sequence, time.monotonic()))

@@ -16,7 +16,7 @@ from engine.executor import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """A rank's part of a tree, and what it came to."""
 
     part: Part
@@ -28,13 +28,13 @@ class Share:
     logprobs: tuple[TokenLogprob, ...] | None
 
     @classmethod
-    def of_leader(cls, part: Part, held: Held, outcome: Outcome, ranked: Int32Array | None) -> Share:
+    def of_leader(cls, part: Part, held: Held, outcome: Outcome, ranked: Int32Array | None) -> RankShare:
         """What the leader computed itself."""
         acceptance = outcome.acceptance
         return cls(part, held, acceptance.rows, acceptance.next_token, outcome.target.ids, ranked, outcome.logprobs)
 
     @classmethod
-    def of_rank(cls, part: Part, held: Held, told: OutcomeMessage) -> Share:
+    def of_rank(cls, part: Part, held: Held, told: OutcomeMessage) -> RankShare:
         """What another rank says."""
         return cls(part, held, told.rows, told.next_token, told.ids, told.ranked, told.logprobs)
 
@@ -43,13 +43,13 @@ class Share:
         return [*self.part.tree.tokens[list(self.rows)].tolist(), self.next_token]
 
 
-def merge(tree: DraftTree, end: int, shares: Sequence[Share]) -> tuple[Outcome, int]:
+def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outcome, int]:
     """The longest walk, the lowest rank's among equals, and what the target said below all rows.
 
     Each rank counts as computed what its own walk and the longest have in common.
 
     Args:
-        tree: that was dealt.
+        tree: that was partitioned.
         end: committed tokens.
         shares: of the ranks that answered, rank 0 first. The outcome's tree is without the rows that none of them computed.
 
@@ -78,7 +78,7 @@ def merge(tree: DraftTree, end: int, shares: Sequence[Share]) -> tuple[Outcome, 
     return Outcome(tree, Acceptance(accepted, winner.next_token), target, winner.logprobs), len(shares) - len(same)
 
 
-def _target(count: int, shares: Sequence[Share], places: Int32Array | None) -> TargetRows:
+def _target(count: int, shares: Sequence[RankShare], places: Int32Array | None) -> TargetRows:
     """What the target said below each row; where several ranks computed one, the lowest rank has the word."""
     ids = np.empty(count, np.int32)
     width = 0 if shares[0].ranked is None else shares[0].ranked.shape[1]

@@ -114,7 +114,7 @@ class ShardedGroup:
         """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
 
         Raises:
-            GroupError: the ranks cannot be had, the model cannot be dealt to them, or an option is for whole models.
+            GroupError: the ranks cannot be had, the model cannot be partitioned among them, or an option is for whole models.
             ModelLoadError: see ``ModelRunner``.
         """
         if options.compile:

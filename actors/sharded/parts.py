@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
 from actors.sharded.pipeline_parallel import take_part as take_layers
-from actors.sharded.shard import Part, Shard, ShardMode, TakePart
+from actors.sharded.shard import ModelPart, Shard, ShardMode, TakePart
 from actors.sharded.tensor_parallel import take_part as take_slices
 from engine.errors import one_line
 from engine.forward.runner import kv_shape
@@ -16,7 +16,7 @@ PARTS: dict[ShardMode, TakePart] = {"tensor": take_slices, "pipeline": take_laye
 MOST_DIFFERENT = 0.1  # of the length of the logits: rounding in half precision makes a hundredth, a wrong split about one
 
 
-def take_checked(model: PreTrainedModel, shard: Shard) -> Part:
+def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
     """Keeps a shard's part of a whole model, in place; all ranks call it at the same time, after ``meet``.
 
     The leader computes a few rows with the whole model first, and again with the parts: an architecture whose projections hold

@@ -19,7 +19,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.sharded.shard import Part, Shard
+from actors.sharded.shard import ModelPart, Shard
 from engine.forward.runner import kv_shape
 
 
@@ -32,13 +32,13 @@ def bounds(layers: int, world_size: int) -> list[range]:
         GroupError: there are fewer layers than ranks.
     """
     if layers < world_size:
-        raise GroupError(f"{layers} layers cannot be dealt to {world_size} ranks: lower world_size")
+        raise GroupError(f"{layers} layers cannot be partitioned among {world_size} ranks: lower world_size")
     few, more = divmod(layers, world_size)
     sizes = [few + (rank >= world_size - more) for rank in range(world_size)]
     return [range(sum(sizes[:rank]), sum(sizes[: rank + 1])) for rank in range(world_size)]
 
 
-def take_part(model: PreTrainedModel, shard: Shard) -> Part:
+def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
     """Keeps a rank's layers of a whole model, in place, and has hidden states come and go. After ``meet``.
 
     Raises:
@@ -58,7 +58,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
         layers[0].register_forward_pre_hook(_arriving(behind))
         layers[-1].register_forward_hook(_leaving(ahead))
     shape = dataclasses.replace(whole, layers=len(own), first_layer=own.start, device=model.device)
-    return Part(shape, gives_logits=shard.rank == 0)
+    return ModelPart(shape, gives_logits=shard.rank == 0)
 
 
 def _keep_layers(model: PreTrainedModel, own: range) -> torch.nn.ModuleList:

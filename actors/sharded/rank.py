@@ -22,9 +22,9 @@ from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, readable
 from actors.lookahead.wire import WireError
 from actors.ranks import GroupError
 from actors.sharded.parts import take_checked
-from actors.sharded.shard import Part, Shard, meet
+from actors.sharded.shard import ModelPart, Shard, meet
 from actors.sharded.shared_sums import sweep
-from actors.sharded.wire import Failed, Join, Ready, Step, decode_shard, encode_shard
+from actors.sharded.wire import Failed, Join, Ready, ShardedStep, decode_shard, encode_shard
 from configs.slices import ModelOptions
 from engine.errors import one_line
 from engine.forward.batch import Batch
@@ -113,13 +113,13 @@ class ShardServer:
         link.send_bytes(encode_shard(Ready(meter_name(self._model.device))))
         while True:
             step = self._take(link)
-            if not isinstance(step, Step):
+            if not isinstance(step, ShardedStep):
                 raise WireError(f"a leader sends steps, not {type(step).__name__}")
             self._began_s = time.monotonic()
             _compute(runner, part, step)
             self._began_s = None
 
-    def _take(self, link: Link) -> Join | Ready | Failed | Step:
+    def _take(self, link: Link) -> Join | Ready | Failed | ShardedStep:
         readable([link], None)  # however long the leader has nothing to do
         return decode_shard(link.take_bytes())
 
@@ -148,7 +148,7 @@ class ShardServer:
         self._end()
 
 
-def _compute(runner: ModelRunner, part: Part, step: Step) -> None:
+def _compute(runner: ModelRunner, part: ModelPart, step: ShardedStep) -> None:
     """A rank's share of a step."""
     apply_moves(runner.cache, step.moves)
     batch = step.batch

@@ -29,14 +29,14 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """What a rank keeps of a model, once it has loaded it."""
 
     shape: KVShape  # of its heads, or its layers
     gives_logits: bool  # it takes part in computing them
 
 
-TakePart = Callable[[PreTrainedModel, Shard], Part]  # keeps a shard of a whole model, in place, on the shard's device
+TakePart = Callable[[PreTrainedModel, Shard], ModelPart]  # keeps a shard of a whole model, in place, on the shard's device
 
 
 def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
-from actors.sharded.shard import Part, Shard
+from actors.sharded.shard import ModelPart, Shard
 from actors.sharded.shared_sums import settle
 from engine.errors import one_line
 from engine.forward.cpu.row_linear import has_kernels
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install 'outrider[baselines]'"
 
 
-def take_part(model: PreTrainedModel, shard: Shard) -> Part:
+def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
     """Keeps a rank's slices of a whole model, in place. All ranks call it at the same time, after ``meet``.
 
     Example: a Llama with 32 heads, 8 KV heads and an MLP of 14,336 on 4 ranks: each has 8 heads, 2 KV heads and 3,584 of the
@@ -48,7 +48,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
     name = type(model).__name__
     if whole.kv_heads % shard.world_size:
         heads = f"the {whole.kv_heads} KV heads of {name}"
-        raise GroupError(f"{heads} cannot be dealt to {shard.world_size} ranks evenly: change parallelism.world_size")
+        raise GroupError(f"{heads} cannot be partitioned among {shard.world_size} ranks evenly: change parallelism.world_size")
     if model.dtype == torch.float64:
         raise GroupError("DeepSpeed's sums know no float64: set model.dtype to float32, bfloat16 or float16")
     deepspeed = _deepspeed(shard.device)
@@ -70,7 +70,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> Part:
     logger.debug("DeepSpeed says: %s", printed.getvalue())
     row_parts(model)
     here = dataclasses.replace(kv_shape(model), kv_heads=whole.kv_heads // shard.world_size)
-    return Part(here, gives_logits=True)
+    return ModelPart(here, gives_logits=True)
 
 
 def _deepspeed(device: str) -> Any:

@@ -44,18 +44,18 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ShardedStep:
     """What to move in the slots, and what to compute then."""
 
     moves: tuple[Move, ...]
     batch: Batch
 
 
-ShardMessage = Join | Ready | Failed | Step
+ShardMessage = Join | Ready | Failed | ShardedStep
 
 
 def encode_step(moves: Sequence[Move], batch: Batch) -> bytes:
-    """The bytes of a ``Step``."""
+    """The bytes of a ``ShardedStep``."""
     told = [
         (move.source, move.target, move.length, move.start) if isinstance(move, Copy) else (move.slot, move.start, move.rows)
         for move in moves
@@ -105,7 +105,7 @@ def decode_shard(data: bytes) -> ShardMessage:
     raise WireError(f"not a message of a group: kind {kind!r}")
 
 
-def _step(told: Sequence[Any], arrays: Sequence[bytes], segments: Sequence[Any]) -> Step:
+def _step(told: Sequence[Any], arrays: Sequence[bytes], segments: Sequence[Any]) -> ShardedStep:
     moves: list[Move] = []
     for move in told:
         if len(move) == 4:
@@ -117,7 +117,7 @@ def _step(told: Sequence[Any], arrays: Sequence[bytes], segments: Sequence[Any])
     parts = tuple(_segment(len(tokens), *one) for one in segments)
     if len(positions) != len(tokens) or (len(logit_rows) and not 0 <= logit_rows.min() <= logit_rows.max() < len(tokens)):
         raise ValueError(f"{len(tokens)} rows, {len(positions)} positions, logits of rows {logit_rows.tolist()[:8]}")
-    return Step(tuple(moves), Batch(tokens, positions, parts, logit_rows, ()))
+    return ShardedStep(tuple(moves), Batch(tokens, positions, parts, logit_rows, ()))
 
 
 def _segment(total: int, slot: int, start: int, offset: int, rows: int, packed: bytes | None) -> Segment:

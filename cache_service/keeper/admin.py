@@ -13,7 +13,7 @@ import numpy as np
 from cache_service.keeper.folding import Fold, unreadable
 from cache_service.keeper.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
+from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
 from cache_service.store.redis_store import Counts, RedisStore
 from cache_service.store.stream_ids import compare_ids
 from configs.slices import CacheOptions
@@ -157,7 +157,7 @@ class CacheAdmin:
         """Forgets all of a tenant, everywhere; the tenant's new epoch. Arguments and errors as those of ``stats``."""
         name = self._namespace(tenant, vouched)
         epoch = self._store.delete(name)
-        self._append(name, [Batch(secrets.randbits(64), 0, epoch)])
+        self._append(name, [TextBatch(secrets.randbits(64), 0, epoch)])
         return epoch
 
     def delete_request(self, tenant: str, request: str) -> None:
@@ -172,7 +172,7 @@ class CacheAdmin:
         """
         name = self._namespace(tenant)
         epoch = self._store.heads([name])[name].epoch
-        self._append(name, [Batch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
+        self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
     def verify(self) -> list[Problem]:
         """Reads every snapshot and every entry of the streams; what cannot be read."""
@@ -212,7 +212,7 @@ class CacheAdmin:
             if compare_ids(head.snapshot_id, fold.cursor) > 0:  # a newer snapshot may have cut off entries before they were read
                 continue
             if head.epoch > fold.epoch:  # deleted, and the batch that says so is not there yet
-                fold.apply(Batch(0, 0, head.epoch), time.time())
+                fold.apply(TextBatch(0, 0, head.epoch), time.time())
             return fold
 
     def _stats(self, tenant: str, name: str) -> TenantStats:
@@ -231,13 +231,13 @@ class CacheAdmin:
     def _write(self, fold: Fold, deltas: Iterable[CacheDelta]) -> None:
         origin = secrets.randbits(64)
         batches = [
-            Batch(origin, sequence, fold.epoch, group)
+            TextBatch(origin, sequence, fold.epoch, group)
             for sequence, group in enumerate(split_deltas(deltas, self._identity.vocab_size))
         ]
         for at in range(0, len(batches), _ENTRIES):
             self._append(fold.namespace, batches[at : at + _ENTRIES])
 
-    def _append(self, name: str, batches: Sequence[Batch]) -> None:
+    def _append(self, name: str, batches: Sequence[TextBatch]) -> None:
         self._store.append([(name, encode_batch(batch, self._identity.vocab_size)) for batch in batches])
 
 

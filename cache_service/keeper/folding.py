@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
 from cache_service.namespace import Identity
-from cache_service.records import Batch, CorruptRecordError, decode_batch
+from cache_service.records import CorruptRecordError, TextBatch, decode_batch
 from cache_service.store.redis_store import RedisStore
 from cache_service.store.stream_ids import START, compare_ids
 from cache_service.texts import TenantTexts
@@ -94,7 +94,7 @@ class Fold:
         self.apply(batch, int(entry_id.partition("-")[0]) / 1000)
         return True
 
-    def apply(self, batch: Batch, at_s: float) -> None:
+    def apply(self, batch: TextBatch, at_s: float) -> None:
         """Applies a batch of that time, and notes what has to be written down because of it."""
         ledger = self.texts.ledger
         admitted = self.texts.apply(batch, at_s)
@@ -196,7 +196,7 @@ def unreadable(store: RedisStore, namespace: str, identity: Identity) -> Iterato
                 yield f"entry {cursor}", str(error)
 
 
-def _read_entry(data: bytes | None, identity: Identity) -> Batch:
+def _read_entry(data: bytes | None, identity: Identity) -> TextBatch:
     if data is None:
         raise CorruptRecordError("the entry has no field b")
     return decode_batch(data, identity.vocab_size)

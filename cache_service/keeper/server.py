@@ -15,7 +15,7 @@ from cache_service.keeper.folding import READ_ENTRIES, Fold
 from cache_service.keeper.lease import Lease, LeaseLostError
 from cache_service.keeper.snapshot import encode_snapshot
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, encode_batch, token_width
+from cache_service.records import TextBatch, encode_batch, token_width
 from cache_service.store.breaker import failure_kind
 from cache_service.store.redis_store import Counts, Head, RedisStore
 from cache_service.store.stream_ids import compare_ids
@@ -254,7 +254,7 @@ class CacheServer:
         elif compare_ids(fold.snapshot_id, fold.cursor) < 0 and compare_ids(head.first_id, fold.cursor) > 0:
             fold.demand()  # what lies between the snapshot and the cursor has left the stream: it is in memory only
         if head.epoch > fold.epoch:
-            fold.apply(Batch(fold.origin, fold.sequence, head.epoch), time.time())
+            fold.apply(TextBatch(fold.origin, fold.sequence, head.epoch), time.time())
 
     def _keep(self, fold: Fold) -> None:
         quota = self._quotas[fold.namespace]
@@ -293,6 +293,6 @@ class CacheServer:
 
     def _say(self, fold: Fold, epoch: int, evicted: tuple[int, ...] = ()) -> None:
         """Writes a batch. One without evicted texts says the epoch, and is an entry for the next snapshot to go up to."""
-        batch = Batch(fold.origin, fold.sequence, epoch, evicted=evicted)
+        batch = TextBatch(fold.origin, fold.sequence, epoch, evicted=evicted)
         self._store.append([(fold.namespace, encode_batch(batch, self._identity.vocab_size))])
         fold.sequence += 1

@@ -15,7 +15,7 @@ from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
 from cache_service.mirror.tail import Tail
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, CacheDelta, encode_batch, split_deltas
+from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
 from cache_service.store.breaker import Guard
 from cache_service.store.redis_store import MAX_BLOCK_S, RedisStore
 from configs.slices import CacheOptions
@@ -215,7 +215,7 @@ class Mirror:
         for tenant, deltas in taken.items():
             kept = [delta for delta in deltas if self._tail.places[tenant].ledger.allows(delta.text)]
             for group in split_deltas(kept, self._vocab_size):
-                batch = Batch(self._origin, sequences[tenant], epochs[tenant], group)
+                batch = TextBatch(self._origin, sequences[tenant], epochs[tenant], group)
                 try:
                     data = encode_batch(batch, self._vocab_size)
                 except ValueError as error:  # no token of this vocabulary: nothing that waiting would mend

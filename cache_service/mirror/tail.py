@@ -12,7 +12,7 @@ from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode
 from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
 from cache_service.namespace import Identity
-from cache_service.records import Batch, CorruptRecordError, decode_batch
+from cache_service.records import CorruptRecordError, TextBatch, decode_batch
 from cache_service.store.redis_store import Head, RedisStore
 from cache_service.store.stream_ids import START, compare_ids, written_s
 from cache_service.texts import Admitted, Ledger
@@ -26,7 +26,7 @@ _COUNT = 1 << 32  # batches are counted modulo this
 
 
 @dataclass(slots=True)
-class Place:
+class StreamPlace:
     """How far a tenant's stream was followed."""
 
     namespace: str
@@ -38,7 +38,7 @@ class Place:
     warned: bool = False  # about a corrupt record, since the last look
     lag_s: float = 0.0  # age of the entry that was read last, until all are read
 
-    def follow(self, batch: Batch, id: str) -> int:
+    def follow(self, batch: TextBatch, id: str) -> int:
         """Notes a batch's number; returns how many of its origin are missing before it. Nothing changes when it comes again."""
         known = self.counts.pop(batch.origin, None)
         if known is None:
@@ -89,7 +89,7 @@ class Tail:
             ttl_s: deletions of requests are remembered for so long, as nothing of them is kept anywhere for longer.
         """
         self._store, self._identity, self._inbox, self._outbox, self._ttl_s = store, identity, inbox, outbox, ttl_s
-        self.places = {tenant: Place(namespace) for tenant, namespace in namespaces.items()}
+        self.places = {tenant: StreamPlace(namespace) for tenant, namespace in namespaces.items()}
         self._tenants = {namespace: tenant for tenant, namespace in namespaces.items()}
         # Whoever holds it sees a tenant's epoch and what waits in the outbox agree: old texts never leave under a new epoch.
         self.deleting = threading.Lock()
@@ -110,7 +110,7 @@ class Tail:
                 place.lag_s = 0.0
             place.ledger.forget(time.time() - self._ttl_s)
             if head.epoch > place.ledger.epoch:
-                found |= self._deliver(tenant, Batch(0, 0, head.epoch))
+                found |= self._deliver(tenant, TextBatch(0, 0, head.epoch))
             elif head.epoch < place.ledger.epoch:
                 self._store.raise_epoch(place.namespace, place.ledger.epoch)
             # The service writes the last snapshot again, so that the cursor may be at one that is ahead of an empty stream.
@@ -176,7 +176,7 @@ class Tail:
         self.lost_records += place.follow(batch, id)
         return self._deliver(tenant, batch)
 
-    def _deliver(self, tenant: str, batch: Batch) -> bool:
+    def _deliver(self, tenant: str, batch: TextBatch) -> bool:
         with self.deleting:
             admitted = self.places[tenant].ledger.admit(batch, time.time())
             self._delete(tenant, admitted)

@@ -38,8 +38,8 @@ CURRENT: ContextVar[Ticket | None] = ContextVar("the ticket of the request that 
 
 
 @dataclass(frozen=True, slots=True)
-class DoorOptions:
-    """What the door keeps to."""
+class AdmissionOptions:
+    """What admission keeps to."""
 
     require_key: bool = False
     capacity: int | None = None  # choices that run or wait; None: as many as come
@@ -48,7 +48,7 @@ class DoorOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorCounts:
+class AdmissionCounts:
     """What a dashboard asks for."""
 
     refused: dict[str, int]  # by the code of the error; every code of ``REFUSALS`` is there
@@ -64,17 +64,17 @@ def capacity(config: Config) -> int:
     return config.server.replicas * (config.engine.max_running + config.engine.max_waiting)
 
 
-def door_options(config: Config) -> DoorOptions:
-    """The door of a configuration."""
+def admission_options(config: Config) -> AdmissionOptions:
+    """The admission of a configuration."""
     required = key_is_required(config.server.require_key, config.server.host)
-    return DoorOptions(required, capacity(config), config.limits, allowed_names(config.server, config.server.host))
+    return AdmissionOptions(required, capacity(config), config.limits, allowed_names(config.server, config.server.host))
 
 
 class Visit:
     """A request that nothing is generated for."""
 
     def __init__(self, account: Account, rates: Rates, now_s: Callable[[], float]) -> None:
-        """To be called by the door."""
+        """To be called by the controller."""
         self._account, self._rates, self._now_s = account, rates, now_s
 
     def headers(self) -> dict[str, str]:
@@ -83,22 +83,22 @@ class Visit:
 
 
 class Upload:
-    """A body while it is held by the door: its bytes count against its key and against all. A context, which gives them back."""
+    """A body while it is received: its bytes count against its key and against all. A context, which gives them back."""
 
-    def __init__(self, door: Door, account: Account) -> None:
-        """To be called by the door."""
-        self._door, self._account, self._size = door, account, 0
+    def __init__(self, admission: AdmissionController, account: Account) -> None:
+        """To be called by the controller."""
+        self._admission, self._account, self._size = admission, account, 0
 
     def __enter__(self) -> Upload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._door.receive(self._account, -self._size)
+        self._admission.receive(self._account, -self._size)
 
     def add(self, size: int) -> None:
         """So many more bytes have come. Raises ``ApiError``: 429, the key sends too much at once; 503, all together do."""
         self._size += size
-        self._door.receive(self._account, size)
+        self._admission.receive(self._account, size)
 
 
 def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[Job]:
@@ -114,9 +114,9 @@ def _accounted(jobs: Sequence[Job], caller: Caller, asked: int | None) -> list[J
 class Ticket:
     """The right of one request to be answered. ``close`` is called once it has been, and does its work once."""
 
-    def __init__(self, door: Door, caller: Caller, account: Account, rates: Rates, arrived_s: float) -> None:
-        """To be called by the door."""
-        self._door, self._account, self._rates, self.arrived_s = door, account, rates, arrived_s
+    def __init__(self, admission: AdmissionController, caller: Caller, account: Account, rates: Rates, arrived_s: float) -> None:
+        """To be called by the controller."""
+        self._admission, self._account, self._rates, self.arrived_s = admission, account, rates, arrived_s
         self.caller = caller
         self._places = 1  # before the body is read it is one choice
         self._planned = self._closed = False
@@ -134,8 +134,8 @@ class Ticket:
         try:
             self._account.check_choices(self._rates, len(jobs), more)
         except ApiError as error:
-            raise self._door.refuse(error) from None
-        self._door.widen(self.caller, more)
+            raise self._admission.refuse(error) from None
+        self._admission.widen(self.caller, more)
         self._account.running += more
         self._places += more
         self._planned = True
@@ -148,7 +148,7 @@ class Ticket:
 
     def headers(self) -> dict[str, str]:
         """What the answer says of the limits of its key."""
-        return self._account.headers(self._rates, self._door.now_s())
+        return self._account.headers(self._rates, self._admission.now_s())
 
     def close(self, answered: bool) -> None:
         """Gives back the places, and the tokens that were not used.
@@ -162,26 +162,28 @@ class Ticket:
         self._account.running -= self._places
         for take, spending in self._taken:
             self._account.tokens.correct(take, spending.tokens)
-        self._door.leave(self.caller, self._places, self._door.now_s() - self.arrived_s if answered else None)
+        self._admission.leave(self.caller, self._places, self._admission.now_s() - self.arrived_s if answered else None)
 
     def _reserve(self, tokens: int, limit: int) -> Take:
         try:
-            return self._account.reserve(tokens, limit, self._door.now_s())
+            return self._account.reserve(tokens, limit, self._admission.now_s())
         except ApiError as error:
-            raise self._door.refuse(error) from None
+            raise self._admission.refuse(error) from None
 
 
-class Door:
+class AdmissionController:
     """Gives out tickets."""
 
-    def __init__(self, tenancy: Tenancy, options: DoorOptions | None = None, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tenancy: Tenancy, options: AdmissionOptions | None = None, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
         """
         Args:
             tenancy: knows the keys.
             options: no bounds when absent, but that of a body.
             now_s: a clock in seconds that never goes back.
         """
-        options = options or DoorOptions()
+        options = options or AdmissionOptions()
         self.allowed_names = options.allowed_names
         self._tenancy, self._capacity, self._limits, self.now_s = tenancy, options.capacity, options.limits, now_s
         self._accounts: dict[str, Account] = {}  # by the hash of the key
@@ -212,9 +214,9 @@ class Door:
             message += " (limits.max_reference_tokens): send less"
             raise self.refuse(ApiError(400, message, param=field, code="too_many_references"))
 
-    def counts(self) -> DoorCounts:
+    def counts(self) -> AdmissionCounts:
         """The counts of this moment."""
-        return DoorCounts(dict(self._refused), self._in_flight, self._requests, self._uploading)
+        return AdmissionCounts(dict(self._refused), self._in_flight, self._requests, self._uploading)
 
     def refuse(self, error: ApiError) -> ApiError:
         """The error, counted."""

@@ -1,4 +1,4 @@
-"""The door as ASGI middleware: a request is refused before anything is done for it, and leaves however it ends."""
+"""Admission as ASGI middleware: a request is refused before anything is done for it, and leaves however it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.admission.controller import CURRENT, Door, Ticket, Upload
+from cluster.admission.controller import CURRENT, AdmissionController, Ticket, Upload
 from cluster.http.errors import ApiError
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/compare"})
@@ -58,7 +58,7 @@ def _is_own(host: str, names: frozenset[str]) -> bool:
     return True
 
 
-class DoorMiddleware:
+class AdmissionMiddleware:
     """Stands before an application: keys for its public routes, tickets for those that generate.
 
     In this order: the key (401), what the key and the server have left (429), the size of the body (413). Then the body is read
@@ -66,8 +66,8 @@ class DoorMiddleware:
     bounded by key (429) and in all (503), and so is the time in which one comes (408).
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
+        self._app, self._admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; see ASGI's specification."""
@@ -85,23 +85,23 @@ class DoorMiddleware:
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s, authorization = self._door.now_s(), Headers(scope=scope).get("authorization")
+        arrived_s, authorization = self._admission.now_s(), Headers(scope=scope).get("authorization")
         with _refusing():
-            self._door.check(authorization)
-            with self._door.upload(authorization) as upload:
+            self._admission.check(authorization)
+            with self._admission.upload(authorization) as upload:
                 body = await self._body(scope, receive, upload)
                 if body is None:
                     return  # the client has left
-                ticket = self._door.enter(authorization, arrived_s)
+                ticket = self._admission.enter(authorization, arrived_s)
         await self._answer(ticket, scope, _Replay(body, receive), send)
 
     async def _visit(self, scope: Scope, receive: Receive, send: Send) -> None:
         authorization = Headers(scope=scope).get("authorization")
         with contextlib.ExitStack() as held:
             with _refusing():
-                visit = self._door.visit(authorization)
+                visit = self._admission.visit(authorization)
                 if scope["method"] in _WITH_BODY:  # held until it is answered: nothing else counts it
-                    body = await self._body(scope, receive, held.enter_context(self._door.upload(authorization)))
+                    body = await self._body(scope, receive, held.enter_context(self._admission.upload(authorization)))
                     if body is None:
                         return
                     receive = _Replay(body, receive)
@@ -135,19 +135,19 @@ class DoorMiddleware:
     async def _body(self, scope: Scope, receive: Receive, upload: Upload) -> bytes | None:
         """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""
         with contextlib.suppress(ValueError):  # a length that is no number: what comes is counted
-            self._check_size(int(Headers(scope=scope).get("content-length", "0")), self._door.max_request_bytes)
+            self._check_size(int(Headers(scope=scope).get("content-length", "0")), self._admission.max_request_bytes)
         try:
-            async with asyncio.timeout(self._door.body_timeout_s):
+            async with asyncio.timeout(self._admission.body_timeout_s):
                 return await self._received(receive, upload)
         except TimeoutError:
-            message = f"the body was not there within {self._door.body_timeout_s:g} s (limits.body_timeout_s): send it again"
-            raise self._door.refuse(ApiError(408, message, code="body_timeout", headers=_CLOSE)) from None
+            message = f"the body was not there within {self._admission.body_timeout_s:g} s (limits.body_timeout_s): send it again"
+            raise self._admission.refuse(ApiError(408, message, code="body_timeout", headers=_CLOSE)) from None
         except ApiError as error:
             error.headers |= _CLOSE  # the rest of the body is not waited for
             raise
 
     async def _received(self, receive: Receive, upload: Upload) -> bytes | None:
-        most = self._door.max_request_bytes
+        most = self._admission.max_request_bytes
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -164,7 +164,7 @@ class DoorMiddleware:
     def _check_size(self, size: int, most: int) -> None:
         if size > most:
             message = f"the body has more than the {most} bytes that this server takes (limits.max_request_bytes): shorten it"
-            raise self._door.refuse(ApiError(413, message, code="request_too_large", headers=_CLOSE))
+            raise self._admission.refuse(ApiError(413, message, code="request_too_large", headers=_CLOSE))
 
 
 class _Replay:

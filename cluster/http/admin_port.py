@@ -69,7 +69,7 @@ def create_admin_api(service: Service, names: frozenset[str] | None = None) -> F
     app = FastAPI(title="Outrider's admin port", docs_url=None, redoc_url=None, openapi_url=None)
     errors.install(app)
     add_operator_routes(app, service)
-    app.add_middleware(HostMiddleware, names=names, refuse=service.door.refuse)
+    app.add_middleware(HostMiddleware, names=names, refuse=service.admission.refuse)
     return app
 
 

@@ -12,8 +12,8 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerFast
 
 from actors.replica import Description
-from cluster.admission.controller import Door, DoorOptions
-from cluster.admission.middleware import DoorMiddleware, HostMiddleware
+from cluster.admission.controller import AdmissionController, AdmissionOptions
+from cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from cluster.admission.tenancy import Tenancy
 from cluster.http import documents, errors
 from cluster.http.admin_api import AdminService, add_admin_routes
@@ -63,7 +63,7 @@ class Service:
         auditor: Auditor | None = None,
         cache_options: CacheOptions | None = None,
         guard: StreamGuard | None = None,
-        door: DoorOptions | None = None,
+        admission: AdmissionOptions | None = None,
         baseline: Baseline | None = None,
     ) -> None:
         """
@@ -77,15 +77,15 @@ class Service:
             auditor: hears what is served; None where nothing is audited.
             cache_options: the slice ``cache`` of the configuration, for what tenants are told; its defaults when absent.
             guard: of streams; None where they leave as they come.
-            door: who may come in; whoever has no wrong key when absent.
+            admission: who may come in; whoever has no wrong key when absent.
             baseline: deployed beside the engine, for comparisons; None where there is none.
         """
         self._engine = engine if auditor is None else AuditedEngine(engine, auditor)
         self._tokenizer, self._threads = tokenizer, TextThreads(tokenizer)
-        self._tenancy = Tenancy(tenancy or TenancyOptions(), door is not None and door.require_key)
-        self.door = Door(self._tenancy, door)
+        self._tenancy = Tenancy(tenancy or TenancyOptions(), admission is not None and admission.require_key)
+        self.admission = AdmissionController(self._tenancy, admission)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, auditor)
-        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, auditor, self.door.counts)
+        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, auditor, self.admission.counts)
         self._token_bytes = TokenBytes(tokenizer)
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.text = TextService(self._threads, self._tenancy, self._model)
@@ -95,7 +95,7 @@ class Service:
         ready = Readiness(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
         self.state = HealthService(self._replicas, replicas, ready)
         self.compare = CompareService(
-            self._engine, baseline, self._threads, self._tenancy, self.door, self._model, self._token_bytes
+            self._engine, baseline, self._threads, self._tenancy, self.admission, self._model, self._token_bytes
         )
         self.draining = Draining()
         self._started = int(time.time())
@@ -123,7 +123,7 @@ class Service:
             reports_usage=body.reports_usage,
             shape=self._guard.shape(body),
         )
-        engine, jobs = self.door.admit(self._engine, planned, body)
+        engine, jobs = self.admission.admit(self._engine, planned, body)
         generation = Generation(engine, jobs, body.n or 1)
         answer.extras = Extras.asked(body, jobs, self._token_bytes)
         self.metrics.asked(body.n or 1, body.model)
@@ -132,7 +132,7 @@ class Service:
     async def completion(self, body: CompletionRequest, authorization: str | None) -> Response:
         """The text that follows each prompt."""
         answer, planner = await self._begin("text", "cmpl", body, authorization)
-        engine, jobs = self.door.admit(self._engine, await planner.completion(body), body)
+        engine, jobs = self.admission.admit(self._engine, await planner.completion(body), body)
         generation = Generation(engine, jobs, body.n or 1, silent=body.max_tokens == 0)
         self.metrics.asked(body.n or 1, body.model)
         echoes, shape = await planner.echoes(body), self._guard.shape(body)
@@ -148,7 +148,7 @@ class Service:
         info = await self._model(body.model)
         lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         answer = AnswerBuilder(kind, prefix, info.served_name, lossless, self._token_bytes, body.skips_special)
-        return answer, Planner(self._threads, info, answer.id, sharing, self.door)
+        return answer, Planner(self._threads, info, answer.id, sharing, self.admission)
 
     async def _model(self, name: str | None = None) -> ModelInfo:
         """What is served; a 404 when the caller named something else."""
@@ -225,9 +225,9 @@ def create_api(
     add_playground(app)
     if has_operator_routes:
         add_operator_routes(app, service)
-    app.add_middleware(DoorMiddleware, door=service.door)
+    app.add_middleware(AdmissionMiddleware, admission=service.admission)
     app.add_middleware(service.draining.middleware)
-    app.add_middleware(HostMiddleware, names=service.door.allowed_names, refuse=service.door.refuse)
+    app.add_middleware(HostMiddleware, names=service.admission.allowed_names, refuse=service.admission.refuse)
     return app
 
 

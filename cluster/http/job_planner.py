@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.admission.controller import Door
+from cluster.admission.controller import AdmissionController
 from cluster.admission.tenancy import Sharing
 from cluster.http.answers.tool_calls import OPENING
 from cluster.http.text_threads import TextThreads
@@ -39,9 +39,11 @@ def choice_seed(seed: int, choice: int) -> int:
 class Planner:
     """Tokenizes one request and settles what it leaves open. What all its choices share is computed once."""
 
-    def __init__(self, threads: TextThreads, info: ModelInfo, answer_id: str, sharing: Sharing, door: Door) -> None:
+    def __init__(
+        self, threads: TextThreads, info: ModelInfo, answer_id: str, sharing: Sharing, admission: AdmissionController
+    ) -> None:
         self._threads, self._tokenizer, self._info = threads, threads.tokenizer, info
-        self._answer_id, self._sharing, self._door = answer_id, sharing, door
+        self._answer_id, self._sharing, self._admission = answer_id, sharing, admission
 
     async def chat(self, body: ChatCompletionRequest) -> list[Job]:
         """The jobs of a chat, one for each choice.
@@ -103,7 +105,7 @@ class Planner:
         for place, text in enumerate(body.references):
             found.append(np.asarray(await self._threads.encode(text, special_tokens=False), np.int32))
             field = "prediction" if place < first else f"reference_documents[{place - first}]"
-            self._door.check_references(sum(map(len, found)), field)
+            self._admission.check_references(sum(map(len, found)), field)
         return tuple(found)
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:

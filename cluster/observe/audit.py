@@ -35,7 +35,7 @@ _LOOK_S = 0.5  # between two looks at how busy the engine is
 
 
 def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
-    """The strategies whose sampled text has the target's law, but is another one than plain decoding's of the same seed.
+    """The strategies whose sampled text has the target's distribution, but is another one than plain decoding's of the same seed.
 
     Example: ``spectr``, and ``speculative:sampling=rejection``; not ``speculative``, which is coupled.
     """
@@ -155,7 +155,7 @@ class Auditor:
         if not info.is_lossless(job.strategy, job.max_draft_tokens):
             return f"{name} is lossy"
         if name in self._apart and not job.params.greedy:
-            return f"{name} draws by itself: the text has the model's law, and is not the seed's of plain decoding"
+            return f"{name} draws by itself: the text has the model's distribution, and is not the seed's of plain decoding"
         return None
 
     async def _compare(self, served: Served, tell: _Teller) -> Audit:

@@ -179,7 +179,7 @@ RANKS: tuple[Family, ...] = (
     ),
     counter(
         "outrider:exchange_seconds",
-        "Seconds of steps beyond the slowest rank's own: dealing, messages, waiting, merging.",
+        "Seconds of steps beyond the slowest rank's own: partitioning, messages, waiting, merging.",
         lambda one: one.replica.group.exchange_s if one.replica.group else None,
     ),
 )

@@ -24,7 +24,7 @@ from engine.measures.histogram import Histogram, HistogramCounts
 from engine.measures.metrics import resident_bytes
 
 _LABELS = ("model_name", "engine")
-_DOOR = "door"  # stands for the engine in what only the API knows
+_ADMISSION = "door"  # stands for the engine in what only the API knows
 _CHOICES = (1, 2, 5, 10, 20)  # vLLM's bounds of request_params_n
 
 # vLLM's, by name without prefix. Lengths and times are those of requests that were served to their end, times from the arrival at
@@ -45,7 +45,7 @@ HISTOGRAMS: dict[str, str] = {
 }
 
 
-class DoorState(Protocol):
+class AdmissionState(Protocol):
     """What the limits of the API tell."""
 
     @property
@@ -64,7 +64,7 @@ class DoorState(Protocol):
         ...
 
 
-class DoorCollector(Collector):
+class AdmissionCollector(Collector):
     """What the API itself has counted; it belongs to no engine."""
 
     def __init__(
@@ -72,38 +72,38 @@ class DoorCollector(Collector):
         choices: HistogramCounts | None = None,
         model: str | None = None,
         audits: Mapping[str, int] | None = None,
-        door: DoorState | None = None,
+        admission: AdmissionState | None = None,
     ) -> None:
         """
         Args:
             choices: of the requests that were let in.
             model: the name that is served; None while it is not known.
             audits: by result; None where there are none.
-            door: None where nothing limits it.
+            admission: None where nothing limits it.
         """
-        self._choices, self._model, self._audits, self._door = choices, model, audits or {}, door
+        self._choices, self._model, self._audits, self._admission = choices, model, audits or {}, admission
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, some of them without samples."""
         asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
         if self._choices is not None and self._model is not None:
-            asked.add_metric((self._model, _DOOR), _buckets(self._choices), self._choices.total)
+            asked.add_metric((self._model, _ADMISSION), _buckets(self._choices), self._choices.total)
         yield asked
         audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
         for result, count in self._audits.items():
             audits.add_metric((result,), count)
         yield audits
         refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
-        for code, count in ({} if self._door is None else self._door.refused).items():
+        for code, count in ({} if self._admission is None else self._admission.refused).items():
             refused.add_metric((code,), count)
         yield refused
         in_flight = GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.")
-        if self._door is not None:
-            in_flight.add_metric((), self._door.in_flight)
+        if self._admission is not None:
+            in_flight.add_metric((), self._admission.in_flight)
         yield in_flight
         uploads = GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.")
-        if self._door is not None:
-            uploads.add_metric((), self._door.upload_bytes)
+        if self._admission is not None:
+            uploads.add_metric((), self._admission.upload_bytes)
         yield uploads
         memory = GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.")
         held = resident_bytes()
@@ -163,9 +163,9 @@ def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
     return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
 
 
-def exposition(replicas: Sequence[Description], configured: int, door: DoorCollector | None = None) -> bytes:
-    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``; ``door`` tells what the API counts."""
-    return generate_latest(EngineCollector(replicas, configured)) + generate_latest(door or DoorCollector())
+def exposition(replicas: Sequence[Description], configured: int, admission: AdmissionCollector | None = None) -> bytes:
+    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``; ``admission`` tells what the API counts."""
+    return generate_latest(EngineCollector(replicas, configured)) + generate_latest(admission or AdmissionCollector())
 
 
 class MetricsService:
@@ -178,7 +178,7 @@ class MetricsService:
         configured: int,
         is_open: bool,
         auditor: Auditor | None = None,
-        door: Callable[[], DoorState] | None = None,
+        admission: Callable[[], AdmissionState] | None = None,
     ) -> None:
         """
         Args:
@@ -187,9 +187,9 @@ class MetricsService:
             configured: how many there should be.
             is_open: nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin.
             auditor: counts audits; None where nothing is audited.
-            door: what the limits tell; None where there are none.
+            admission: what the limits tell; None where there are none.
         """
-        self._auditor, self._door = auditor, door
+        self._auditor, self._admission = auditor, admission
         self._choices = Histogram(_CHOICES)
         self._model: str | None = None
         self._tenancy, self._replicas, self._configured, self._is_open = tenancy, replicas, configured, is_open
@@ -205,7 +205,9 @@ class MetricsService:
             self._tenancy.check_admin(request.headers.get("authorization"))
         # In a thread: it takes some milliseconds, in which other requests go on.
         replicas, audits = await self._replicas(), None if self._auditor is None else self._auditor.counts()
-        told = DoorCollector(self._choices.read(), self._model, audits, None if self._door is None else self._door())
+        told = AdmissionCollector(
+            self._choices.read(), self._model, audits, None if self._admission is None else self._admission()
+        )
         text = await asyncio.to_thread(exposition, replicas, self._configured, told)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header
 
-from cluster.admission.controller import Door
+from cluster.admission.controller import AdmissionController
 from cluster.admission.tenancy import Tenancy
 from cluster.http import documents, errors
 from cluster.http.answers.logprobs import TokenBytes
@@ -79,7 +79,7 @@ class CompareService:
         baseline: Baseline | None,
         threads: TextThreads,
         tenancy: Tenancy,
-        door: Door,
+        admission: AdmissionController,
         model: Callable[[str | None], Awaitable[ModelInfo]],
         token_bytes: TokenBytes,
     ) -> None:
@@ -89,12 +89,12 @@ class CompareService:
             baseline: deployed beside them; None where there is none.
             threads: with the tokenizer of the model.
             tenancy: whose requests share drafts.
-            door: each side counts as a choice.
+            admission: each side counts as a choice.
             model: what is served; raises where another is named.
             token_bytes: of the tokenizer.
         """
         self._engine, self._baseline, self._threads = engine, baseline, threads
-        self._tenancy, self._door, self._model, self._token_bytes = tenancy, door, model, token_bytes
+        self._tenancy, self._admission, self._model, self._token_bytes = tenancy, admission, model, token_bytes
         self._turns = itertools.count()
 
     async def compare(self, body: CompareRequest, authorization: str | None) -> Comparison:
@@ -106,14 +106,14 @@ class CompareService:
         sharing, info = self._tenancy.sharing(authorization, body.cache), await self._model(body.model)
         against, other, apart = self._other(body.against)
         answer_id = f"cmp-{uuid.uuid4().hex}"
-        planner = Planner(self._threads, info, answer_id, sharing, self._door)
+        planner = Planner(self._threads, info, answer_id, sharing, self._admission)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
         plain = dataclasses.replace(
             job, request_id=f"{answer_id}/1", tenant=None, public=False, references=(), strategy=PLAIN, max_draft_tokens=0
         )
         sides = []
         for engine, one in ((self._engine, job), (other, plain)):
-            admitted, jobs = self._door.admit(engine, [one], body)
+            admitted, jobs = self._admission.admit(engine, [one], body)
             sides.append((admitted, jobs[0]))
         accelerated, baseline = await self._both(sides, apart)
         if isinstance(accelerated, ApiError) and isinstance(baseline, ApiError):

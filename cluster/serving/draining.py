@@ -46,7 +46,7 @@ class Draining:
         return len(self._exchanges)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application behind the door that ``stop`` closes."""
+        """The application behind the gate that ``stop`` closes."""
 
         async def entered(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope.get("path", "").removeprefix(scope.get("root_path", ""))

@@ -1,6 +1,6 @@
 """Where the replicas of a node find each other: a deployment that numbers them and tells each who the others are.
 
-Only addresses and numbers are kept, for as long as they are repeated: a lobby that is started anew knows everything a second
+Only addresses and numbers are kept, for as long as they are repeated: an actor that is started anew knows everything a second
 later, and everybody keeps the number that it had.
 """
 
@@ -29,7 +29,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """A replica's number among those of its node, and where the others are."""
 
     rank: int
@@ -43,12 +43,12 @@ class _Member:
 
 
 @dataclass(slots=True)
-class Lobby:
+class NodeMembership:
     """Who is there, by node. Numbers are small and stable: the lowest free one when somebody comes, kept while it stays."""
 
     _nodes: dict[str, dict[Address, _Member]] = field(default_factory=dict)
 
-    def join(self, node: str, address: Address, rank: int | None, now_s: float) -> Place:
+    def join(self, node: str, address: Address, rank: int | None, now_s: float) -> NodePlace:
         """Enters a replica, or says that it is still there.
 
         Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
@@ -56,7 +56,7 @@ class Lobby:
         Args:
             node: where it runs; replicas of different nodes do not meet.
             address: where it listens. A replica that is started anew has another one.
-            rank: the number that it had, which it keeps if nobody else has it (the lobby may have forgotten).
+            rank: the number that it had, which it keeps if nobody else has it (the actor may have forgotten).
             now_s: of a clock that only goes forward.
         """
         self._forget(now_s)
@@ -69,7 +69,7 @@ class Lobby:
             member = members[address] = _Member(rank, now_s)
         member.seen_s = now_s
         peers = {other.rank: where for where, other in sorted(members.items()) if where != address}
-        return Place(member.rank, peers)
+        return NodePlace(member.rank, peers)
 
     def _forget(self, now_s: float) -> None:
         for node, members in list(self._nodes.items()):
@@ -79,44 +79,46 @@ class Lobby:
                 del self._nodes[node]
 
 
-class LobbyActor:
-    """A ``Lobby`` as an actor."""
+class MembershipActor:
+    """A ``NodeMembership`` as an actor."""
 
     def __init__(self) -> None:
-        self._lobby = Lobby()
+        self._membership = NodeMembership()
 
-    async def join(self, node: str, address: Address, rank: int | None) -> Place:
-        """See ``Lobby.join``."""
-        return self._lobby.join(node, address, rank, time.monotonic())
+    async def join(self, node: str, address: Address, rank: int | None) -> NodePlace:
+        """See ``NodeMembership.join``."""
+        return self._membership.join(node, address, rank, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class MembershipOptions:
     """What a replica needs in order to meet the others of its node."""
 
-    lobby: Any  # of ``LobbyActor``: as it is bound, and a handle when it arrives
+    membership: Any  # of ``MembershipActor``: as it is bound, and a handle when it arrives
     secret: bytes = field(repr=False)  # shared by all replicas
     world_size: int  # the most ranks of a group
 
 
-class Attendance:
-    """Keeps a replica in the lobby and passes on what it hears there, in a thread of its own."""
+class MembershipClient:
+    """Keeps a replica among the members and passes on who they are, in a thread of its own."""
 
-    def __init__(self, lobby: DeploymentHandle[Any], address: Address, meet: Callable[[int, dict[int, Address]], None]) -> None:
+    def __init__(
+        self, membership: DeploymentHandle[Any], address: Address, meet: Callable[[int, dict[int, Address]], None]
+    ) -> None:
         """
         Args:
-            lobby: of ``LobbyActor``.
+            membership: of ``MembershipActor``.
             address: where this replica listens for its peers.
             meet: is told the own rank and the peers' addresses, again and again.
         """
-        self._lobby, self._address, self._meet = for_threads(lobby), address, meet
+        self._membership, self._address, self._meet = for_threads(membership), address, meet
         self._node = ray.get_runtime_context().get_node_id()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Says nothing any more; the lobby forgets the replica. Harmless when repeated."""
+        """Says nothing any more; the actor forgets the replica. Harmless when repeated."""
         self._over.set()
 
     def _run(self) -> None:
@@ -124,10 +126,10 @@ class Attendance:
         missing = False
         while not self._over.wait(0.0 if rank is None and not missing else JOIN_PERIOD_S):
             try:
-                place: Place = self._lobby.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
+                place: NodePlace = self._membership.join.remote(self._node, self._address, rank).result(timeout_s=_JOIN_TIMEOUT_S)
             except (RayError, RayServeException, TimeoutError) as error:
                 if not missing:  # those who know each other go on meanwhile
-                    logger.warning("the lobby does not answer (%s); asking again", type(error).__name__)
+                    logger.warning("the actor of the membership does not answer (%s); asking again", type(error).__name__)
                 missing = True
                 continue
             missing, rank = False, place.rank

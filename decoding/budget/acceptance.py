@@ -1,4 +1,4 @@
-"""How often drafted rows are accepted, by the evidence behind them: learned while serving, with a prior to start from."""
+"""How often drafted rows are accepted, by the features behind them: learned while serving, with a prior to start from."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _HALVE_AT = 4096.0  # observations of one feature after which the older ones count half
 _MAX_TENANTS = 1024
 
-# A kind of evidence is set aside when so many of its rows were to be accepted and less than that share of them was.
+# A kind of feature is set aside when so many of its rows were to be accepted and less than that share of them was.
 _TRIAL, _LEAST_SHARE = 16.0, 0.05
-_FIRST_PAUSE, _LONGEST_PAUSE = 256, 8192  # steps
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 256, 8192  # steps
 
 
 def prior() -> Float64Array:
@@ -86,7 +86,7 @@ def judge(
     parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, expected: Float64Array,
     accepted: Float64Array,
 ) -> None:  # fmt: skip
-    """Adds, by kind of evidence, how many children of reached rows the prior expects to be accepted, and how many were."""
+    """Adds, by kind of feature, how many children of reached rows the prior expects to be accepted, and how many were."""
     for row in range(1, len(parents)):
         below = hit = False
         for at in range(len(reached)):
@@ -113,7 +113,7 @@ class AcceptanceTable:
     """Beta means of acceptance given the parent's, one for each feature of ``decoding.budget.features``, and kinds that are set
     aside.
 
-    A kind of evidence whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
+    A kind of feature whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
     from it for a number of steps. Then it is tried again with the chances that it began with, and set aside for twice as long if
     it fails again.
 
@@ -127,14 +127,14 @@ class AcceptanceTable:
         self._seen, self._accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
         self._chances = self._prior.copy()
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
-        self._pauses = np.full(NUM_KINDS, _FIRST_PAUSE)  # steps that the next one lasts, by kind
-        self._paused = np.zeros(NUM_KINDS, np.int64)  # steps that are left
+        self._backoffs = np.full(NUM_KINDS, _FIRST_BACKOFF)  # steps that the next one lasts, by kind
+        self._backed_off = np.zeros(NUM_KINDS, np.int64)  # steps that are left
         self._resting = False  # whether any kind is set aside
 
     @property
     def set_aside(self) -> tuple[int, ...]:
-        """The kinds of evidence that are left out now."""
-        return tuple(np.flatnonzero(self._paused).tolist()) if self._resting else ()
+        """The kinds of features that are left out now."""
+        return tuple(np.flatnonzero(self._backed_off).tolist()) if self._resting else ()
 
     def chances(self) -> Float64Array:
         """[NUM_FEATURES] chance of a child given its parent; 0 for kinds that are set aside. Not to be kept over ``observe``."""
@@ -168,21 +168,21 @@ class AcceptanceTable:
     def _verdict(self) -> None:
         for kind in np.flatnonzero(self._expected > _TRIAL).tolist():
             if self._hits[kind] < _LEAST_SHARE * self._expected[kind]:
-                self._paused[kind], self._resting = self._pauses[kind], True
-                self._pauses[kind] = min(2 * self._pauses[kind], _LONGEST_PAUSE)
+                self._backed_off[kind], self._resting = self._backoffs[kind], True
+                self._backoffs[kind] = min(2 * self._backoffs[kind], _LONGEST_BACKOFF)
             else:
-                self._pauses[kind] = _FIRST_PAUSE
+                self._backoffs[kind] = _FIRST_BACKOFF
             self._expected[kind] = self._hits[kind] = 0.0
 
     def _pass_step(self) -> None:
         """One step less; what a kind taught before it was set aside is forgotten when its time has come."""
-        over = self._paused == 1
-        self._paused = np.maximum(self._paused - 1, 0)
+        over = self._backed_off == 1
+        self._backed_off = np.maximum(self._backed_off - 1, 0)
         if over.any():
             forgotten = np.repeat(over, KIND_FEATURES)
             self._seen[forgotten] = self._accepted[forgotten] = 0.0
             self._chances[forgotten] = self._prior[forgotten]
-            self._resting = bool(self._paused.any())
+            self._resting = bool(self._backed_off.any())
 
 
 class AcceptanceTables:

@@ -10,7 +10,7 @@ _EXPLORE_EVERY = 16  # proposals
 EXPLORED_ROWS = 2  # that a request drafts then, whatever they cost
 
 
-class Pause:
+class Backoff:
     """Of one request. Asking costs time as well: one whose drafts save less than that is asked less often.
 
     How long it is left alone grows, from its second such answer on, with the others of its steps, which pay for the asking
@@ -69,17 +69,17 @@ class Explorer:
     def __init__(self) -> None:
         self._without = 0
 
-    def pick(self, pauses: Sequence[Pause], number: int) -> int | None:
+    def pick(self, backoffs: Sequence[Backoff], number: int) -> int | None:
         """The request, by its place, that is to draft ``EXPLORED_ROWS`` rows all the same.
 
         Args:
             pauses: of the requests of a proposal.
             number: of the proposal.
         """
-        if all(pause.drafted_at >= number - 1 for pause in pauses):
+        if all(backoff.drafted_at >= number - 1 for backoff in backoffs):
             return None
         self._without += 1
         if self._without < _EXPLORE_EVERY:
             return None
         self._without = 0
-        return min(range(len(pauses)), key=lambda at: pauses[at].drafted_at)
+        return min(range(len(backoffs)), key=lambda at: backoffs[at].drafted_at)

@@ -1,6 +1,6 @@
 """Best-first growth of a draft tree from everything that is known about how a text goes on.
 
-Each node of the implied tree has children from three kinds of evidence: occurrences of the node's context elsewhere, weighed by
+Each node of the implied tree has children from three kinds of features: occurrences of the node's context elsewhere, weighed by
 how much of the context agrees; what the target ranks next after the node's token; and tokens that are frequent anyway. A child's
 chance given its parent is read from a table of measured acceptance rates (``decoding.budget.acceptance``), and the children with
 the highest product of chances along their path become rows.
@@ -38,7 +38,7 @@ class Pool(NamedTuple):
     tokens: Int32Array  # [candidates]
     parents: Int32Array  # [candidates] row of the parent
     depths: Int32Array  # [candidates]
-    kinds: Int32Array  # [candidates] evidence
+    kinds: Int32Array  # [candidates] features
     features: Int32Array  # [candidates]
     matches: Int32Array  # [candidates] longest agreement of an occurrence, at depth 0
     weights: Float64Array  # [candidates] sum over occurrences
@@ -92,7 +92,7 @@ class Rows:
     def __init__(self, numbers: Int32Array, chances: Float64Array) -> None:
         """
         Args:
-            numbers: [5, n + 1] of each row, the root first: token, row of the parent, kind of evidence (``NUM_KINDS`` for the
+            numbers: [5, n + 1] of each row, the root first: token, row of the parent, kind of feature (``NUM_KINDS`` for the
                 root), feature (0 for the root) and depth.
             chances: [n] of the rows below the root, non-increasing.
         """

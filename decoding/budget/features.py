@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decoding.jit import compiled
 
-# Kinds of evidence. The first four are occurrences: in the request's own texts or in the shared log, of the whole path up to the
+# Kinds of features. The first four are occurrences: in the request's own texts or in the shared log, of the whole path up to the
 # root and beyond, or of an end of the path only.
 NUM_KINDS = 7
 COPY, HISTORY, COPY_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
@@ -49,5 +49,5 @@ def context_bucket(length: int) -> int:
 
 @compiled
 def feature(kind: int, match: int, share: int) -> int:
-    """The entry of the table for a kind of evidence and two buckets."""
+    """The entry of the table for a kind of feature and two buckets."""
     return (kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share

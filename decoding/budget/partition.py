@@ -1,4 +1,4 @@
-"""How the rows of a draft tree are dealt to the ranks that share a step."""
+"""How the rows of a draft tree are partitioned among the ranks that share a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from decoding.jit import compiled
 from decoding.tree import DraftTree, Int8Array, Int32Array
 
-Dealt = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int8Array]
+Partition = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int8Array]
 
 
 @compiled
@@ -105,7 +105,7 @@ def cut(firsts: Int32Array, lasts: Int32Array, starts: Int32Array, stops: Int32A
 
 
 @compiled
-def deal(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_candidates: int, ranks: int) -> Dealt:
+def partition(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_candidates: int, ranks: int) -> Partition:
     """The parts of a tree (see ``DraftTree.partition``), one behind the other.
 
     Args:
@@ -139,6 +139,6 @@ def deal(tokens: Int32Array, parents: Int32Array, sources: Int8Array, num_candid
     return bounds, candidates, rows, part_tokens, part_parents, part_sources
 
 
-def compile_dealing() -> None:
+def compile_partition() -> None:
     """Calls what is compiled at its first call, so that no request waits for it."""
     DraftTree.chain(0, (1,)).partition(2)

@@ -18,13 +18,13 @@ _PRICED_ROWS = 64  # rows of a request behind which further ones cost no more
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class StepSharing:
     """How a step is shared by ranks that hold the model each, and what that makes of its rows.
 
-    The step takes as long as its largest part. Trees are dealt as runs of leaves with their ancestors (``DraftTree.partition``):
-    no part is smaller than the longest path, and the first rows of a run repeat a path that begins at the root. Of a path of the
-    tree's depth half is assumed to be repeated, on each rank but one. Every rank computes the root of each tree, and what was
-    accepted on another rank in the step before.
+    The step takes as long as its largest part. Trees are partitioned as runs of leaves with their ancestors
+    (``DraftTree.partition``): no part is smaller than the longest path, and the first rows of a run repeat a path that begins at
+    the root. Of a path of the tree's depth half is assumed to be repeated, on each rank but one. Every rank computes the root of
+    each tree, and what was accepted on another rank in the step before.
 
     Example: 60 drafted rows of depth 8 are 60 rows of one rank, 15 + 8 * 3/4 / 2 = 18 rows of each of four. A chain of 60 is 60
     rows of one of them.
@@ -43,8 +43,8 @@ class Sharing:
         if self.ranks == 1:
             return drafted
         repeated = deepest * ((self.ranks - 1) / self.ranks / 2)
-        dealt: Float64Array = np.maximum(deepest, drafted / self.ranks + repeated) + self.spine
-        return dealt
+        partitioned: Float64Array = np.maximum(deepest, drafted / self.ranks + repeated) + self.spine
+        return partitioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BudgetCounts:
     least_chance: float = 0.0  # of the latest step: a row of a lower chance does not pay
 
 
-_ALONE, _NO_DEPTHS = Sharing(), np.zeros(0, np.int32)
+_ALONE, _NO_DEPTHS = StepSharing(), np.zeros(0, np.int32)
 
 
 def rows_to_draft(
@@ -66,7 +66,7 @@ def rows_to_draft(
     chances: Sequence[Float64Array],
     token_s: float,
     depths: Sequence[Int32Array] | None = None,
-    sharing: Sharing = _ALONE,
+    sharing: StepSharing = _ALONE,
 ) -> tuple[list[int], float]:
     """How many rows pay for each request of a step, and how long the step then takes.
 
@@ -163,9 +163,9 @@ class Pricing:
     ) -> tuple[list[int], list[float]]:
         """How many rows pay for each request, and the seconds that they are expected to save.
 
-        See ``rows_to_draft`` and ``Sharing``. What the rows cost together is divided among them alike.
+        See ``rows_to_draft`` and ``StepSharing``. What the rows cost together is divided among them alike.
         """
-        sharing, token_s = Sharing(self._ranks, spine), self._time().seconds
+        sharing, token_s = StepSharing(self._ranks, spine), self._time().seconds
         counts, seconds = rows_to_draft(self._curve, self._load, chances, token_s, depths, sharing)
         decode_s = self._own(seconds)
         row_s = (decode_s - self._decode_s) / max(1, sum(counts))

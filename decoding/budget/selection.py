@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decoding.budget.backoff import EXPLORED_ROWS, Explorer, Pause
+from decoding.budget.backoff import EXPLORED_ROWS, Backoff, Explorer
 from decoding.budget.candidates import Float64Array
 from decoding.budget.expansion import Rows
 from decoding.budget.latency import LatencyCurve, StepLoad
@@ -26,7 +26,7 @@ class Selection:
     """Which rows of which requests a step drafts: those that pay by their chances and the device's latency curve.
 
     Three things keep it cheap and able to learn under load: rows that cannot pay are not grown (``Pricing.least_chances``),
-    requests whose rows save less than asking costs are asked less often (``Pause``), and now and then one drafts without a
+    requests whose rows save less than asking costs are asked less often (``Backoff``), and now and then one drafts without a
     prospect (``Explorer``). When the number of requests falls by a quarter, all are asked again at once.
     """
 
@@ -42,7 +42,9 @@ class Selection:
         self._pricing.scale(ranks)
         self._ranks = ranks
 
-    def rows(self, load: StepLoad, pauses: Sequence[Pause], everyone: Sequence[Pause], accepted: int, grow: Grow) -> list[Rows]:
+    def rows(
+        self, load: StepLoad, backoffs: Sequence[Backoff], everyone: Sequence[Backoff], accepted: int, grow: Grow
+    ) -> list[Rows]:
         """The rows of each request, none where none pays.
 
         Args:
@@ -52,16 +54,16 @@ class Selection:
             accepted: tokens that the last step of all of them accepted.
             grow: see ``Grow``.
         """
-        count = len(pauses)
+        count = len(backoffs)
         self._number += 1
         self._busiest = max(self._busiest, count)
         if count <= _EASED * self._busiest:
             self._busiest = count
-            for pause in everyone:
-                pause.end()
+            for backoff in everyone:
+                backoff.end()
         self._pricing.plan(load)
-        explored = self._explorer.pick(pauses, self._number)
-        asked = [at for at, pause in enumerate(pauses) if pause.asked() or at == explored]
+        explored = self._explorer.pick(backoffs, self._number)
+        asked = [at for at, backoff in enumerate(backoffs) if backoff.asked() or at == explored]
         rows = [_NO_ROWS] * count
         self._asked = len(asked) if 2 * len(asked) >= count else 0  # of few, most of the time is not for asking
         if not asked:
@@ -74,7 +76,7 @@ class Selection:
         self._requests_asked += len(asked)
         counts, saved = self._pricing.rows_to_draft([one.chances for one in grown], depths, accepted)
         for at, one, paying, saved_s in zip(asked, grown, counts, saved, strict=True):
-            pauses[at].drafted(paying, count, self._number, saved_s, self._asking_s)
+            backoffs[at].drafted(paying, count, self._number, saved_s, self._asking_s)
             drafted = max(paying, EXPLORED_ROWS) if at == explored else paying
             found = len(one.chances)
             self._offered += found

@@ -58,8 +58,8 @@ WITH_DRAFT_MODEL: dict[str, Callable[..., Drafter]] = {
     "mjsd": MjsdDrafter,
 }
 _OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # that decide themselves how many rows they draft
-# Those that preserve the target's law. Of these only spectr, and speculative with sampling=rejection, are not verified by
-# ``verify_exact``, so that the text is another one than the seed's of plain decoding.
+# Those that preserve the target's distribution. Of these only spectr, and speculative with sampling=rejection, are not verified
+# by ``verify_exact``, so that the text is another one than the seed's of plain decoding.
 LOSSLESS = frozenset((*STRATEGIES, "speculative", "spectr"))
 
 

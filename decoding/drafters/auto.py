@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
-from decoding.budget.backoff import Pause
+from decoding.budget.backoff import Backoff
 from decoding.budget.candidates import Float64Array
 from decoding.budget.expansion import Pool, Rows, grow
 from decoding.budget.features import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
@@ -57,7 +57,7 @@ class _RequestState:
         self.logged = 0  # tokens of the committed sequence that are in the log
         self.told = 0  # tokens of the output that the tenant's history was told
         self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
-        self.pause = Pause()
+        self.backoff = Backoff()
         self.accepted = 0  # drafted tokens that the last step kept
 
 
@@ -77,7 +77,7 @@ class AutoDrafter(Drafter):
 
     Where the request's grammar leaves one text only, and none of these drafts it, that is drafted instead (``grammar``).
 
-    A child's chance given its parent is a measured acceptance rate for its kind of evidence, the length of agreement (which grows
+    A child's chance given its parent is a measured acceptance rate for its kind of feature, the length of agreement (which grows
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
     expected to pay on this device.
 
@@ -180,8 +180,8 @@ class AutoDrafter(Drafter):
             rows = [grown(at) for at in range(count)]
         else:
             load = self._load or StepLoad(count, count, sum(request.num_tokens - 1 for request in requests))
-            pauses, everyone = [state.pause for state in states], [state.pause for state in self._states.values()]
-            rows = self._selection.rows(load, pauses, everyone, sum(state.accepted for state in states), grown)
+            backoffs, everyone = [state.backoff for state in states], [state.backoff for state in self._states.values()]
+            rows = self._selection.rows(load, backoffs, everyone, sum(state.accepted for state in states), grown)
         self._load = None
         return [self._tree(*each) for each in zip(requests, states, rows, budgets, strict=True)]
 

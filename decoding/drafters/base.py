@@ -153,8 +153,8 @@ class Drafter(ABC):
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""
 
-    def scale(self, ranks: int) -> None:  # noqa: B027  what is one chain cannot be dealt to ranks
-        """Drafts for so many ranks from now on: a step's tree is dealt to them, so it pays to draft that much wider.
+    def scale(self, ranks: int) -> None:  # noqa: B027  what is one chain cannot be partitioned among ranks
+        """Drafts for so many ranks from now on: a step's tree is partitioned among them, so it pays to draft that much wider.
 
         Options that bound rows or branches are those of one rank. With one rank, which is how a drafter begins, it drafts as
         published, and again so when the number comes back to one. Requests under way go on.

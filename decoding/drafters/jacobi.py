@@ -163,7 +163,7 @@ class JacobiDrafter(Drafter):
     Where ranks share a step (lookahead parallelism, section 3.4), window and guesses are those of one rank: with two there are 16
     columns and 16 guesses by default, as runs of columns and of n-grams on each. The guesses follow as ranks come and go;
     a window keeps the columns that it began with: those beyond what the ranks or the budget allow wait, and the next request
-    begins with another number. The block of plain Jacobi decoding is one chain, which cannot be dealt, and stays as it is.
+    begins with another number. The block of plain Jacobi decoding is one chain, which cannot be partitioned, and stays as it is.
 
     Departures from the paper's code: the token after a wholly accepted n-gram is kept; the window begins after the prefill, with
     which no draft is made, and candidates are verified while it fills; n-grams that begin alike share rows; the first guesses

@@ -61,7 +61,7 @@ class TrieDrafter(Drafter):
 
     Where ranks share a step, the tree has ``decoding_length`` rows for each of them, shorter ends are looked up until there are
     ``branch_length`` rows for each, and more occurrences count. A branch is no longer, and the layout ``single`` has only one,
-    which cannot be dealt.
+    which cannot be partitioned.
 
     The trie is implicit, see ``decoding.sources.log.token_log``; ``experiments.frequency_trie.FrequencyTrie`` is the explicit one
     that the tests compare it with. Departures from the published code, beside those that mend its defects (listed there):

@@ -35,30 +35,31 @@ def uniform(seed: int, position: int, stream: int, index: int = 0) -> float:
     return ((raw >> 12) + 0.5) * 2.0**-52
 
 
-def pick(law: Float64Array, number: float) -> int:
-    """The token at which the cumulated law exceeds a number in (0, 1); never one without probability.
+def pick(distribution: Float64Array, number: float) -> int:
+    """The token at which the cumulated distribution exceeds a number in (0, 1); never one without probability.
 
-    Example: of the law 0.2, 0.0, 0.8 the number 0.19 picks token 0, and 0.2 or more picks token 2.
+    Example: of the distribution 0.2, 0.0, 0.8 the number 0.19 picks token 0, and 0.2 or more picks token 2.
 
     Args:
-        law: [vocab] not negative, with a positive sum, which need not be 1.
+        distribution: [vocab] not negative, with a positive sum, which need not be 1.
         number: see ``uniform``.
     """
-    cumulated = law.cumsum()
+    cumulated = distribution.cumsum()
     return int(cumulated.searchsorted(number * cumulated[-1], side="right"))
 
 
 def residual(target_probs: Float64Array, covered: Float64Array) -> Float64Array:
-    """What is left of the target's law where another one has been given its share: ``max(target - covered, 0)``, normalised.
+    """What is left of the target's distribution where another one has been given its share: ``max(target - covered, 0)``,
+    normalised.
 
-    Example: of the target's 0.5, 0.3, 0.2 a draft law 0.7, 0.2, 0.1 leaves 0, 0.1, 0.1, so 0, 0.5, 0.5.
+    Example: of the target's 0.5, 0.3, 0.2 a draft distribution 0.7, 0.2, 0.1 leaves 0, 0.1, 0.1, so 0, 0.5, 0.5.
 
     Args:
         target_probs: [vocab].
         covered: [vocab] what accepted draft tokens account for.
 
     Returns:
-        [vocab]; the target's law where nothing is left, which only rounding can ask for.
+        [vocab]; the target's distribution where nothing is left, which only rounding can ask for.
     """
     left = np.maximum(target_probs - covered, 0.0)
     total = left.sum()

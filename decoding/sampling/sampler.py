@@ -1,9 +1,9 @@
 """From one row of logits to one token, with randomness that is a function of (seed, position) alone.
 
-The draw is the Gumbel-max trick (``argmax(logits + noise)`` has the law ``softmax(logits)``) with noise from a counter-based
-generator (Philox) whose key is the request's seed and whose counter is the absolute position of the token. Nothing else enters:
-not the draft, the batch, the replica or the number of draws before. So the same seed gives the same text under every strategy,
-after a preemption and after a failover, and tests of sampling are equality tests.
+The draw is the Gumbel-max trick (``argmax(logits + noise)`` has the distribution ``softmax(logits)``) with noise from a
+counter-based generator (Philox) whose key is the request's seed and whose counter is the absolute position of the token. Nothing
+else enters: not the draft, the batch, the replica or the number of draws before. So the same seed gives the same text under every
+strategy, after a preemption and after a failover, and tests of sampling are equality tests.
 
 The chain from the model's logits to the token, as in vLLM: grammar, bias, minimum length and penalties
 (``decoding.sampling.penalties``), then the argmax of a greedy request, or temperature, min-p, top-k, top-p and the draw.

@@ -12,7 +12,7 @@ def verify_exact(tree: DraftTree, choose: Callable[[int], int], max_tokens: int,
     """Choose, then match: at each row the target's own token is emitted, and the walk descends if a child holds it.
 
     Lossless for any draft, greedy and sampled, as long as ``choose`` is a function of the row's prefix alone (with position-keyed
-    randomness, see ``decoding.sampling.sampler``): every emitted token is the target's own choice. It has the law of the
+    randomness, see ``decoding.sampling.sampler``): every emitted token is the target's own choice. It has the distribution of the
     published multi-candidate rule (Lookahead Decoding, arXiv 2402.02057, Algorithm 4) with one draw per visited row.
 
     Example: root 7 with branches 1 2 and 3; the target chooses 1 at the root, 2 after 1, 9 after 1 2. The rows of 1 and 2 are

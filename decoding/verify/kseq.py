@@ -1,4 +1,4 @@
-"""K-SEQ: one token of the target's law from k draws of a draft law (SpecTr, arXiv 2310.15141, section 4, Algorithm 2)."""
+"""K-SEQ: one token of the target's distribution from k draft tokens (SpecTr, arXiv 2310.15141, section 4, Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HALVINGS = 60  # of an interval of length k - 1: what is left is below the roun
 
 @dataclass(frozen=True, slots=True)
 class KSeq:
-    """How k draft tokens, drawn independently from one law, become one token with exactly the target's law.
+    """How k draft tokens, drawn independently from one distribution, become one token with exactly the target's distribution.
 
     They are looked at in turn. One is accepted with the probability ``min(1, target / (rho * draft))`` of its token; where none
-    is, the token is drawn from ``residual``. A smaller ``rho`` accepts more, and the smallest for which the residual is a law is
+    is, the token is drawn from ``residual``. A smaller ``rho`` accepts more, and the smallest for which that is a distribution is
     the smallest with ``1 - (1 - beta)^k <= rho * beta``, where ``beta = sum(min(draft, target / rho))`` is the chance that a
     draft token is accepted.
 
-    Example: draft law 1, 0, target 0.5, 0.5, k = 2. ``beta`` is ``0.5 / rho``, and ``1 - (1 - 0.5 / rho)^2 <= 0.5`` gives
+    Example: draft 1, 0, target 0.5, 0.5, k = 2. ``beta`` is ``0.5 / rho``, and ``1 - (1 - 0.5 / rho)^2 <= 0.5`` gives
     ``rho = 1.7071``: token 0 is accepted with probability 0.2929 at each of two tries, which makes 0.5, and the residual is 0, 1.
     """
 
@@ -33,19 +33,19 @@ class KSeq:
 
     @classmethod
     def of(cls, target_probs: Float64Array, draft_probs: Float64Array, k: int) -> KSeq:
-        """The coupling of two laws for k draft tokens, k at least 1. With one it is the rule of speculative sampling."""
+        """The coupling of two distributions for k draft tokens, k at least 1. With one it is the rule of speculative sampling."""
         assert k >= 1 and target_probs.shape == draft_probs.shape, (k, target_probs.shape, draft_probs.shape)
         rho = rho_star(target_probs, draft_probs, k)
         covered = np.minimum(draft_probs, target_probs / rho)
         return cls(target_probs, draft_probs, k, rho, min(float(covered.sum()), 1.0), covered)
 
     def accept_prob(self, token: int) -> float:
-        """The chance that a draft token is accepted, given that it is this one, which the draft law does not exclude."""
+        """The chance that a draft token is accepted, given that it is this one, which the draft distribution does not exclude."""
         assert self.draft_probs[token] > 0.0, token
         return float(self.covered[token] / self.draft_probs[token])
 
     def residual(self) -> Float64Array:
-        """[vocab] the law of the token where no draft token is accepted."""
+        """[vocab] the distribution of the token where no draft token is accepted."""
         return residual(self.target_probs, self.covered * _tries(self.beta, self.k))
 
 

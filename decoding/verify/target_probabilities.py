@@ -18,7 +18,7 @@ from decoding.sampling.sampler import choose, warp
 from decoding.tree import DraftTree
 
 
-class TargetLaws:
+class TargetDistributions:
     """What the target says at each row of a tree, with the request's own rules and warps at the row's own prefix.
 
     Rows may be asked in any order, and more than once.
@@ -54,7 +54,7 @@ class TargetLaws:
 
     def warped(self, row: int) -> Float64Array:
         """[vocab] the probabilities from which a plain request draws below a row; for a greedy request 1 at its token."""
-        return request_law(self._logits[row], self.params, self._rules_at(row), self._barred(row))
+        return request_distribution(self._logits[row], self.params, self._rules_at(row), self._barred(row))
 
     def raw_logprobs(self, row: int) -> Float64Array:
         """[vocab] log-probabilities of the model below a row, before temperature and truncation.
@@ -85,9 +85,9 @@ class TargetLaws:
         """
         return self.uniform(row, ACCEPT, index) < probability
 
-    def draw(self, row: int, law: Float64Array) -> int:
-        """A token below a row in place of rejected ones, by a law, [vocab], of its own."""
-        return pick(law, self.uniform(row, RESIDUAL))
+    def draw(self, row: int, distribution: Float64Array) -> int:
+        """A token below a row in place of rejected ones, by a distribution, [vocab], of its own."""
+        return pick(distribution, self.uniform(row, RESIDUAL))
 
     def settle(self) -> None:
         """Takes from the counts of the rules what was asked for below the committed output."""
@@ -111,7 +111,7 @@ class TargetLaws:
         return self._rules
 
 
-def request_law(
+def request_distribution(
     logits: torch.Tensor, params: SamplingParams, rules: LogitRules | None = None, barred: Collection[int] = ()
 ) -> Float64Array:
     """The probabilities from which a request draws its next token, of the target's logits or a draft model's.
@@ -128,18 +128,18 @@ def request_law(
     if rules is not None:
         logits = rules.apply(logits, barred)
     if params.greedy:
-        law = np.zeros(logits.shape[-1])
-        law[argmax_rows(logits[None])[0]] = 1.0
-        return law
-    short = _law_of_few(logits, params)
+        distribution = np.zeros(logits.shape[-1])
+        distribution[argmax_rows(logits[None])[0]] = 1.0
+        return distribution
+    short = _distribution_of_few(logits, params)
     if short is not None:
         return short
     probs: Float64Array = torch.softmax(warp(logits, params).to(torch.float64), dim=-1).cpu().numpy()
     return probs
 
 
-def _law_of_few(logits: torch.Tensor, params: SamplingParams) -> Float64Array | None:
-    """As ``request_law``, where min-p, top-k or top-p leave few tokens on a CPU: no vocabulary is sorted."""
+def _distribution_of_few(logits: torch.Tensor, params: SamplingParams) -> Float64Array | None:
+    """As ``request_distribution``, where min-p, top-k or top-p leave few tokens on a CPU: no vocabulary is sorted."""
     if (
         not NATIVE
         or logits.device.type != "cpu"
@@ -156,6 +156,6 @@ def _law_of_few(logits: torch.Tensor, params: SamplingParams) -> Float64Array | 
         return None
     ids, left, _ = found
     weights = np.exp(left.astype(np.float64) - top)
-    law = np.zeros(len(scores))
-    law[ids] = weights / weights.sum()
-    return law
+    distribution = np.zeros(len(scores))
+    distribution[ids] = weights / weights.sum()
+    return distribution

@@ -56,12 +56,12 @@ class ModelInfo:
 
     @property
     def lossless_choices(self) -> tuple[str, ...]:
-        """Those of ``choices`` whose outputs have the law of plain decoding."""
+        """Those of ``choices`` whose outputs have the distribution of plain decoding."""
         return tuple(name for name in self.choices if name in LOSSLESS)
 
     def is_lossless(self, strategy: str | None, max_draft_tokens: int | None = None) -> bool:
-        """Whether what a request that asks for a strategy, or for none, is given has the law of plain decoding: without drafts it
-        has."""
+        """Whether what a request that asks for a strategy, or for none, is given has the distribution of plain decoding: without
+        drafts it has."""
         return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
 
     def check_strategy(self, strategy: str | None) -> None:

@@ -32,7 +32,7 @@ _MAX_ROWS = 512  # tokens of one forward
 _EMBEDDING_ROWS = 8192  # rows of an embedding that are converted at once
 
 
-class Progress:
+class TableProgress:
     """A line every few seconds for what takes longer than two."""
 
     def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | No
     table = np.empty((vocab_size, width), np.int32)
     first = 0 if bos is None else 1
     rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size, runner.cache.capacity - first))
-    progress = Progress(f"building the table of bigrams of {type(runner.model).__name__}", vocab_size)
+    progress = TableProgress(f"building the table of bigrams of {type(runner.model).__name__}", vocab_size)
     for start in range(0, vocab_size, rows):
         tokens = np.arange(start, min(start + rows, vocab_size))
         logits = runner.forward(_apart(tokens, bos))

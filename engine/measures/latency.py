@@ -18,7 +18,7 @@ from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
 from engine.forward.batch import Batch, Work, pack
 from engine.forward.runner import ModelRunner
-from engine.loading.model_tables import Progress
+from engine.loading.model_tables import TableProgress
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of one sequence
 _CONTEXT = 256  # entries before those rows
@@ -140,7 +140,7 @@ def measure(runner: ModelRunner, max_model_len: int, report: Report | None = Non
     """
     wanted = cases(runner.cache.slots, runner.cache.capacity, max_model_len)
     if report is None:
-        progress = Progress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
+        progress = TableProgress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
 
         def report(done: int, total: int) -> None:
             if done < 0.9 * total:  # else it is over before anyone has read it

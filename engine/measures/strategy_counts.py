@@ -15,7 +15,7 @@ class StrategyCounts:
     """Of the requests of one strategy that have ended, however they did."""
 
     strategy: str
-    lossless: bool  # whether they have the law of plain decoding
+    lossless: bool  # whether they have the distribution of plain decoding
     requests: int = 0
     tokens: int = 0  # emitted by this engine
     steps: int = 0

@@ -150,8 +150,9 @@ class Scheduler:
     def schedule(self, width: int = 1) -> list[Share]:
         """The shares of the next step; empty when there is nothing to do.
 
-        ``max_step_tokens`` are the rows of one rank. Trees are dealt to the ranks, so ``width`` times as many rows are drafted;
-        the root of a tree and all of a prefill are rows of every rank. What a rank repeats of a tree so that its rows have their
+        ``max_step_tokens`` are the rows of one rank. Trees are partitioned among the ranks, so ``width`` times as many rows are
+        drafted; the root of a tree and all of a prefill are rows of every rank. What a rank repeats of a tree so that its rows
+        have their
         ancestors, and tokens that were accepted elsewhere, come on top: at most the depth of the tree and the last step's.
 
         Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for

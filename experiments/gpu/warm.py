@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from decoding.budget.partition import compile_dealing
+from decoding.budget.partition import compile_partition
 from decoding.sampling.nucleus import compile_nucleus
 from decoding.sampling.ranking import compile_ranking
 from decoding.sampling.row_draw import compile_draws
@@ -36,7 +36,7 @@ def main() -> int:
         compile_nucleus()
         compile_ranking(torch.bfloat16)
         compile_draws(torch.bfloat16)
-        compile_dealing()
+        compile_partition()
         return 0
     model = device_model("tiny", "cpu", torch.float64, 0)
     loaded = LoadedModel(model, None, "tiny", CONTEXT, ())

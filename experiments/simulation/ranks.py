@@ -39,7 +39,8 @@ def accepted(tree: DraftTree, live: Live) -> Acceptance:
 
 
 class Tally:
-    """What one rank computes in a step, and whether the step waits for it (see ``actors.lookahead.rank_state.Seat.deal``).
+    """What one rank computes in a step, and whether the step waits for it (see
+    ``actors.lookahead.rank_state.RankState.partition``).
 
     The leader computes all of a prefill and its part of each tree. So does another rank, which first computes what it lacks of
     the text; of a request of whose tree it has the root alone it computes nothing until it lacks 16 tokens, and nobody waits.

@@ -76,10 +76,10 @@ def test_groups_share_all_who_are_there(present: set[int], data: st.DataObject) 
     for rank, group in groups.items():
         assert rank in group and list(group) == sorted(group)
         assert set(block(rank, busy, world)) & present <= set(group)
-    dealt = {rank: len(group) - len(set(block(rank, busy, world)) & present) for rank, group in groups.items()}
+    partitioned = {rank: len(group) - len(set(block(rank, busy, world)) & present) for rank, group in groups.items()}
     narrowest = min(len(group) for group in groups.values())
     # Who was dealt something was the narrowest at the time: nobody is narrower than it by more than that one.
-    assert all(len(groups[rank]) <= narrowest + 1 for rank, count in dealt.items() if count)
+    assert all(len(groups[rank]) <= narrowest + 1 for rank, count in partitioned.items() if count)
 
 
 @given(loads)

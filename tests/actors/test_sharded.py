@@ -26,7 +26,7 @@ from actors.sharded.pipeline_parallel import bounds
 from actors.sharded.shard import Shard, ShardMode
 from actors.sharded.shared_sums import alone_in
 from actors.sharded.tensor_parallel import take_part
-from actors.sharded.wire import Failed, Join, Ready, ShardMessage, Step, decode_shard, encode_shard, encode_step
+from actors.sharded.wire import Failed, Join, Ready, ShardedStep, ShardMessage, decode_shard, encode_shard, encode_step
 from engine.forward.batch import Batch, Segment
 from engine.forward.sharded import Compaction, Copy
 from tests import waiting
@@ -124,12 +124,12 @@ def test_a_lock_of_a_killed_compiler_is_taken_away(tmp_path: Path) -> None:
 def test_layers_are_dealt_evenly() -> None:
     assert bounds(10, 4) == [range(2), range(2, 4), range(4, 7), range(7, 10)]
     assert bounds(3, 3) == [range(1), range(1, 2), range(2, 3)]
-    with pytest.raises(GroupError, match="3 layers cannot be dealt to 4 ranks"):
+    with pytest.raises(GroupError, match="3 layers cannot be partitioned among 4 ranks"):
         bounds(3, 4)
 
 
 def test_what_deepspeed_would_get_wrong_is_refused() -> None:
-    with pytest.raises(GroupError, match="2 KV heads of LlamaForCausalLM cannot be dealt to 3 ranks"):
+    with pytest.raises(GroupError, match="2 KV heads of LlamaForCausalLM cannot be partitioned among 3 ranks"):
         take_part(whole("llama"), Shard("tensor", 0, 3, "cpu"))
     with pytest.raises(GroupError, match="no float64"):
         take_part(tiny_model("llama", "float64").stock, Shard("tensor", 0, 2, "cpu"))
@@ -150,7 +150,7 @@ def a_step() -> bytes:
 
 def test_a_step_arrives_as_it_was() -> None:
     step = decode_shard(a_step())
-    assert isinstance(step, Step)
+    assert isinstance(step, ShardedStep)
     assert step.moves == (Compaction(3, 12, (0, 2, 4)), Copy(1, 2, 30, 14))
     batch = step.batch
     assert batch.token_ids.tolist() == list(range(40, 47)) and batch.positions.tolist() == list(range(7))
@@ -174,6 +174,6 @@ def test_whatever_arrives_is_a_message_or_refused(noise: bytes, at: int, value: 
     data[at % len(data)] = value
     for sent in (noise, bytes(data), bytes(data[:at])):
         message = decoded(sent)
-        if isinstance(message, Step):
+        if isinstance(message, ShardedStep):
             total = len(message.batch.token_ids)
             assert all(0 <= one.offset < one.offset + one.rows <= total for one in message.batch.segments)

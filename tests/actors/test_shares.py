@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from actors.lookahead.rank_state import Held, Holdings
-from actors.lookahead.shares import Share, merge
+from actors.lookahead.shares import RankShare, merge
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree, Part
 from engine.forward.batch import Work
@@ -18,12 +18,12 @@ LEFT, RIGHT = np.array([0, 1, 2, 3], np.int32), np.array([0, 4, 5], np.int32)
 END = 10
 
 
-def share(places: np.ndarray, rows: tuple[int, ...], next_token: int, first_id: int = 50, top_k: int = 0) -> Share:
+def share(places: np.ndarray, rows: tuple[int, ...], next_token: int, first_id: int = 50, top_k: int = 0) -> RankShare:
     """A part of ``TREE``, its walk, and ids that tell who computed a row."""
     ids = np.arange(first_id, first_id + len(places), dtype=np.int32)
     ranked = np.stack([ids + 100 * k for k in range(top_k)], axis=1) if top_k else None
     held = Held(Request("r", [1], SamplingParams()), 0)
-    return Share(Part(places, TREE.take(places)), held, rows, next_token, ids, ranked, None)
+    return RankShare(Part(places, TREE.take(places)), held, rows, next_token, ids, ranked, None)
 
 
 def test_the_longest_walk_wins_and_speaks_of_the_whole_tree() -> None:

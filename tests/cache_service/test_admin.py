@@ -13,7 +13,7 @@ from cache_service.keeper.admin import CacheAdmin, ForeignSnapshotError, Unknown
 from cache_service.keeper.server import CacheServer
 from cache_service.keeper.snapshot import CorruptSnapshotError, decode_snapshot
 from cache_service.namespace import Identity, namespace
-from cache_service.records import MAX_BATCH_BYTES, Batch, CacheDelta, decode_batch, encode_batch
+from cache_service.records import MAX_BATCH_BYTES, CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import Counts, RedisStore
 from configs.slices import CacheOptions
@@ -50,7 +50,7 @@ class Cluster:
 
     def say(self, texts: dict[str, Sequence[int]], tenant: str = "acme", epoch: int = 0, final: bool = True) -> None:
         deltas = tuple(CacheDelta(text_key(name), 0, np.array(text, np.int32), final) for name, text in texts.items())
-        batch = Batch(secrets.randbits(64), 0, epoch, deltas)
+        batch = TextBatch(secrets.randbits(64), 0, epoch, deltas)
         self.store.append([(self.name(tenant), encode_batch(batch, IDENTITY.vocab_size))])
 
     def texts(self, tenant: str = "acme") -> Texts:
@@ -119,7 +119,7 @@ def test_long_texts_travel_in_batches_that_fit(make: Callable[[], Cluster]) -> N
     for name, text in texts.items():
         for at in range(0, 200_000, 50_000):
             delta = CacheDelta(text_key(name), at, np.array(text[at : at + 50_000], np.int32), at == 150_000)
-            cluster.store.append([(cluster.name(), encode_batch(Batch(1, 0, 0, (delta,)), IDENTITY.vocab_size))])
+            cluster.store.append([(cluster.name(), encode_batch(TextBatch(1, 0, 0, (delta,)), IDENTITY.vocab_size))])
     assert other.admin.import_("umbra", cluster.admin.export("acme")) == 6
     assert other.texts("umbra") == expected(texts)
     entries = other.entries("umbra")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
-from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
+from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.texts import Admitted, Ledger, TenantTexts
 from decoding.sources.history import History
 
@@ -77,7 +77,7 @@ class World:
 
     def write(self, epoch: int, **content: tuple[object, ...]) -> None:
         self.sequence += 1
-        self.flying.append(encode_batch(Batch(7, self.sequence, epoch, **content), VOCAB))  # type: ignore[arg-type]
+        self.flying.append(encode_batch(TextBatch(7, self.sequence, epoch, **content), VOCAB))  # type: ignore[arg-type]
 
     def grow(self, first: int, second: int) -> None:
         """The next piece of a text of the writer, which drafts from it at once, before anybody else."""

@@ -13,7 +13,7 @@ import redis
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, encode_snapshot
 from cache_service.mirror.mirror import Mirror
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, CacheDelta, encode_batch
+from cache_service.records import CacheDelta, TextBatch, encode_batch
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions
@@ -92,7 +92,7 @@ def delta(text: int, offset: int, tokens: Sequence[int], final: bool = False) ->
     return CacheDelta(text, offset, np.array(tokens, np.int32), final)
 
 
-def add(store: RedisStore, tenant: str, batch: Batch) -> str:
+def add(store: RedisStore, tenant: str, batch: TextBatch) -> str:
     return store.append([(name_of(tenant), encode_batch(batch, VOCAB))])[0]
 
 
@@ -154,7 +154,7 @@ def test_one_that_starts_later_is_warm_at_once(replica: Callable[..., Replica], 
     save(store, "a", id, {T1: [1, 2, 3], T3: [9]})
     store.trim(name_of("a"), f"{id}9", exact=True)
     a.write("a", T2, 0, [4, 5])
-    add(store, PUBLIC, Batch(1, 0, 0, (delta(T3, 0, [30, 31], True),)))
+    add(store, PUBLIC, TextBatch(1, 0, 0, (delta(T3, 0, [30, 31], True),)))
     eventually(lambda: a.mirror.counts().published_tokens == 5)
     third = replica()
     assert contents(third.history("a")) == [[1, 2, 3], [4, 5], [9]]  # nothing applied after the start
@@ -173,7 +173,7 @@ def test_replays_and_reordering_change_nothing(replica: Callable[..., Replica], 
     entries = [fields for _, fields in raw.xrange(key)]
     for fields in [*entries[::-1], *entries]:
         raw.xadd(key, fields)
-    add(store, "a", Batch(77, 0, 0, (delta(T3, 0, [5], True),)))  # the end of the replay
+    add(store, "a", TextBatch(77, 0, 0, (delta(T3, 0, [5], True),)))  # the end of the replay
     eventually(lambda: (b.mirror.apply(), [5] in contents(b.history("a")))[1])
     frequencies[5] += 1
     assert contents(b.history("a")) == sorted([*before, [5]])
@@ -187,11 +187,11 @@ def test_a_deleted_request_is_gone_everywhere_and_stays_away(replica: Callable[.
     a.write("a", T2, 0, [4])
     a.write("b", T1, 0, [6])
     eventually(lambda: b.knows("a", [1, 2, 3], [4]) and b.knows("b", [6]))
-    add(store, "a", Batch(9, 0, 0, removed=(request_hash("one"),)))
+    add(store, "a", TextBatch(9, 0, 0, removed=(request_hash("one"),)))
     for one in (a, b):
         eventually(lambda one=one: one.knows("a", [4]))  # type: ignore[misc]
     a.write("a", T1, 3, [7], final=True)  # it was still running
-    add(store, "a", Batch(8, 0, 0, (delta(T1, 0, [1, 2, 3, 7], True), delta(T3, 0, [5], True))))  # a late writer
+    add(store, "a", TextBatch(8, 0, 0, (delta(T1, 0, [1, 2, 3, 7], True), delta(T3, 0, [5], True))))  # a late writer
     eventually(lambda: b.knows("a", [4], [5]))
     assert b.knows("b", [6])
     eventually(lambda: a.mirror.counts().outbox_bytes == 0 and a.knows("a", [4], [5]))
@@ -209,10 +209,10 @@ def test_a_deleted_tenant_is_gone_everywhere(
     eventually(lambda: b.knows("a", [1, 2, 3]) and b.knows("b", [4]))
     epoch = store.delete(name_of("a"))
     if said:
-        add(store, "a", Batch(9, 0, epoch))
+        add(store, "a", TextBatch(9, 0, epoch))
     for one in (a, b):
         eventually(lambda one=one: one.knows("a"))  # type: ignore[misc]
-    add(store, "a", Batch(8, 0, 0, (delta(T3, 0, [5], True),)))  # one who has not heard of it
+    add(store, "a", TextBatch(8, 0, 0, (delta(T3, 0, [5], True),)))  # one who has not heard of it
     a.write("a", T1, 3, [7], final=True)  # the rest of a text that was running
     a.write("a", T3, 0, [6], final=True)
     eventually(lambda: b.knows("a", [6]))
@@ -226,7 +226,7 @@ def test_evicted_texts_go(replica: Callable[..., Replica], store: RedisStore) ->
     a.write("a", T1, 0, [1, 2, 3], final=True)
     a.write("a", T2, 0, [4], final=True)
     eventually(lambda: b.knows("a", [1, 2, 3], [4]))
-    add(store, "a", Batch(9, 0, 0, evicted=(T1,)))
+    add(store, "a", TextBatch(9, 0, 0, evicted=(T1,)))
     for one in (a, b):
         eventually(lambda one=one: one.knows("a", [4]))  # type: ignore[misc]
 
@@ -234,17 +234,17 @@ def test_evicted_texts_go(replica: Callable[..., Replica], store: RedisStore) ->
 @pytest.mark.usefixtures("often")
 def test_one_that_fell_behind_goes_on_from_the_snapshot(replica: Callable[..., Replica], store: RedisStore) -> None:
     a = replica()
-    add(store, "a", Batch(5, 0, 0, (delta(T1, 0, [1], True),)))
+    add(store, "a", TextBatch(5, 0, 0, (delta(T1, 0, [1], True),)))
     eventually(lambda: a.knows("a", [1]))
     # Entries that a has not read are trimmed: the numbers of their writer tell.
-    ids = [add(store, "b", Batch(5, number, 0)) for number in range(3)]
+    ids = [add(store, "b", TextBatch(5, number, 0)) for number in range(3)]
     save(store, "a", ids[-1], {T1: [1], T2: [2, 2]})
     time.sleep(0.003)  # ids begin with the millisecond, and these are of two streams
-    add(store, "a", Batch(5, 3, 0, (delta(T3, 0, [3], True),)))
+    add(store, "a", TextBatch(5, 3, 0, (delta(T3, 0, [3], True),)))
     eventually(lambda: a.knows("a", [1], [2, 2], [3]))
     counts = a.mirror.counts()
     assert counts.lost_records == 2 and counts.reloads == 1
-    add(store, "a", Batch(5, 4, 0, (delta(text_key("four"), 0, [4], True),)))
+    add(store, "a", TextBatch(5, 4, 0, (delta(text_key("four"), 0, [4], True),)))
     eventually(lambda: a.knows("a", [1], [2, 2], [3], [4]))
     assert a.mirror.counts().reloads == 1
 
@@ -252,13 +252,13 @@ def test_one_that_fell_behind_goes_on_from_the_snapshot(replica: Callable[..., R
 @pytest.mark.usefixtures("often")
 def test_a_newer_snapshot_alone_is_no_reason_to_reload(replica: Callable[..., Replica], store: RedisStore) -> None:
     a = replica()
-    id = add(store, "a", Batch(5, 0, 0, (delta(T1, 0, [1], True),)))
+    id = add(store, "a", TextBatch(5, 0, 0, (delta(T1, 0, [1], True),)))
     eventually(lambda: a.knows("a", [1]))
     save(store, "a", id, {T1: [1]})
     store.trim(name_of("a"), f"{id}9", exact=True)
     seen = a.woken
     for number in range(1, 4):
-        add(store, "a", Batch(5, number, 0, (delta(T2, number - 1, [2]),)))
+        add(store, "a", TextBatch(5, number, 0, (delta(T2, number - 1, [2]),)))
         time.sleep(0.15)  # the mirror looks
     eventually(lambda: a.knows("a", [1], [2, 2, 2]))
     assert a.woken > seen and a.mirror.counts().reloads == 0
@@ -267,8 +267,8 @@ def test_a_newer_snapshot_alone_is_no_reason_to_reload(replica: Callable[..., Re
 def test_apply_is_fair_and_bounded(replica: Callable[..., Replica], store: RedisStore) -> None:
     a = replica()
     for number in range(40):
-        add(store, "a", Batch(5, number, 0, (delta(number << 16, 0, [number] * 2000, True),)))
-    add(store, "b", Batch(5, 0, 0, (delta(T1, 0, [9, 9, 9], True),)))
+        add(store, "a", TextBatch(5, number, 0, (delta(number << 16, 0, [number] * 2000, True),)))
+    add(store, "b", TextBatch(5, 0, 0, (delta(T1, 0, [9, 9, 9], True),)))
     eventually(lambda: a.mirror._inbox.weight("a") == 80_000 and a.mirror._inbox.weight("b") == 3)
     assert a.history("a").num_tokens == 0
     assert a.mirror.apply(3000)

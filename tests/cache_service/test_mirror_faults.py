@@ -16,7 +16,7 @@ import redis
 
 from cache_service.mirror.mirror import Mirror
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, encode_batch
+from cache_service.records import TextBatch, encode_batch
 from cache_service.store.breaker import Guard, failure_kind
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
@@ -227,7 +227,7 @@ def babbler(nonsense: bytes) -> Iterator[int]:
 
 def test_corrupt_records_are_dropped_and_counted(server: RedisProcess, caplog: pytest.LogCaptureFixture) -> None:
     key = f"{{outrider}}:{NAME}:log"
-    good = encode_batch(Batch(1, 0, 0), IDENTITY.vocab_size)
+    good = encode_batch(TextBatch(1, 0, 0), IDENTITY.vocab_size)
     server.client.xadd(key, {"b": b"before the start"})
     with replicas(server.url) as (a, b):
         for data in (b"", b"\x00" * 40, os.urandom(200), good[:-1], good + b"x", good[:-1] + bytes([good[-1] ^ 1])):

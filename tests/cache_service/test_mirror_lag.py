@@ -10,7 +10,7 @@ from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
 from cache_service.mirror.tail import Tail
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, CacheDelta, encode_batch
+from cache_service.records import CacheDelta, TextBatch, encode_batch
 from cache_service.store.redis_store import RedisStore
 from cache_service.store.stream_ids import written_s
 from decoding.request import text_key
@@ -23,7 +23,7 @@ WAITS_S = 0.1
 
 def append(store: RedisStore, sequence: int) -> None:
     delta = CacheDelta(text_key("one"), 5 * sequence, np.asarray([1, 2, 3, 4, 5], np.int32), False)
-    store.append([(NAME, encode_batch(Batch(7, sequence, 0, (delta,)), IDENTITY.vocab_size))])
+    store.append([(NAME, encode_batch(TextBatch(7, sequence, 0, (delta,)), IDENTITY.vocab_size))])
 
 
 def test_lag_is_the_age_of_what_is_read_until_all_is_read(store: RedisStore) -> None:

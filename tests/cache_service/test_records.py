@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_service import records
-from cache_service.records import Batch, CacheDelta, CorruptRecordError, decode_batch, encode_batch, split_deltas
+from cache_service.records import CacheDelta, CorruptRecordError, TextBatch, decode_batch, encode_batch, split_deltas
 
 FEW = settings(max_examples=40)  # each draws a batch, which is what takes the time
 
 
-def plain(batch: Batch) -> tuple[object, ...]:
+def plain(batch: TextBatch) -> tuple[object, ...]:
     """All of a batch, comparable."""
     deltas = [(delta.text, delta.offset, delta.tokens.tolist(), delta.final) for delta in batch.deltas]
     return batch.origin, batch.sequence, batch.epoch, deltas, batch.removed, batch.evicted
@@ -29,7 +29,7 @@ def delta(text: int, offset: int, tokens: list[int], final: bool = False) -> Cac
 
 
 @st.composite
-def batches(draw: st.DrawFn, vocab_size: int) -> Batch:
+def batches(draw: st.DrawFn, vocab_size: int) -> TextBatch:
     tokens = st.lists(st.one_of(st.integers(0, vocab_size - 1), st.sampled_from([0, vocab_size - 1])), max_size=20)
     deltas = draw(
         st.lists(st.builds(delta, st.integers(0, 2**80 - 1), st.integers(0, 2**31 - 21), tokens, st.booleans()), max_size=4)
@@ -37,7 +37,7 @@ def batches(draw: st.DrawFn, vocab_size: int) -> Batch:
     removed = draw(st.lists(st.integers(0, 2**64 - 1), max_size=3))
     evicted = draw(st.lists(st.integers(0, 2**80 - 1), max_size=3))
     numbers = draw(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)))
-    return Batch(*numbers, tuple(deltas), tuple(removed), tuple(evicted))
+    return TextBatch(*numbers, tuple(deltas), tuple(removed), tuple(evicted))
 
 
 def sealed(body: bytes) -> bytes:
@@ -46,7 +46,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def test_the_documented_bytes() -> None:
-    batch = Batch(1, 2, 3, (delta((5 << 16) | 1, 4, [7, 8], final=True),))
+    batch = TextBatch(1, 2, 3, (delta((5 << 16) | 1, 4, [7, 8], final=True),))
     spelled = (
         "01 02 0100 0000 0000 0100000000000000 02000000 03000000", "0500000000000000 0100 04000080 0200", "0700 0800", "a3750361",
     )  # fmt: skip
@@ -58,9 +58,9 @@ def test_the_documented_bytes() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(2, 2), (1 << 16, 2), ((1 << 16) + 1, 3), (1 << 24, 3)])
 def test_bytes_of_a_token(vocab_size: int, width: int) -> None:
-    empty = len(encode_batch(Batch(0, 0, 0), vocab_size))
+    empty = len(encode_batch(TextBatch(0, 0, 0), vocab_size))
     assert empty == 28
-    full = Batch(0, 0, 0, (delta(1, 0, [vocab_size - 1, 0, 1] * 1000),), (5,), (6, 7))
+    full = TextBatch(0, 0, 0, (delta(1, 0, [vocab_size - 1, 0, 1] * 1000),), (5,), (6, 7))
     data = encode_batch(full, vocab_size)
     assert len(data) == empty + 16 + 3000 * width + 8 + 2 * 10
     assert plain(decode_batch(data, vocab_size)) == plain(full)
@@ -76,7 +76,7 @@ def test_round_trip(vocab_size: int, data: st.DataObject) -> None:
 
 @FEW
 @given(batches(150_000), st.data())
-def test_damage_is_found(batch: Batch, data: st.DataObject) -> None:
+def test_damage_is_found(batch: TextBatch, data: st.DataObject) -> None:
     encoded = encode_batch(batch, 150_000)
     at = data.draw(st.integers(0, len(encoded) - 1))
     flipped = bytearray(encoded)
@@ -99,7 +99,7 @@ def test_any_bytes(data: bytes) -> None:
 
 @FEW
 @given(batches(100), st.data())
-def test_a_right_checksum_saves_nothing(batch: Batch, data: st.DataObject) -> None:
+def test_a_right_checksum_saves_nothing(batch: TextBatch, data: st.DataObject) -> None:
     """Whoever makes a record with a valid checksum gets a batch that says exactly these bytes, or is refused."""
     body = bytearray(encode_batch(batch, 100)[:-4])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -158,12 +158,12 @@ def test_what_is_refused_and_why(body: bytes, message: str) -> None:
 )
 def test_what_no_field_holds(changes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        encode_batch(dataclasses.replace(Batch(1, 2, 3), **changes), 100)  # type: ignore[arg-type]
+        encode_batch(dataclasses.replace(TextBatch(1, 2, 3), **changes), 100)  # type: ignore[arg-type]
 
 
 def test_vocabularies_beyond_three_bytes() -> None:
     with pytest.raises(ValueError, match="vocab_size must be between 1 and 16777216, got 16777217"):
-        encode_batch(Batch(0, 0, 0), (1 << 24) + 1)
+        encode_batch(TextBatch(0, 0, 0), (1 << 24) + 1)
 
 
 def test_split_deltas() -> None:
@@ -174,7 +174,7 @@ def test_split_deltas() -> None:
     assert len(groups) == 3, "738,000 tokens of 3 bytes"
     found: dict[int, list[CacheDelta]] = {}
     for group in groups:
-        for piece in decode_batch(encode_batch(Batch(0, 0, 0, group), 100_000), 100_000).deltas:
+        for piece in decode_batch(encode_batch(TextBatch(0, 0, 0, group), 100_000), 100_000).deltas:
             found.setdefault(piece.text, []).append(piece)
     for text, pieces in found.items():
         assert np.array_equal(np.concatenate([piece.tokens for piece in pieces]), texts[text])

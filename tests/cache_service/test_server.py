@@ -17,7 +17,7 @@ from cache_service.keeper.folding import Fold
 from cache_service.keeper.server import CacheServer
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity, namespace
-from cache_service.records import Batch, CacheDelta, decode_batch, encode_batch
+from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
 from cache_service.store.stream_ids import compare_ids
@@ -82,7 +82,7 @@ class Cluster:
     ) -> str:
         deltas = tuple(CacheDelta(text_key(name), 0, np.array(text, np.int32), final) for name, text in texts)
         hashes = tuple(request_hash(name) for name in removed)
-        batch = Batch(7, self._sequence, epoch, deltas, hashes)
+        batch = TextBatch(7, self._sequence, epoch, deltas, hashes)
         self._sequence += 1
         return self.store.append([(self.name(tenant), encode_batch(batch, IDENTITY.vocab_size))])[0]
 
@@ -350,7 +350,7 @@ def test_redis_that_restarts_empty_is_filled_again(make: Callable[..., Cluster],
     cluster.say(*texts.items(), epoch=1, removed=["x"])  # a removal, so that a snapshot is written at once
     cluster.say(("s", [1, 2]), tenant="umbra", removed=["x"])
     if case == "its clock was ahead":
-        data = encode_batch(Batch(8, 0, 1, removed=(request_hash("y"),)), IDENTITY.vocab_size)
+        data = encode_batch(TextBatch(8, 0, 1, removed=(request_hash("y"),)), IDENTITY.vocab_size)
         with redis.Redis.from_url(own_redis.url) as client:
             client.xadd(f"{{{cluster.options.prefix}}}:{cluster.name()}:log", {"b": data}, id="9999999999999-0")
         assert wait_for(lambda: cluster.store.heads([cluster.name()])[cluster.name()].snapshot_id == "9999999999999-0")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache_service.keeper.eviction import GRAM, worths
 from cache_service.keeper.snapshot import Snapshot, SnapshotText
-from cache_service.records import Batch, CacheDelta
+from cache_service.records import CacheDelta, TextBatch
 from cache_service.texts import MAX_EVICTED, MAX_HELD, KeptText, Ledger, TenantTexts
 
 
@@ -21,8 +21,8 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def piece(text: int, offset: int, ids: Sequence[int], final: bool = False, epoch: int = 0) -> Batch:
-    return Batch(1, 0, epoch, (CacheDelta(text, offset, tokens(*ids), final),))
+def piece(text: int, offset: int, ids: Sequence[int], final: bool = False, epoch: int = 0) -> TextBatch:
+    return TextBatch(1, 0, epoch, (CacheDelta(text, offset, tokens(*ids), final),))
 
 
 def whole(texts: TenantTexts, text: int, ids: Sequence[int], now_s: float = 0.0) -> None:
@@ -38,20 +38,20 @@ T1, T1B, T2 = 1 << 16, (1 << 16) + 1, 2 << 16
 
 def test_admits_by_epoch() -> None:
     ledger = Ledger(3)
-    old = ledger.admit(Batch(1, 0, 2, (CacheDelta(T1, 0, tokens(1), True),), (9,), (T2,)))
-    assert old == ledger.admit(Batch(1, 0, 0)) and not (old.cleared or old.removed or old.evicted or old.deltas)
+    old = ledger.admit(TextBatch(1, 0, 2, (CacheDelta(T1, 0, tokens(1), True),), (9,), (T2,)))
+    assert old == ledger.admit(TextBatch(1, 0, 0)) and not (old.cleared or old.removed or old.evicted or old.deltas)
     assert ledger.allows(9 << 16) and ledger.allows(T2), "nothing of an older epoch counts"
-    same = ledger.admit(Batch(1, 1, 3, (CacheDelta(T1, 0, tokens(1), True),), (9,), (T2,)), 5.0)
+    same = ledger.admit(TextBatch(1, 1, 3, (CacheDelta(T1, 0, tokens(1), True),), (9,), (T2,)), 5.0)
     assert (same.cleared, same.removed, same.evicted, len(same.deltas)) == (False, (9,), (T2,), 1)
     assert ledger.removed == {9: 5.0} and not ledger.allows(9 << 16 | 3) and not ledger.allows(T2)
-    newer = ledger.admit(Batch(1, 2, 4, (CacheDelta(T2, 0, tokens(1), True),)))
+    newer = ledger.admit(TextBatch(1, 2, 4, (CacheDelta(T2, 0, tokens(1), True),)))
     assert newer.cleared and len(newer.deltas) == 1 and ledger.epoch == 4
-    assert not ledger.admit(Batch(1, 2, 4)).cleared, "cleared once"
+    assert not ledger.admit(TextBatch(1, 2, 4)).cleared, "cleared once"
 
 
 def test_removal_wins_within_a_batch_and_after_it() -> None:
     ledger = Ledger()
-    both = Batch(1, 0, 0, (CacheDelta(T1, 0, tokens(1), False), CacheDelta(T2, 0, tokens(2), False)), removed=(1,))
+    both = TextBatch(1, 0, 0, (CacheDelta(T1, 0, tokens(1), False), CacheDelta(T2, 0, tokens(2), False)), removed=(1,))
     assert [delta.text for delta in ledger.admit(both).deltas] == [T2]
     assert ledger.admit(piece(T1B, 0, [5])).deltas == (), "all choices of the request"
     assert len(ledger.admit(piece(T2, 1, [5])).deltas) == 1
@@ -138,11 +138,11 @@ def test_deletion_by_request_and_by_tenant() -> None:
     texts = TenantTexts()
     for key in (T1, T1B, T2):
         whole(texts, key, [1, 2, 3])
-    assert texts.apply(Batch(1, 0, 0, removed=(1,)), 5.0).removed == (1,)
+    assert texts.apply(TextBatch(1, 0, 0, removed=(1,)), 5.0).removed == (1,)
     assert kept(texts) == {T2: [1, 2, 3]} and texts.num_tokens == 3
     whole(texts, T1, [1, 2, 3])
     assert kept(texts) == {T2: [1, 2, 3]}, "a late piece brings nothing back"
-    assert texts.apply(Batch(1, 0, 1), 6.0).cleared
+    assert texts.apply(TextBatch(1, 0, 1), 6.0).cleared
     assert kept(texts) == {} and texts.num_tokens == 0
     whole(texts, T2, [1, 2, 3])
     assert kept(texts) == {}, "of the epoch before"
@@ -154,7 +154,7 @@ def test_time() -> None:
     texts = TenantTexts()
     whole(texts, T1, [1, 2, 3], 10.0)
     texts.apply(piece(T2, 0, [1, 2]), 20.0)  # still growing
-    texts.apply(Batch(1, 0, 0, removed=(9,)), 25.0)
+    texts.apply(TextBatch(1, 0, 0, removed=(9,)), 25.0)
     assert texts.expire(100.0, 110.0) == [], "as old as the limit"
     assert texts.expire(100.0, 111.0) == [T1] and texts.num_tokens == 2
     assert texts.expire(100.0, 125.0) == [T2] and texts.num_tokens == 0 and texts.ledger.removed == {9: 25.0}
@@ -257,7 +257,7 @@ def test_a_flood_of_copies_leaves_one() -> None:
 def test_what_is_kept_does_not_hold_on_to_what_it_came_in() -> None:
     texts = TenantTexts()
     shared = np.arange(1000, dtype=np.int32)
-    texts.apply(Batch(1, 0, 0, (CacheDelta(T1, 0, shared[:5], True), CacheDelta(T2, 7, shared[:5], False))), 0.0)
+    texts.apply(TextBatch(1, 0, 0, (CacheDelta(T1, 0, shared[:5], True), CacheDelta(T2, 7, shared[:5], False))), 0.0)
     held = texts.texts[T2].held[7][0]
     assert not np.shares_memory(texts.texts[T1].tokens, shared) and not np.shares_memory(held, shared)
     with pytest.raises(TypeError):
@@ -268,7 +268,7 @@ def test_snapshot_of_everything() -> None:
     texts = TenantTexts(epoch=4)
     texts.apply(piece(T1, 0, [1, 2], final=True, epoch=4), 1.0)
     texts.apply(piece(T2, 0, [3], epoch=4), 2.0)
-    texts.apply(Batch(1, 0, 4, removed=(9,), evicted=(77,)), 3.0)
+    texts.apply(TextBatch(1, 0, 4, removed=(9,), evicted=(77,)), 3.0)
     snapshot = texts.snapshot("8-1", 100, "ab", 5.0)
     head = (snapshot.stream_id, snapshot.epoch, snapshot.vocab_size, snapshot.tokenizer_revision, snapshot.created_s)
     assert head == ("8-1", 4, 100, "ab", 5.0)

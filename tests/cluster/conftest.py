@@ -31,7 +31,7 @@ from actors.replica import Description, Replica
 from cache_service.keeper.admin import CacheAdmin, Problem, TenantStats
 from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.namespace import Identity, hash_key, namespace
-from cache_service.records import Batch, CacheDelta, encode_batch
+from cache_service.records import CacheDelta, TextBatch, encode_batch
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
 from cluster.admission.tenancy import Tenancy
@@ -250,7 +250,7 @@ class MemoryServer:
     def add(self, tenant: str, answer_id: str, tokens: list[int], choice: int = 0) -> None:
         """A whole text of a request."""
         delta = CacheDelta(text_key(f"{answer_id}/{choice}"), 0, np.asarray(tokens, np.int32), True)
-        self.append_raw(tenant, encode_batch(Batch(secrets.randbits(64), 0, 0, (delta,)), MEMORY_IDENTITY.vocab_size))
+        self.append_raw(tenant, encode_batch(TextBatch(secrets.randbits(64), 0, 0, (delta,)), MEMORY_IDENTITY.vocab_size))
 
     def append_raw(self, tenant: str, data: bytes) -> None:
         """An entry of the tenant's stream, sound or not."""

@@ -37,7 +37,7 @@ from decoding.drafters import Drafter
 from decoding.request import Acceptance, FinishReason, Request, SamplingParams, StepOutput
 from decoding.tree import DraftTree
 from decoding.verify.rules import Rule
-from decoding.verify.target_probabilities import TargetLaws
+from decoding.verify.target_probabilities import TargetDistributions
 from engine.loading.model import load_tokenizer
 from tests.models import draft_with
 from tests.waiting import eventually
@@ -71,9 +71,9 @@ class OneReplica:
 class _AcceptAll:
     """No rule at all: whatever was drafted is emitted."""
 
-    def accept(self, tree: DraftTree, laws: TargetLaws) -> Acceptance:
-        rows = tuple(range(1, min(len(tree), laws.remaining)))
-        return Acceptance(rows, laws.choose(rows[-1] if rows else 0))
+    def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
+        rows = tuple(range(1, min(len(tree), distributions.remaining)))
+        return Acceptance(rows, distributions.choose(rows[-1] if rows else 0))
 
 
 class Careless(Drafter):

@@ -23,7 +23,7 @@ from openai import OpenAI
 
 from actors.replica import Description, Replica
 from cache_service.namespace import hash_key
-from cluster.admission.controller import REFUSALS, DoorCounts, DoorOptions
+from cluster.admission.controller import REFUSALS, AdmissionCounts, AdmissionOptions
 from cluster.http.api import Service, create_api
 from cluster.serving.generation import Job
 from configs.slices import EngineOptions, LimitsOptions, ModelOptions, SpeculationOptions, TenancyOptions, TenantOptions
@@ -75,8 +75,8 @@ class House:
     def post(self, body: object, key: str | None = None, path: str = "/v1/completions") -> httpx.Response:
         return httpx.post(self.url + path, json=body, headers=bearer(key), timeout=60)
 
-    def counts(self) -> DoorCounts:
-        return self.service.door.counts()
+    def counts(self) -> AdmissionCounts:
+        return self.service.admission.counts()
 
     def is_empty(self) -> bool:
         return self.counts().in_flight == 0 and self.engine.free()
@@ -130,8 +130,8 @@ def house(
             names: frozenset[str] | None = None,
             **limits: object,
         ) -> House:
-            door = DoorOptions(required, capacity, LimitsOptions(**limits), names)
-            service = Service(engine, tokenizer, tenancy, door=door)
+            admission = AdmissionOptions(required, capacity, LimitsOptions(**limits), names)
+            service = Service(engine, tokenizer, tenancy, admission=admission)
             houses.append(House(open_houses.enter_context(serve_api(create_api(service))), service, engine))
             return houses[-1]
 
@@ -427,7 +427,7 @@ def test_a_client_that_leaves_while_it_sends(house: Callable[..., House]) -> Non
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
         assert left.post(SHORT).status_code == 200  # who sends slowly holds no place
     assert left.post(SHORT).status_code == 200
-    assert left.counts() == DoorCounts(dict.fromkeys(REFUSALS, 0), left.counts().in_flight, 2)
+    assert left.counts() == AdmissionCounts(dict.fromkeys(REFUSALS, 0), left.counts().in_flight, 2)
 
 
 def test_texts_to_repeat_are_tokenized_once_shared_bounded_and_billed(house: Callable[..., House]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoding.drafters.with_model.beam import Beam, beam_search, raw_score
-from decoding.drafters.with_model.draft_probabilities import DraftLaws
+from decoding.drafters.with_model.draft_probabilities import DraftDistributions
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 
@@ -97,10 +97,10 @@ def test_one_beam_is_greedy_and_more_find_better() -> None:
 
 def test_excluded_tokens_are_in_no_beam() -> None:
     """By the warped law: top-k 1 leaves one continuation, and where nothing is left a beam ends."""
-    laws, model, one = DraftLaws(), TableModel(1), request(1, 2, temperature=1.0, top_k=1)
+    distributions, model, one = DraftDistributions(), TableModel(1), request(1, 2, temperature=1.0, top_k=1)
 
     def warped(asked: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
-        rows = [laws.warped(asked, chain, row) for chain, row in zip(chains, logits, strict=True)]
+        rows = [distributions.warped(asked, chain, row) for chain, row in zip(chains, logits, strict=True)]
         return torch.from_numpy(np.stack(rows)).log()
 
     (beam,) = beam_search(model, [one], [3], 4, warped)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.row_budget import Pricing, Sharing, TokenTime, rows_to_draft
+from decoding.budget.row_budget import Pricing, StepSharing, TokenTime, rows_to_draft
 from decoding.tree import DraftTree, Int32Array
 
 ONE, TWO = StepLoad(1, 1, 0), StepLoad(2, 2, 0)
@@ -82,15 +82,15 @@ def test_the_highest_gain_of_all_selections(chances: list[list[float]], seconds:
     assert step_s == pytest.approx(took(drafted))
 
 
-def dealt(tree: DraftTree, ranks: int) -> int:
+def partitioned(tree: DraftTree, ranks: int) -> int:
     """Rows of the largest part."""
     return max(len(part.rows) for part in tree.partition(ranks))
 
 
 def shared(tree: DraftTree, ranks: int) -> float:
-    """What ``Sharing`` takes the largest part for."""
+    """What ``StepSharing`` takes the largest part for."""
     drafted, deepest = np.array([len(tree) - 1.0]), np.array([float(tree.depths().max())])
-    return float(1 + Sharing(ranks).rows(drafted, deepest)[0])
+    return float(1 + StepSharing(ranks).rows(drafted, deepest)[0])
 
 
 def tree_of(parents: Sequence[int]) -> DraftTree:
@@ -101,12 +101,12 @@ def tree_of(parents: Sequence[int]) -> DraftTree:
 def test_the_rows_of_a_rank() -> None:
     chain, star = tree_of(range(60)), tree_of([0] * 60)
     for ranks in (1, 2, 3, 4, 8):
-        assert shared(chain, ranks) == dealt(chain, ranks) == 61
-        assert shared(star, ranks) == pytest.approx(dealt(star, ranks), abs=0.5)
+        assert shared(chain, ranks) == partitioned(chain, ranks) == 61
+        assert shared(star, ranks) == pytest.approx(partitioned(star, ranks), abs=0.5)
     drafted, deepest = np.array([60.0]), np.array([8.0])
-    assert Sharing(4).rows(drafted, deepest) == pytest.approx([18.0])
-    assert Sharing(4, spine=5).rows(drafted, deepest) == pytest.approx([18.0 + 5])
-    assert Sharing(1, spine=5).rows(drafted, deepest) == [60.0]  # its KV is here
+    assert StepSharing(4).rows(drafted, deepest) == pytest.approx([18.0])
+    assert StepSharing(4, spine=5).rows(drafted, deepest) == pytest.approx([18.0 + 5])
+    assert StepSharing(1, spine=5).rows(drafted, deepest) == [60.0]  # its KV is here
 
 
 @given(st.lists(st.floats(0.0, 0.999), min_size=1, max_size=200), st.sampled_from([2, 3, 4, 8]))
@@ -115,7 +115,7 @@ def test_the_rows_of_a_rank_are_near_those_of_the_largest_part(places: list[floa
     tree = tree_of([int(place * (row + 1)) for row, place in enumerate(places)])
     depth = int(tree.depths().max())
     assert depth + 1 <= shared(tree, ranks) <= len(tree)
-    assert abs(shared(tree, ranks) - dealt(tree, ranks)) <= depth
+    assert abs(shared(tree, ranks) - partitioned(tree, ranks)) <= depth
 
 
 def test_more_ranks_draft_more_branches_and_no_longer_chains() -> None:
@@ -123,20 +123,20 @@ def test_more_ranks_draft_more_branches_and_no_longer_chains() -> None:
     branches, chain = np.ones(100, np.int32), np.arange(1, 101, dtype=np.int32)
 
     def drafted(depths: Int32Array, ranks: int) -> int:
-        return rows_to_draft(device, ONE, [chances], 0.25, [depths], Sharing(ranks))[0][0]
+        return rows_to_draft(device, ONE, [chances], 0.25, [depths], StepSharing(ranks))[0][0]
 
     wide = [drafted(branches, ranks) for ranks in (1, 2, 4, 8)]
     assert wide[0] < wide[1] < wide[2] < wide[3]
     assert [drafted(chain, ranks) for ranks in (1, 2, 4, 8)] == [wide[0]] * 4
-    (few, many), _ = rows_to_draft(device, TWO, [chances, chances], 0.25, [chain, branches], Sharing(4))
+    (few, many), _ = rows_to_draft(device, TWO, [chances, chances], 0.25, [chain, branches], StepSharing(4))
     assert few <= many  # of rows that are as likely the order is the same: what differs is who comes first
-    assert rows_to_draft(EXAMPLE, ONE, [np.array([0.5, 0.4])], 0.8, [np.array([1, 1], np.int32)], Sharing(2))[0] == [2]
+    assert rows_to_draft(EXAMPLE, ONE, [np.array([0.5, 0.4])], 0.8, [np.array([1, 1], np.int32)], StepSharing(2))[0] == [2]
 
 
 def test_what_was_accepted_elsewhere_costs_rows() -> None:
     device = curve([1, 8, 16], [1.0, 1.0, 30.0])  # free up to eight rows
     chances, depths = [np.full(40, 0.1)], [np.ones(40, np.int32)]
-    drafted = [rows_to_draft(device, ONE, chances, 1.0, depths, Sharing(2, spine))[0][0] for spine in (0, 3, 6)]
+    drafted = [rows_to_draft(device, ONE, chances, 1.0, depths, StepSharing(2, spine))[0][0] for spine in (0, 3, 6)]
     assert drafted == [13, 7, 1]  # seven rows of each rank beside the root, or what the spine leaves of them
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding import jit
-from decoding.budget.partition import compile_dealing, deal
+from decoding.budget.partition import compile_partition, partition
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.sources.jacobi_window import JacobiWindow, WindowRows
@@ -70,7 +70,7 @@ def leaves_of(tree: DraftTree, part: Part) -> list[int]:
 def check_parts(tree: DraftTree, parts: list[Part], ranks: int) -> None:
     """What holds for every deal, but for how large the parts are."""
     assert len(parts) == ranks
-    dealt = []
+    partitioned = []
     for part in parts:
         part.tree.check()
         rows, own = part.rows.tolist(), leaves_of(tree, part)
@@ -81,9 +81,9 @@ def check_parts(tree: DraftTree, parts: list[Part], ranks: int) -> None:
         assert [rows[parent] for parent in part.tree.parents[1:].tolist()] == tree.parents[rows[1:]].tolist()
         assert part.tree.num_candidates == sum(row < tree.num_candidates for row in rows)
         assert {array.dtype for array in (part.rows, part.tree.tokens, part.tree.parents)} == {np.dtype(np.int32)}
-        dealt.append(own)
-    assert list(itertools.chain(*dealt)) == leaves_in_order(tree)  # each once, in runs: so all rows are there
-    shares = [len(own) > 0 for own in dealt]
+        partitioned.append(own)
+    assert list(itertools.chain(*partitioned)) == leaves_in_order(tree)  # each once, in runs: so all rows are there
+    shares = [len(own) > 0 for own in partitioned]
     assert shares == sorted(shares, reverse=True)  # ranks without a share are the last
 
 
@@ -187,11 +187,11 @@ def test_candidates_and_columns_are_balanced_together() -> None:
 
 def compilations() -> int:
     """For how many combinations of types the deal was compiled."""
-    return len(getattr(deal, "signatures", ()))
+    return len(getattr(partition, "signatures", ()))
 
 
 def test_nothing_is_compiled_after_the_start() -> None:
-    compile_dealing()
+    compile_partition()
     known = compilations()
     prompt = [5, 6, 7, 8, 5, 6, 9, 5, 6, 7, 5]
     for strategy in ("auto", "jacobi", "trie", "prompt_lookup", "suffix"):
@@ -209,7 +209,7 @@ def test_nothing_is_compiled_after_the_start() -> None:
     assert compilations() == known == (1 if jit.NATIVE else 0)
 
 
-def dealt() -> list[list[list[int]]]:
+def partitioned() -> list[list[list[int]]]:
     """Rows and parents of the parts of some trees."""
     rng = np.random.default_rng(1)
     parts = []
@@ -227,9 +227,9 @@ def test_plain_python_deals_alike() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", program], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == dealt()
+    assert json.loads(done.stdout) == partitioned()
 
 
 if __name__ == "__main__":
     assert not jit.NATIVE
-    print(json.dumps(dealt()))
+    print(json.dumps(partitioned()))

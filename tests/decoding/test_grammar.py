@@ -14,7 +14,7 @@ from decoding.sampling.sampler import choose
 from decoding.tree import BoolArray, DraftTree, Int32Array
 from decoding.verify.exact import verify_exact
 from decoding.verify.grammar import permitted
-from decoding.verify.target_probabilities import TargetLaws
+from decoding.verify.target_probabilities import TargetDistributions
 
 VOCAB, END = 7, 0
 TEXTS = ((1, 2, 3), (1, 2, 4, 4), (1, 5), (6, 6, 6, 1), (6,))
@@ -133,9 +133,9 @@ def test_walks_choose_among_what_is_allowed(name: str, dtype: torch.dtype) -> No
         tree = permitted(random_tree(rng, 30), ListedTexts())
         logits = torch.from_numpy(rng.normal(0.0, 3.0, (len(tree), VOCAB))).to(dtype)
         rules = LogitRules(request.params, request.prompt_ids, ListedTexts())
-        laws = TargetLaws(request, tree, logits, ENDS, rules)
-        acceptance = verify_exact(tree, laws.choose, request.remaining, ENDS)
-        laws.settle()
+        distributions = TargetDistributions(request, tree, logits, ENDS, rules)
+        acceptance = verify_exact(tree, distributions.choose, request.remaining, ENDS)
+        distributions.settle()
         assert rules.grammar is not None and rules.grammar.length == 0
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
         row, output = 0, list[int]()
@@ -145,9 +145,9 @@ def test_walks_choose_among_what_is_allowed(name: str, dtype: torch.dtype) -> No
             row = below
         texts.add(tuple(output))
         if END not in output:
-            law = laws.warped(0)
+            distribution = distributions.warped(0)
             outside = [token for token in range(VOCAB) if token not in (1, 6)]
-            assert law[outside].max() == 0.0 and law.sum() == pytest.approx(1.0)
+            assert distribution[outside].max() == 0.0 and distribution.sum() == pytest.approx(1.0)
     assert len(texts) > 1
 
 

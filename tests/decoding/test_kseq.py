@@ -15,7 +15,7 @@ from decoding.sampling.sampler import gumbel_noise
 from decoding.verify.kseq import KSeq, rho_star
 
 
-def laws(vocab: int, seed: int, excluded: int = 0) -> Float64Array:
+def distributions(vocab: int, seed: int, excluded: int = 0) -> Float64Array:
     """A random law; the first tokens have no probability."""
     weights = np.random.default_rng(seed).gamma(0.5, size=vocab)
     weights[:excluded] = 0.0
@@ -23,7 +23,7 @@ def laws(vocab: int, seed: int, excluded: int = 0) -> Float64Array:
 
 
 CASES = [
-    (laws(vocab, seed, seed % 2), laws(vocab, seed + 50)[:: 1 if seed % 3 else -1], k)
+    (distributions(vocab, seed, seed % 2), distributions(vocab, seed + 50)[:: 1 if seed % 3 else -1], k)
     for seed, (vocab, k) in enumerate(itertools.product((2, 3, 5), (1, 2, 3, 4)))
 ] + [
     (np.array([1.0, 0.0, 0.0]), np.array([0.0, 0.3, 0.7]), 3),  # nothing in common
@@ -35,15 +35,15 @@ CASES = [
 
 def emitted_law(draft: Float64Array, coupling: KSeq, k: int) -> Float64Array:
     """The law of the token that comes out, over all k-tuples of draft tokens."""
-    law = np.zeros_like(draft)
+    distribution = np.zeros_like(draft)
     for tokens in itertools.product(range(len(draft)), repeat=k):
         reached = math.prod(draft[list(tokens)].tolist())  # the chance that these are drawn and none was accepted so far
         for token in tokens:
             if reached > 0.0:
-                law[token] += reached * coupling.accept_prob(token)
+                distribution[token] += reached * coupling.accept_prob(token)
                 reached *= 1.0 - coupling.accept_prob(token)
-        law += reached * coupling.residual()
-    return law
+        distribution += reached * coupling.residual()
+    return distribution
 
 
 @pytest.mark.parametrize(("draft", "target", "k"), CASES)
@@ -69,7 +69,7 @@ def test_rho_is_the_smallest_that_leaves_a_law(draft: Float64Array, target: Floa
 
 
 def test_one_draft_token_is_speculative_sampling() -> None:
-    draft, target = laws(5, 3), laws(5, 4)
+    draft, target = distributions(5, 3), distributions(5, 4)
     coupling = KSeq.of(target, draft, 1)
     assert coupling.rho == 1.0
     assert [coupling.accept_prob(token) for token in range(5)] == pytest.approx(np.minimum(1.0, target / draft))
@@ -77,7 +77,7 @@ def test_one_draft_token_is_speculative_sampling() -> None:
 
 
 def test_more_draft_tokens_are_accepted_more_often() -> None:
-    draft, target = laws(6, 8), laws(6, 9)
+    draft, target = distributions(6, 8), distributions(6, 9)
     chances = [1.0 - (1.0 - KSeq.of(target, draft, k).beta) ** k for k in range(1, 7)]
     assert all(more > fewer for fewer, more in itertools.pairwise(chances)) and chances[-1] < 1.0
 
@@ -90,7 +90,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_large_vocabularies_are_summed_like_small_ones() -> None:
-    draft, target = laws(20_000, 1), laws(20_000, 2)
+    draft, target = distributions(20_000, 1), distributions(20_000, 2)
     for k in (2, 5):
         low, high = 1.0, float(k)
         for _ in range(60):
@@ -107,13 +107,15 @@ def test_residual_of_what_is_covered_whole_is_the_target() -> None:
 
 
 def test_picks_follow_the_law_and_never_the_impossible() -> None:
-    law = np.array([0.0, 0.2, 0.0, 0.8, 0.0])
-    assert [pick(law, number) for number in (2.0**-53, 0.1999, 0.2, 0.5, 1.0 - 2.0**-53)] == [1, 1, 3, 3, 3]
-    assert pick(law * 7.0, 0.1999) == 1 and pick(law / 3.0, 0.21) == 3
+    distribution = np.array([0.0, 0.2, 0.0, 0.8, 0.0])
+    assert [pick(distribution, number) for number in (2.0**-53, 0.1999, 0.2, 0.5, 1.0 - 2.0**-53)] == [1, 1, 3, 3, 3]
+    assert pick(distribution * 7.0, 0.1999) == 1 and pick(distribution / 3.0, 0.21) == 3
     numbers = [uniform(5, position, RESIDUAL) for position in range(8000)]
-    law = laws(7, 6)
-    counts = np.bincount([pick(law, number) for number in numbers], minlength=7)
-    assert float((((counts - 8000 * law) ** 2) / (8000 * law)).sum()) < 33.1  # chi-squared, 6 degrees of freedom, p = 1e-5
+    distribution = distributions(7, 6)
+    counts = np.bincount([pick(distribution, number) for number in numbers], minlength=7)
+    assert (
+        float((((counts - 8000 * distribution) ** 2) / (8000 * distribution)).sum()) < 33.1
+    )  # chi-squared, 6 degrees of freedom, p = 1e-5
 
 
 def test_streams_are_told_apart_and_the_first_is_as_it_was() -> None:

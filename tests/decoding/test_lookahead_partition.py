@@ -111,11 +111,11 @@ def test_jacobi_has_the_same_steps_window_and_pool_on_any_number_of_ranks(
     seed: int, prompt: list[int], width: int, ngram: int, from_prompt: bool, ranks: int
 ) -> None:
     model = ScriptedModel(seed)
-    alone, dealt = (JacobiDrafter(width, ngram, 3, from_prompt) for _ in range(2))
+    alone, partitioned = (JacobiDrafter(width, ngram, 3, from_prompt) for _ in range(2))
     steps, of = run(alone, prompt, model, 1000, 1)
-    assert run(dealt, prompt, model, 1000, ranks)[0] == steps
+    assert run(partitioned, prompt, model, 1000, ranks)[0] == steps
     assert of.output_ids.tolist() == model.plain(prompt, 40)
-    one, other = alone._states["r"], dealt._states["r"]
+    one, other = alone._states["r"], partitioned._states["r"]
     assert one._pool._values == other._pool._values  # type: ignore[union-attr]
     assert np.array_equal(one._window.entries, other._window.entries)  # type: ignore[union-attr]
 

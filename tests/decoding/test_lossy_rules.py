@@ -12,15 +12,17 @@ from decoding.request import Acceptance, Request, SamplingParams
 from decoding.sampling.penalties import LogitRules
 from decoding.tree import DraftTree
 from decoding.verify.rules import BildRule, MjsdRule
-from decoding.verify.target_probabilities import TargetLaws
+from decoding.verify.target_probabilities import TargetDistributions
 
 NO_END: frozenset[int] = frozenset()
 
 
 def target_laws(
     logprobs: Sequence[Sequence[float]], tree: DraftTree, params: SamplingParams, end: frozenset[int] = NO_END
-) -> TargetLaws:
-    return TargetLaws(Request("a", [int(tree.tokens[0])], params), tree, torch.tensor(logprobs, dtype=torch.float64), end)
+) -> TargetDistributions:
+    return TargetDistributions(
+        Request("a", [int(tree.tokens[0])], params), tree, torch.tensor(logprobs, dtype=torch.float64), end
+    )
 
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -66,8 +68,8 @@ def test_lossy_rules_keep_to_what_a_request_bans() -> None:
     tree = DraftTree.chain(7, [1, 1])
     for rule in (BildRule(5.0), BildRule(5.0, "mjsd"), MjsdRule([-0.1, -0.1], 0.01), MjsdRule([-0.1, -0.1], 0.01, "warped")):
         rows = torch.tensor(rows_of([0.9] * 3))
-        laws = TargetLaws(Request("a", [7], banned), tree, rows, NO_END, LogitRules(banned, [7]))
-        assert rule.accept(tree, laws) == Acceptance((), 2)
+        distributions = TargetDistributions(Request("a", [7], banned), tree, rows, NO_END, LogitRules(banned, [7]))
+        assert rule.accept(tree, distributions) == Acceptance((), 2)
 
 
 def mjsd(
@@ -112,8 +114,8 @@ def test_a_threshold_of_one_is_plain_decoding_of_the_seed() -> None:
     tree = DraftTree.chain(7, [1, 1])
     for seed in range(20):
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=20)
-        laws = target_laws(rows_of([0.3, 0.3, 0.3]), tree, params)
-        assert MjsdRule([-9.0, -9.0], 1.0).accept(tree, laws) == Acceptance((), laws.choose(0))
+        distributions = target_laws(rows_of([0.3, 0.3, 0.3]), tree, params)
+        assert MjsdRule([-9.0, -9.0], 1.0).accept(tree, distributions) == Acceptance((), distributions.choose(0))
 
 
 def test_what_follows_an_end_token_has_no_say() -> None:
@@ -126,6 +128,6 @@ def test_what_follows_an_end_token_has_no_say() -> None:
 
 def test_warped_joint_laws_exclude_what_is_outside_the_nucleus() -> None:
     params, tree = SamplingParams(temperature=1.0, top_k=1, max_tokens=20), DraftTree.chain(7, [1, 1])
-    laws = target_laws(rows_of([0.9, 0.3, 0.9]), tree, params)
-    assert MjsdRule([-0.1, -1.0], 0.1).accept(tree, laws).rows == (1, 2)
-    assert MjsdRule([-0.1, -1.0], 0.1, "warped").accept(tree, laws).rows == (1,)
+    distributions = target_laws(rows_of([0.9, 0.3, 0.9]), tree, params)
+    assert MjsdRule([-0.1, -1.0], 0.1).accept(tree, distributions).rows == (1, 2)
+    assert MjsdRule([-0.1, -1.0], 0.1, "warped").accept(tree, distributions).rows == (1,)

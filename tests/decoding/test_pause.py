@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 
-from decoding.budget.backoff import Explorer, Pause
+from decoding.budget.backoff import Backoff, Explorer
 
 
 def steps_between(requests: int, proposals: int) -> list[int]:
     """Steps that a request which never finds anything is left alone for after each of its proposals."""
-    pause, waits = Pause(), []
+    backoff, waits = Backoff(), []
     for number in range(1, proposals + 1):
-        pause.drafted(0, requests, number, 0.0, 0.0)
+        backoff.drafted(0, requests, number, 0.0, 0.0)
         waits.append(0)
-        while not pause.asked():
+        while not backoff.asked():
             waits[-1] += 1
     return waits
 
@@ -29,57 +29,57 @@ def test_among_many_it_is_asked_less_and_less() -> None:
 
 
 def test_a_draft_ends_the_count() -> None:
-    pause = Pause()
+    backoff = Backoff()
     for number in range(1, 6):
-        pause.drafted(0, 64, number, 0, 0.0)
-    while not pause.asked():
+        backoff.drafted(0, 64, number, 0, 0.0)
+    while not backoff.asked():
         pass
-    pause.drafted(3, 64, 6, 3, 0.0)
-    assert pause.asked() and pause.drafted_at == 6
-    pause.drafted(0, 64, 7, 0, 0.0)
-    assert pause.asked()  # once without is no habit
+    backoff.drafted(3, 64, 6, 3, 0.0)
+    assert backoff.asked() and backoff.drafted_at == 6
+    backoff.drafted(0, 64, 7, 0, 0.0)
+    assert backoff.asked()  # once without is no habit
 
 
 def test_drafts_that_save_less_than_asking_are_none() -> None:
-    pause = Pause()
+    backoff = Backoff()
     for number in range(1, 40):
-        pause.drafted(4, 64, number, saved_s=1e-5, asking_s=5e-5)
+        backoff.drafted(4, 64, number, saved_s=1e-5, asking_s=5e-5)
         waited = 0
-        while not pause.asked():
+        while not backoff.asked():
             waited += 1
-    assert waited == 16 and pause.drafted_at == 39
-    pause.drafted(4, 64, 40, saved_s=1e-3, asking_s=5e-5)
-    assert pause.asked()
-    pause.drafted(4, 64, 41, saved_s=1e-5, asking_s=5e-5)
-    assert pause.asked()  # of late it was worth it
+    assert waited == 16 and backoff.drafted_at == 39
+    backoff.drafted(4, 64, 40, saved_s=1e-3, asking_s=5e-5)
+    assert backoff.asked()
+    backoff.drafted(4, 64, 41, saved_s=1e-5, asking_s=5e-5)
+    assert backoff.asked()  # of late it was worth it
 
 
 def test_a_fallen_load_asks_at_once() -> None:
-    pause = Pause()
+    backoff = Backoff()
     for number in range(1, 6):
-        pause.drafted(0, 64, number, 0, 0.0)
-    pause.end()
-    assert pause.asked()
-    pause.drafted(0, 64, 6, 0, 0.0)
-    assert pause.asked()
+        backoff.drafted(0, 64, number, 0, 0.0)
+    backoff.end()
+    assert backoff.asked()
+    backoff.drafted(0, 64, 6, 0, 0.0)
+    assert backoff.asked()
 
 
 def test_nobody_explores_while_all_draft() -> None:
-    pauses, explorer = [Pause(), Pause()], Explorer()
+    backoffs, explorer = [Backoff(), Backoff()], Explorer()
     for number in range(1, 100):
-        assert explorer.pick(pauses, number) is None
-        for pause in pauses:
-            pause.drafted(1, 2, number, 1, 0.0)
+        assert explorer.pick(backoffs, number) is None
+        for backoff in backoffs:
+            backoff.drafted(1, 2, number, 1, 0.0)
 
 
 def test_who_drafted_nothing_for_longest_explores_one_proposal_in_sixteen() -> None:
-    pauses, explorer, picked = [Pause(), Pause(), Pause()], Explorer(), []
-    pauses[0].drafted(1, 3, 1, 1, 0.0)
+    backoffs, explorer, picked = [Backoff(), Backoff(), Backoff()], Explorer(), []
+    backoffs[0].drafted(1, 3, 1, 1, 0.0)
     for number in range(2, 2 + 16 * 6):
-        at = explorer.pick(pauses, number)
+        at = explorer.pick(backoffs, number)
         if at is not None:
             picked.append((number, at))
-            pauses[at].drafted(2, 3, number, 2, 0.0)
+            backoffs[at].drafted(2, 3, number, 2, 0.0)
     assert len(picked) == 6
     assert [at for _, at in picked[:3]] == [1, 2, 0]  # the first of those that never drafted, then by how long ago
     assert all(later - earlier == 16 for (earlier, _), (later, _) in itertools.pairwise(picked))

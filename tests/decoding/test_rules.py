@@ -19,7 +19,7 @@ from decoding.sampling.probabilities import Float64Array
 from decoding.sampling.sampler import warp
 from decoding.tree import DraftTree
 from decoding.verify.rules import KSeqRule, RejectionRule, Rule
-from decoding.verify.target_probabilities import TargetLaws, request_law
+from decoding.verify.target_probabilities import TargetDistributions, request_distribution
 
 VOCAB, GAMMA, PROMPT = 3, 2, (1, 2)
 Text = tuple[int, ...]
@@ -27,7 +27,7 @@ SAMPLED = SamplingParams(temperature=0.9, max_tokens=GAMMA + 1)
 NO_END: frozenset[int] = frozenset()
 
 
-class AllOutcomes(TargetLaws):
+class AllOutcomes(TargetDistributions):
     """Takes the branch that a script says at each random decision, and keeps what else could have come of it."""
 
     script: Sequence[int]
@@ -46,8 +46,8 @@ class AllOutcomes(TargetLaws):
     def accepts(self, row: int, probability: float, index: int = 0) -> bool:
         return bool(self.branch([1.0 - min(probability, 1.0), min(probability, 1.0)]))
 
-    def draw(self, row: int, law: Float64Array) -> int:
-        return self.branch(law.tolist())
+    def draw(self, row: int, distribution: Float64Array) -> int:
+        return self.branch(distribution.tolist())
 
     def choose(self, row: int) -> int:
         return self.branch(self.warped(row).tolist())
@@ -77,7 +77,7 @@ def plain_law(prefix: Text, params: SamplingParams, end: frozenset[int], salt: i
     if rules is not None:
         rules.counts.catch_up(np.array(prefix[len(PROMPT) :], np.int32))
     barred = end if len(prefix) - len(PROMPT) < params.min_tokens else ()
-    return request_law(table(prefix, salt), params, rules, barred)
+    return request_distribution(table(prefix, salt), params, rules, barred)
 
 
 def texts(params: SamplingParams, end: frozenset[int]) -> dict[Text, float]:
@@ -104,16 +104,16 @@ def outcomes(tree: DraftTree, rule: Rule, params: SamplingParams, end: frozenset
     request = Request("a", PROMPT, params)
     logits = torch.stack([table(PROMPT + path_tokens(tree, row), 0) for row in range(len(tree))])
     rules = LogitRules(params, PROMPT) if params.alters_logits else None
-    laws = AllOutcomes(request, tree, logits, end, rules)
-    laws.known = {}
+    distributions = AllOutcomes(request, tree, logits, end, rules)
+    distributions.known = {}
     scripts: list[list[int]] = [[]]
     while scripts:
-        laws.follow(scripts.pop())
-        emitted = path_and_token(tree, rule.accept(tree, laws))
-        laws.settle()
-        scripts += laws.forks
+        distributions.follow(scripts.pop())
+        emitted = path_and_token(tree, rule.accept(tree, distributions))
+        distributions.settle()
+        scripts += distributions.forks
         assert 1 <= len(emitted) <= request.remaining and not end.intersection(emitted[:-1])
-        yield emitted, laws.weight
+        yield emitted, distributions.weight
 
 
 def path_tokens(tree: DraftTree, row: int) -> Text:
@@ -233,8 +233,8 @@ def test_the_beginning_of_a_chain_is_verified_like_the_whole() -> None:
 
 def test_a_draft_of_the_targets_own_law_is_accepted() -> None:
     for chain, weight in complete({(): 1.0}, replace(SAMPLED, max_tokens=GAMMA), NO_END).items():
-        laws = [plain_law(PROMPT + chain[:depth], SAMPLED, NO_END) for depth in range(GAMMA)]
-        found = list(outcomes(DraftTree.chain(PROMPT[-1], chain), RejectionRule(laws), SAMPLED, NO_END))
+        distributions = [plain_law(PROMPT + chain[:depth], SAMPLED, NO_END) for depth in range(GAMMA)]
+        found = list(outcomes(DraftTree.chain(PROMPT[-1], chain), RejectionRule(distributions), SAMPLED, NO_END))
         assert weight > 0 and all(text[:GAMMA] == chain for text, _ in found)
 
 
@@ -244,17 +244,17 @@ def test_laws_of_rows_in_any_order_are_those_of_their_own_prefix(penalties: dict
     tree, _, above = sequences_tree([(0, 1), (0, 2), (2, 1), (2, 2)], True)
     logits = torch.stack([table(PROMPT + path_tokens(tree, row), 0) for row in range(len(tree))])
     rules = LogitRules(params, PROMPT)
-    laws, end = TargetLaws(Request("a", PROMPT, params), tree, logits, frozenset({1}), rules), frozenset({1})
+    distributions, end = TargetDistributions(Request("a", PROMPT, params), tree, logits, frozenset({1}), rules), frozenset({1})
     rng = np.random.default_rng(0)
     for row in [*range(len(tree)), *rng.integers(0, len(tree), 60).tolist()]:
-        assert laws.position(row) == len(PROMPT) + len(above[row])
-        assert laws.warped(row).tolist() == plain_law(PROMPT + above[row], params, end).tolist()
+        assert distributions.position(row) == len(PROMPT) + len(above[row])
+        assert distributions.warped(row).tolist() == plain_law(PROMPT + above[row], params, end).tolist()
         unwarped = plain_law(PROMPT + above[row], replace(params, temperature=1.0, top_p=1.0), end)
-        assert np.exp(laws.raw_logprobs(row)) == pytest.approx(unwarped, abs=1e-7)  # float32 where logits are altered
+        assert np.exp(distributions.raw_logprobs(row)) == pytest.approx(unwarped, abs=1e-7)  # float32 where logits are altered
         if row:
             last = Request("b", [*PROMPT, *above[row]], params)
-            assert laws.uniform(row, 1) == TargetLaws(last, DraftTree.chain(0, ()), logits, end).uniform(0, 1)
-    laws.settle()
+            assert distributions.uniform(row, 1) == TargetDistributions(last, DraftTree.chain(0, ()), logits, end).uniform(0, 1)
+    distributions.settle()
     assert rules.counts.counts.sum() == 0
 
 
@@ -266,5 +266,5 @@ def test_the_law_of_a_row_is_that_of_the_warped_scores(dtype: torch.dtype) -> No
             params = SamplingParams(temperature=0.8, **truncation)  # type: ignore[arg-type]
             logits = (torch.randn(vocab) * scale).to(dtype)
             expected = torch.softmax(warp(logits, params).double(), -1).numpy()
-            found = request_law(logits, params)
+            found = request_distribution(logits, params)
             assert ((found > 0) == (expected > 0)).all() and found == pytest.approx(expected, rel=1e-12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoding.budget.backoff import Pause
+from decoding.budget.backoff import Backoff
 from decoding.budget.expansion import Rows
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.budget.selection import Selection
@@ -17,7 +17,7 @@ class Requests:
 
     def __init__(self, chances: list[float]) -> None:
         self.chances = chances
-        self.pauses = [Pause() for _ in chances]
+        self.backoffs = [Backoff() for _ in chances]
         self.asked: list[tuple[int, float]] = []
         self.selection = Selection(DEVICE)
 
@@ -33,7 +33,7 @@ class Requests:
         count = len(self.chances) if live is None else live
         load = StepLoad(count, count, 0)
         self.asked.clear()
-        grown = self.selection.rows(load, self.pauses[:count], self.pauses, 0, self.grow)
+        grown = self.selection.rows(load, self.backoffs[:count], self.backoffs, 0, self.grow)
         for _ in range(count * bool(tokens)):
             self.selection.emitted(tokens)
         return [len(rows.chances) for rows in grown]

@@ -17,7 +17,7 @@ from engine.errors import ModelLoadError
 from engine.forward.runner import ModelRunner
 from engine.loading.model import load_model
 from engine.loading.model_tables import (
-    Progress,
+    TableProgress,
     bigram_table,
     cached_table,
     unigram_distances,
@@ -181,7 +181,7 @@ def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_progress_is_shown_for_what_takes_long(caplog: pytest.LogCaptureFixture) -> None:
     times = iter([0.0, 1.0, 3.0, 4.0, 9.0])
-    progress = Progress("building", 200, clock=lambda: next(times))
+    progress = TableProgress("building", 200, clock=lambda: next(times))
     with caplog.at_level(logging.WARNING):
         for done in (20, 50, 60, 150):
             progress.update(done)

@@ -17,7 +17,7 @@ from decoding.sampling.penalties import LogitRules
 from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
 from decoding.tree import DraftTree
 from decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule, Rule
-from decoding.verify.target_probabilities import request_law
+from decoding.verify.target_probabilities import request_distribution
 from tests.models import SLOTS, VOCAB, TinyModel, engine_over, prepared, run, tiny_model
 
 PROMPT = (5, 9, 5, 31, 7)
@@ -37,7 +37,7 @@ def stock_logits(prefix: tuple[int, ...]) -> torch.Tensor:
 def draft_law(prefix: tuple[int, ...]) -> Float64Array:
     """A draft model: the target with its ranks turned a little, and more tokens."""
     logits = stock_logits(prefix)
-    return request_law(logits + 0.8 * torch.sin(torch.arange(VOCAB) * 12.9), SamplingParams(temperature=0.4, top_k=5))
+    return request_distribution(logits + 0.8 * torch.sin(torch.arange(VOCAB) * 12.9), SamplingParams(temperature=0.4, top_k=5))
 
 
 class LawDrafter(Drafter):
@@ -54,17 +54,17 @@ class LawDrafter(Drafter):
     def _tree(self, request: Request, budget: int) -> DraftTree:
         gamma = min(self._gamma, budget // self._sequences, request.remaining - 1)
         tokens, parents, rows, drawn = [request.root], [-1], [], []
-        laws: dict[int, Float64Array] = {}  # by row
+        distributions: dict[int, Float64Array] = {}  # by row
         for sequence in range(self._sequences):
             path = [0]
             for depth in range(gamma):
-                laws[path[-1]] = draft_law((*request.tokens.tolist(), *(tokens[row] for row in path[1:])))
+                distributions[path[-1]] = draft_law((*request.tokens.tolist(), *(tokens[row] for row in path[1:])))
                 number = uniform(request.params.seed, request.num_tokens + depth, DRAFT + sequence)
-                path.append(self._row(tokens, parents, path[-1], pick(laws[path[-1]], number)))
+                path.append(self._row(tokens, parents, path[-1], pick(distributions[path[-1]], number)))
             rows.append(path[1:])
             drawn.append([tokens[row] for row in path[1:]])
         alone = self._sequences == 1
-        rule = RejectionRule([laws[row] for row in range(gamma)]) if alone else KSeqRule(drawn, rows, laws)
+        rule = RejectionRule([distributions[row] for row in range(gamma)]) if alone else KSeqRule(drawn, rows, distributions)
         self._rules[request.request_id] = rule
         n = len(tokens)
         return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(n, np.int8), n)
@@ -88,7 +88,7 @@ class LawDrafter(Drafter):
         self.counts.accepted += request.stats.accepted
 
 
-def joint_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def joint_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The law of three tokens of plain decoding, by the stock model on every prefix."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
@@ -96,19 +96,19 @@ def joint_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
         for text, weight in texts.items():
             rules = LogitRules(params, PROMPT)
             rules.counts.catch_up(np.array(text, np.int32))
-            law = request_law(stock_logits(PROMPT + text), params, rules if params.alters_logits else None)
-            grown |= {(*text, token): weight * law[token] for token in np.flatnonzero(law).tolist()}
+            distribution = request_distribution(stock_logits(PROMPT + text), params, rules if params.alters_logits else None)
+            grown |= {(*text, token): weight * distribution[token] for token in np.flatnonzero(distribution).tolist()}
         texts = grown
     return texts
 
 
-def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float], total: int) -> float:
+def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float], total: int) -> float:
     """Of Pearson's chi-squared test; texts that are expected less than five times are one cell."""
-    assert counts.keys() <= law.keys()
-    rare = [text for text, prob in law.items() if prob * total < 5]
-    cells = [(counts[text], prob * total) for text, prob in law.items() if prob * total >= 5]
+    assert counts.keys() <= distribution.keys()
+    rare = [text for text, prob in distribution.items() if prob * total < 5]
+    cells = [(counts[text], prob * total) for text, prob in distribution.items() if prob * total >= 5]
     if rare:
-        cells.append((sum(counts[text] for text in rare), sum(law[text] for text in rare) * total))
+        cells.append((sum(counts[text] for text in rare), sum(distribution[text] for text in rare) * total))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     assert len(cells) >= 10, len(cells)
     return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
@@ -133,8 +133,8 @@ def outputs(
 def test_three_tokens_have_the_joint_law_of_plain_decoding(kind: str, sequences: int) -> None:
     drafter = LawDrafter(sequences)
     texts = outputs(drafter, KINDS[kind], range(REQUESTS), 3)
-    law = joint_law(SamplingParams(**KINDS[kind]))  # type: ignore[arg-type]
-    value = p_value(Counter(map(tuple, texts)), law, REQUESTS)
+    distribution = joint_distribution(SamplingParams(**KINDS[kind]))  # type: ignore[arg-type]
+    value = p_value(Counter(map(tuple, texts)), distribution, REQUESTS)
     assert value > 0.001
     assert 0.1 * REQUESTS < drafter.counts.accepted < 0.9 * drafter.counts.drafted  # accepted and rejected both
 
@@ -146,10 +146,10 @@ def test_a_wrong_draft_law_is_noticed() -> None:
         def rule(self, request: Request) -> Rule | None:
             tree_rule = super().rule(request)
             assert isinstance(tree_rule, RejectionRule)
-            return RejectionRule([(law > 0) / (law > 0).sum() for law in tree_rule._draft_probs])
+            return RejectionRule([(distribution > 0) / (distribution > 0).sum() for distribution in tree_rule._draft_probs])
 
     texts = outputs(Wrong(1), PLAIN, range(REQUESTS), 3)
-    assert p_value(Counter(map(tuple, texts)), joint_law(SamplingParams(**PLAIN)), REQUESTS) < 1e-4  # type: ignore[arg-type]
+    assert p_value(Counter(map(tuple, texts)), joint_distribution(SamplingParams(**PLAIN)), REQUESTS) < 1e-4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

@@ -169,8 +169,8 @@ def test_rows_of_a_rank_never_exceed_the_budget(width: int, running: int, drafts
         s.add(request(str(number), prompt=3 + number, max_tokens=2 + number))
     for _ in range(30):
         shares = s.schedule(width)
-        dealt = sum(-(-share.draft_rows // width) for share in shares)  # a rank gets no more of each tree
-        assert dealt + sum(share.end - share.request.num_computed for share in shares) <= step_tokens
+        partitioned = sum(-(-share.draft_rows // width) for share in shares)  # a rank gets no more of each tree
+        assert partitioned + sum(share.end - share.request.num_computed for share in shares) <= step_tokens
         assert all(share.draft_rows <= drafts * width for share in shares)
         for share in shares:
             share.request.num_computed = share.end

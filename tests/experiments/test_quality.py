@@ -31,8 +31,8 @@ def nats_by_hand(prompt: list[int], output: list[int]) -> np.ndarray:
     """Of the stock model, one forward over everything."""
     with torch.inference_mode():
         logits = tiny_model("llama", "float64").stock(torch.tensor([prompt + output])).logits[0]
-    laws = logits.log_softmax(-1)
-    return np.array([-float(laws[len(prompt) - 1 + at, token]) for at, token in enumerate(output)])
+    distributions = logits.log_softmax(-1)
+    return np.array([-float(distributions[len(prompt) - 1 + at, token]) for at, token in enumerate(output)])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 9, 256])
@@ -92,8 +92,8 @@ def test_a_block_is_the_likeliest_of_all_continuations() -> None:
         prefix = PROMPT + output[:start]
         with torch.inference_mode():
             batch = torch.tensor([[*prefix, token] for token in range(VOCAB)])
-            laws = tiny_model("llama", "float64").stock(batch).logits.log_softmax(-1)
-        joint = laws[0, len(prefix) - 1][:, None] + laws[:, -1]
+            distributions = tiny_model("llama", "float64").stock(batch).logits.log_softmax(-1)
+        joint = distributions[0, len(prefix) - 1][:, None] + distributions[:, -1]
         assert divmod(int(joint.argmax()), VOCAB) == tuple(output[start : start + 2])
 
 

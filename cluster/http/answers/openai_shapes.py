@@ -74,7 +74,7 @@ class Answer(BaseModel):
     object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
     created: int  # seconds since 1970
     model: str
-    lossless: bool  # whether it has the law of plain decoding: how it was drafted for, if at all, changed nothing
+    lossless: bool  # whether it has the distribution of plain decoding: how it was drafted for, if at all, changed nothing
     choices: list[Choice]
     usage: Usage | None = None
     obfuscation: str | None = None  # of a padded chunk, see cluster.stream_guard

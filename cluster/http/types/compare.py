@@ -93,7 +93,7 @@ class Comparison(BaseModel):
     object: Literal["comparison"] = "comparison"
     created: int  # seconds since 1970
     model: str
-    lossless: bool  # whether the accelerated answer has the law of plain decoding
+    lossless: bool  # whether the accelerated answer has the distribution of plain decoding
     against: Against
     ran: Literal["in turns", "at once"]  # in turns where both compute on the same devices, who begins alternates
     accelerated: Side

@@ -46,7 +46,8 @@ class StreamOptions(Strict):
 
 
 class SpeculationChoice(Strict):
-    """How a request is drafted for, without effect on the law of the answer; with a strategy that has one the answer says
+    """How a request is drafted for, without effect on the distribution of the answer; with a strategy that has one the answer
+    says
     ``lossless: false``. The configuration bounds both (``speculation``)."""
 
     strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent

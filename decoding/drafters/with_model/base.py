@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from decoding.drafters.with_model.draft_probabilities import (
-        DraftLaws,  # has torch, which those who only check options do not need
+        DraftDistributions,  # has torch, which those who only check options do not need
     )
     from decoding.verify.rules import Rule
 
@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
             raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
         self._num_draft_tokens = num_draft_tokens
         self._model: DraftModel | None = None
-        self._laws: DraftLaws | None = None
+        self._distributions: DraftDistributions | None = None
         self._rules: dict[str, Rule] = {}  # of the last proposal, by request
 
     @property
@@ -60,9 +60,9 @@ class ModelDrafter(Drafter):
 
     def prepare(self, target: Target) -> None:
         """Learns the target's end tokens."""
-        from decoding.drafters.with_model.draft_probabilities import DraftLaws
+        from decoding.drafters.with_model.draft_probabilities import DraftDistributions
 
-        self._laws = DraftLaws(target.end_token_ids)
+        self._distributions = DraftDistributions(target.end_token_ids)
 
     @property
     def model(self) -> DraftModel:
@@ -71,10 +71,10 @@ class ModelDrafter(Drafter):
         return self._model
 
     @property
-    def laws(self) -> DraftLaws:
+    def distributions(self) -> DraftDistributions:
         """What the draft model says by the requests' own rules."""
-        assert self._laws is not None, "prepare comes before the first proposal"
-        return self._laws
+        assert self._distributions is not None, "prepare comes before the first proposal"
+        return self._distributions
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
         """One tree per request: see ``draft``."""
@@ -117,7 +117,7 @@ class ModelDrafter(Drafter):
             next_tokens: chooses them.
         """
         chains: list[list[int]] = [[] for _ in requests]
-        ends = [self.laws.ends(request) for request in requests]
+        ends = [self.distributions.ends(request) for request in requests]
         active = list(range(len(requests)))
         while active:
             logits = self.model.next_logits([requests[at] for at in active], [chains[at] for at in active])
@@ -136,10 +136,10 @@ class ModelDrafter(Drafter):
 
     def held(self) -> Collection[str]:
         """See ``Drafter``."""
-        return () if self._laws is None else self._laws.held()
+        return () if self._distributions is None else self._distributions.held()
 
     def finish(self, request: Request) -> None:
         """Drops what is kept of a request. What the draft model computed of it goes when its slot is needed."""
         self._rules.pop(request.request_id, None)
-        if self._laws is not None:
-            self._laws.forget(request)
+        if self._distributions is not None:
+            self._distributions.forget(request)

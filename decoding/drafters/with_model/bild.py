@@ -75,14 +75,14 @@ class BildDrafter(ModelDrafter):
         return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
 
     def _likeliest(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> tuple[int | None, bool]:
-        sure, token = _confidence(self.laws.altered(request, chain, logits))
+        sure, token = _confidence(self.distributions.altered(request, chain, logits))
         return (token, True) if sure >= self._fallback else (None, False)
 
     def _drawn(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> tuple[int | None, bool]:
         if request.params.greedy:
-            sure, token = _confidence(self.laws.altered(request, chain, logits))
+            sure, token = _confidence(self.distributions.altered(request, chain, logits))
         else:
-            token, probs = self.laws.draw(request, chain, logits)
+            token, probs = self.distributions.draw(request, chain, logits)
             sure = float(probs.max())
         return token, sure >= self._fallback
 

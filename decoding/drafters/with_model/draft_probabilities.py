@@ -1,4 +1,4 @@
-"""What a draft model says, with the request's own bias, penalties and warps: by this law draft tokens are chosen or drawn."""
+"""What a draft model says, with the request's own bias, penalties and warps: draft tokens are chosen or drawn by it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from decoding.request import Request
 from decoding.sampling.penalties import LogitRules
 from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
 from decoding.sampling.sampler import choose
-from decoding.verify.target_probabilities import request_law
+from decoding.verify.target_probabilities import request_distribution
 
 
-class DraftLaws:
+class DraftDistributions:
     """A draft model's logits after the rules of the request that it drafts for, at the prefix that they belong to.
 
     A draft that follows the rules is accepted more often. What the rules look back on is kept for each request until it ends.
@@ -74,10 +74,10 @@ class DraftLaws:
 
     def warped(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> Float64Array:
         """[vocab] probabilities after the rules, temperature, min-p, top-k and top-p; all on one token for a greedy request."""
-        return request_law(self.altered(request, chain, logits), request.params)
+        return request_distribution(self.altered(request, chain, logits), request.params)
 
     def draw(self, request: Request, chain: Sequence[int], logits: torch.Tensor, sequence: int = 0) -> tuple[int, Float64Array]:
-        """A token, and the law, [vocab], that it was drawn from.
+        """A token, and the distribution, [vocab], that it was drawn from.
 
         Args:
             request: that is drafted for.
@@ -89,5 +89,5 @@ class DraftLaws:
         return self.pick(request, len(chain), probs, sequence), probs
 
     def pick(self, request: Request, depth: int, probs: Float64Array, sequence: int = 0) -> int:
-        """A token with the law ``probs``, ``depth`` drafted tokens behind the request's own; see ``draw``."""
+        """A token with the distribution ``probs``, ``depth`` drafted tokens behind the request's own; see ``draw``."""
         return pick(probs, uniform(request.params.seed, request.num_tokens + depth, DRAFT + sequence))

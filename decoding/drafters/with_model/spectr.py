@@ -21,8 +21,8 @@ class SpectrDrafter(ModelDrafter):
     """``sequences`` continuations of ``num_draft_tokens``, drawn independently (arXiv 2310.15141, sections 4 and 5).
 
     Sequences that begin alike share rows of one tree, and what the draft model says below a row is computed once. They are
-    verified by K-SEQ (``decoding.verify.rules.KSeqRule``): the output has exactly the target's law, but it is another one than
-    the seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
+    verified by K-SEQ (``decoding.verify.rules.KSeqRule``): the output has exactly the target's distribution, but it is another
+    one than the seed's of plain decoding. For a greedy request, of which all sequences are the same, it is plain decoding's.
 
     Where the budget is smaller than all sequences, fewer are drafted, and at last one that is shorter.
 
@@ -75,8 +75,8 @@ class SpectrDrafter(ModelDrafter):
         for number, tokens in enumerate(draft.tokens):
             row = draft.rows[number][-1] if tokens else 0
             if row not in draft.probs:
-                draft.probs[row] = self.laws.warped(request, tokens, logits[row])
-            drawn.append(self.laws.pick(request, len(tokens), draft.probs[row], number))
+                draft.probs[row] = self.distributions.warped(request, tokens, logits[row])
+            drawn.append(self.distributions.pick(request, len(tokens), draft.probs[row], number))
         draft.extend(drawn)
 
 

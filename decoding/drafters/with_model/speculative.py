@@ -23,16 +23,17 @@ class SpeculativeDrafter(ModelDrafter):
     How its tokens are chosen is ``sampling``:
 
     - ``coupled``: as the target chooses its own, by the same function with the same noise, that of (seed, position), and by the
-      request's own penalties. Where the models agree on the law they choose the same token. Verified by ``verify_exact``: the
-      output is that of the seed, whatever the draft model is.
+      request's own penalties. Where the models agree on the distribution they choose the same token. Verified by
+      ``verify_exact``: the output is that of the seed, whatever the draft model is.
     - ``greedy``: the draft model's likeliest token, verified by ``verify_exact`` as well.
-    - ``rejection``: as published. Tokens are drawn from the draft model's warped law, with randomness of their own, and verified
-      by rejection sampling. The output has exactly the target's law, but it is another one than the seed's of plain decoding. For
-      a greedy request, which draws nothing, it is the same as the others.
+    - ``rejection``: as published. Tokens are drawn from the draft model's warped distribution, with randomness of their own, and
+    verified
+      by rejection sampling. The output has exactly the target's distribution, but it is another one than the seed's of plain
+      decoding. For a greedy request, which draws nothing, it is the same as the others.
 
-    Example: draft law 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy`` with
-    0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than ``rejection``,
-    but the text is plain decoding's.
+    Example: draft distribution 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy``
+    with 0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than
+    ``rejection``, but the text is plain decoding's.
 
     A chain ends with a token that ends the text.
     """
@@ -67,10 +68,10 @@ class SpeculativeDrafter(ModelDrafter):
                 if likeliest[row]:
                     continue
                 if self._sampling == "rejection" and not requests[at].params.greedy:
-                    tokens[row], probs = self.laws.draw(requests[at], chains[at], logits[row])
+                    tokens[row], probs = self.distributions.draw(requests[at], chains[at], logits[row])
                     drawn[at].append(probs)
                 else:
-                    tokens[row] = self.laws.choose(requests[at], chains[at], logits[row])
+                    tokens[row] = self.distributions.choose(requests[at], chains[at], logits[row])
             return [(token, True) for token in tokens]
 
         chains = self.chains(requests, depths, next_tokens)

@@ -60,7 +60,7 @@ _HIDDEN = np.float32(-3e38)
 _PARTS = np.float32(2.0**40)  # that a weight of one is cut into
 
 
-class Rows(ctypes.Structure):
+class NativeRows(ctypes.Structure):
     """The rows of one request. They see its first ``start`` entries and, of those behind them, what ``mask`` says."""
 
     _fields_ = (
@@ -95,7 +95,7 @@ class Layer(ctypes.Structure):
         ("group", ctypes.c_int64),  # heads that share a KV head
         ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("window", ctypes.c_int64),  # 0 without one
-        ("requests", ctypes.c_int64),  # address of ``Rows``
+        ("requests", ctypes.c_int64),  # address of ``NativeRows``
         ("num_requests", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),  # bound of the scores; 0 without one
@@ -105,7 +105,7 @@ class Layer(ctypes.Structure):
     )
 
 
-LAYER, ROWS = np.dtype(Layer), np.dtype(Rows)
+LAYER, ROWS = np.dtype(Layer), np.dtype(NativeRows)
 _TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks.offset
 _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 

@@ -93,7 +93,7 @@ class Operation(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """One forward."""
 
     _fields_ = (
@@ -248,10 +248,10 @@ def _float32(steps: Any) -> None:
     _run(steps, np.float32(0))
 
 
-_SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Step))))
+_SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Step *)`` that every thread calls, with its ``address``; see ``attention.entry_point``."""
+    """The C function ``void (NativeStep *)`` that every thread calls, with its ``address``; see ``attention.entry_point``."""
     return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}[dtype])

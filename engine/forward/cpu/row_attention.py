@@ -17,7 +17,7 @@ from engine.forward.cpu.threads import on_threads
 from engine.kv.kv_cache import KVShape, SlotCache
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.forward.cpu.native_attention import Layer, Rows
+    from engine.forward.cpu.native_attention import Layer, NativeRows
 
 ENTRY_STEP = 16  # numbers of a vector
 _WORTH_THREADS = 4096  # query rows times keys of a layer: some 20 microseconds, several times what it takes to wake a thread
@@ -65,7 +65,7 @@ class RowAttention:
 
 def request_rows(
     cache: SlotCache, segments: Sequence[Segment], positions: npt.NDArray[np.int64]
-) -> tuple[ctypes.Array[Rows], list[object]]:
+) -> tuple[ctypes.Array[NativeRows], list[object]]:
     """The rows of the requests of a forward for compiled code, and what must live as long as they are used.
 
     Args:
@@ -73,10 +73,10 @@ def request_rows(
         segments: of the batch.
         positions: [rows of the batch], contiguous.
     """
-    from engine.forward.cpu.native_attention import Rows
+    from engine.forward.cpu.native_attention import NativeRows
 
     kept: list[object] = [positions, *segments]  # whose addresses are used
-    found = (Rows * len(segments))()
+    found = (NativeRows * len(segments))()
     for entry, segment in zip(found, segments, strict=True):
         mask, before = segment.mask, len(segment.before)  # what compiled code would not notice is checked here
         assert 0 <= segment.slot < cache.slots and 0 < segment.rows <= cache.capacity - segment.start - before, segment
