@@ -135,8 +135,7 @@ class DraftTree:
 
         Leaves are partitioned as runs of their depth-first order (children in order of their rows), each with its ancestors, so
         that the largest part has as few rows as such runs allow. Every row is in some part, every leaf in exactly one, and every
-        part
-        holds the root: what verification finds in a part is a valid step by itself, and the longest walk of all parts is the
+        part holds the root: what verification finds in a part is a valid step by itself, and the longest walk of all parts is the
         longest in the tree. In the comb of a Jacobi window runs of leaves are runs of columns, with block 0 up to their last.
 
         Example: root 7 with the branches 1 2, 3 4 and 5. Of two ranks the first gets 1 2 (three rows), the second 3 4 and 5 (four

@@ -47,8 +47,7 @@ class StreamOptions(Strict):
 
 class SpeculationChoice(Strict):
     """How a request is drafted for, without effect on the distribution of the answer; with a strategy that has one the answer
-    says
-    ``lossless: false``. The configuration bounds both (``speculation``)."""
+    says ``lossless: false``. The configuration bounds both (``speculation``)."""
 
     strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent
     max_draft_tokens: Tokens | None = None  # most drafted rows in a step; 0 is plain decoding

@@ -27,9 +27,8 @@ class SpeculativeDrafter(ModelDrafter):
       ``verify_exact``: the output is that of the seed, whatever the draft model is.
     - ``greedy``: the draft model's likeliest token, verified by ``verify_exact`` as well.
     - ``rejection``: as published. Tokens are drawn from the draft model's warped distribution, with randomness of their own, and
-    verified
-      by rejection sampling. The output has exactly the target's distribution, but it is another one than the seed's of plain
-      decoding. For a greedy request, which draws nothing, it is the same as the others.
+      verified by rejection sampling. The output has exactly the target's distribution, but it is another one than the seed's of
+      plain decoding. For a greedy request, which draws nothing, it is the same as the others.
 
     Example: draft distribution 0.6, 0.4, target 0.5, 0.5 at temperature 1. ``rejection`` accepts with 0.5 + 0.4 = 0.9, ``greedy``
     with 0.5. ``coupled`` accepts with the chance that both argmaxes of log-probability and noise agree, 0.83: less than
