@@ -1,4 +1,4 @@
-"""The tables of measurements in the README and in docs/, made from the records that they are of.
+"""The tables in the README and in docs/, made from the records, or the code, that they are of.
 
 python -m experiments.readme_tables            writes them anew, each between its markers
 python -m experiments.readme_tables --check    exit code 1 where one is not what its record says
@@ -9,7 +9,10 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``DOCUMENT
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
 import difflib
+import inspect
 import json
 import re
 import sys
@@ -18,6 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import yaml
+
+from configs.schema import Config
 from experiments.report_cells import Cell
 from experiments.report_nodes import node_faults
 from experiments.report_paper import directions, statements
@@ -46,6 +52,50 @@ def request_bounds() -> Table:
 
     rows = [[Cell(bound), Cell(", ".join(f"`{field}`" for field in fields))] for bound, fields in bounds().items()]
     return table_of("", ("bound", "fields"), rows)
+
+
+def configuration() -> Table:
+    """Every key of the configuration, with its default and the comment behind or above it."""
+    rows = []
+    for section, info in Config.model_fields.items():
+        kind = info.annotation
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+            rows.append([Cell(f"`{section}`"), Cell(f"`{info.default}`"), Cell(_comment(Config, section))])
+            continue
+        for field in dataclasses.fields(kind):
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0] if default != () else "[]"
+            rows.append([Cell(f"`{section}.{field.name}`"), Cell(f"`{shown}`"), Cell(_comment(kind, field.name))])
+    return table_of("", ("key", "default", "what it is"), rows)
+
+
+def _comment(kind: type, name: str) -> str:
+    """What the source of a class says of a field: behind it, or in the lines of comment above it."""
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        code, _, comment = line.strip().partition("  # ")
+        if code.startswith("# "):
+            above.append(code.removeprefix("# "))
+        elif code.startswith(f"{name}: "):
+            return " ".join([*above, comment]).strip()
+        else:
+            above = []
+    raise ValueError(f"{kind.__name__} has no field {name}")
+
+
+def rooms() -> Table:
+    """The packages of the product and what their docstrings say."""
+    rows = []
+    for room in ("cluster", "actors", "engine", "decoding", "cache_service", "configs"):
+        for init in sorted((_ROOT / room).rglob("__init__.py")):
+            what = (
+                (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "")
+                .replace("\n\n", " ")
+                .replace("\n", " ")
+                .replace("``", "`")
+            )
+            rows.append([Cell(f"`{init.parent.relative_to(_ROOT).as_posix()}/`"), Cell(what)])
+    return table_of("", ("room", "what is in it, what comes in, what goes out"), rows)
 
 
 _GUIDED = {
@@ -82,7 +132,7 @@ _RANKS = {
     "trie, 2 x 1, 4": "`trie`, two ranks, 1 thread each",
 }
 _DOMAINS = {"rag": "retrieval", "code": "code", "math": "mathematics"}
-README: dict[str, Source] = {
+BENCHMARKS: dict[str, Source] = {
     "guided": Source(
         ("2026-11-21-bench-strategies-3.json",),
         partial(strategies, rows=_GUIDED, columns=("speed", "decode", "tokens per step", "ms a forward")),
@@ -95,10 +145,6 @@ README: dict[str, Source] = {
             columns=("speed", "decode", "tokens per step", "identical"),
         ),
     ),
-    "exact-outputs": Source(
-        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
-    ),
-    "peers": Source(("2026-11-23-peers.json",), peers),
     "load": Source(("2026-11-22-bench-load.json",), load),
     "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
@@ -124,7 +170,15 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
-EXACTNESS = {"exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost)}
+README = {"peers": Source(("2026-11-23-peers.json",), peers)}
+EXACTNESS = {
+    "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
+    "exact-outputs": Source(
+        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
+    ),
+}
+CONFIGURATION = {"configuration": Source((), configuration)}
+ARCHITECTURE = {"rooms": Source((), rooms)}
 OPERATIONS = {
     "node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults),
     "request-bounds": Source((), request_bounds),
@@ -135,17 +189,23 @@ DOCUMENTS = {
     "docs/simulation.md": SIMULATION,
     "docs/operations.md": OPERATIONS,
     "docs/exactness.md": EXACTNESS,
+    "docs/benchmarks.md": BENCHMARKS,
+    "docs/configuration.md": CONFIGURATION,
+    "docs/architecture.md": ARCHITECTURE,
 }
 
 
 def markdown(table: Table) -> str:
     """A table in GitHub's markdown.
 
-    >>> from experiments.report_cells import Cell
-    >>> print(markdown(Table("", (("", ""), ("", "speed")), ((Cell("`auto`"), Cell("2.02")),))))
-    | | speed |
-    |---|---|
-    | `auto` | 2.02 |
+        >>> import yaml
+
+    from configs.schema import Config
+    from experiments.report_cells import Cell
+        >>> print(markdown(Table("", (("", ""), ("", "speed")), ((Cell("`auto`"), Cell("2.02")),))))
+        | | speed |
+        |---|---|
+        | `auto` | 2.02 |
     """
     rows = [[title for _, title in table.header], *([cell.text.replace("|", r"\|") for cell in row] for row in table.rows)]
     lines = ["|" + "".join(f" {text} |" if text else " |" for text in row) for row in rows]

@@ -1,8 +1,9 @@
-"""Imports go down only, siblings do not see each other, and each room keeps to the libraries it may know."""
+"""Imports go down only, each room keeps to the libraries it may know, is small, and says what it is for; documents hang together."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -97,9 +98,59 @@ def test_imports_go_down_only(path: Path) -> None:
     assert violations(path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8")) == []
 
 
-def test_every_room_has_files() -> None:
-    for room in BELOW:
-        assert (REPOSITORY / room / "__init__.py").is_file(), f"{room} is a package"
+PRODUCT = [room for room in BELOW if room != "experiments"]
+MOST_ENTRIES = 12  # of a folder, its ``__init__.py`` not counted
+README_LINES = 200
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for room in PRODUCT for path in (REPOSITORY / room).rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_a_room_is_small_and_says_what_it_is_for(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert docstring and docstring.splitlines()[0].endswith(".")
+    entries = [path.name for path in folder.iterdir() if path.suffix == ".py" or (path.is_dir() and list(path.glob("*.py")))]
+    assert len(entries) - 1 <= MOST_ENTRIES, sorted(entries)
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [path for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert silent == []
+
+
+def test_a_class_of_the_product_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for room in PRODUCT:
+        for path in (REPOSITORY / room).rglob("*.py"):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(path.relative_to(REPOSITORY).as_posix())
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            if "://" in target:
+                continue
+            if not linked.exists() or (anchor and anchor not in anchors(linked)):
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_floors_have_no_cycle() -> None:

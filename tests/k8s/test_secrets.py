@@ -76,7 +76,7 @@ def test_the_rights_are_the_documented_ones(made: Made) -> None:
     only_elsewhere = {"+select", "+command", "+cluster|slots"}  # behind Sentinel and Cluster, and in other databases
     assert users["outrider"][2:] == [word for word in acl_rule("outrider").split() if word not in only_elsewhere]
     assert only_elsewhere < set(ACL_COMMANDS) and users.keys() == {"default", "probe", "outrider"}
-    readme = re.search(r"ACL SETUSER outrider on >PASSWORD ([^`]*)```", (REPOSITORY / "README.md").read_text())
+    readme = re.search(r"ACL SETUSER outrider on >PASSWORD ([^`]*)```", (REPOSITORY / "docs" / "sharing.md").read_text())
     assert readme is not None and readme[1].split() == users["outrider"][2:]
 
 

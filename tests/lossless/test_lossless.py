@@ -3,9 +3,11 @@ plain decoding gives. ``test_models.py`` has the matrix of model families."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +139,17 @@ def test_hostile_trees_change_nothing(folder: str, hot: bool, batch: int) -> Non
     engine = load(folder, "float64", "llma", batch)
     draft_with(engine, HostileDrafter({str(i): output for i, output in enumerate(plain)}, batch))
     assert generate(engine, params) == plain
+
+
+def test_the_drafter_of_the_documentation(
+    folder: str, reference: tuple[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``docs/adding-a-drafter.md``: its class and its line, as they stand there."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
+    source, line = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(source, names)  # noqa: S102  our own documentation
+    for name, drafter in eval(f"{{{line}}}", names).items():  # noqa: S307
+        monkeypatch.setitem(STRATEGIES, name, drafter)
+        dtype, expected = reference
+        assert generate(load(folder, dtype, name, 8), GREEDY, expected) == expected

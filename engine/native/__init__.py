@@ -1,1 +1,0 @@
-"""Attention of a few rows in machine code of our own, for CPUs. Only imported where numba is installed."""
