@@ -24,7 +24,7 @@ from actors.sharded.actors import actor_group
 from actors.sharded.group import ShardedGroup, whole_model
 from cluster.admission.controller import admission_options, capacity
 from cluster.cli.launch.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
-from cluster.http.admin_port import AdminPort
+from cluster.http.admin.port import AdminPort
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.api import Service, create_api
 from cluster.observe.audit import Auditor

@@ -30,7 +30,7 @@ from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineMetrics, MetricsCounts
 from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.planner import StepPlanner
-from engine.scheduling.placement import Placement
+from engine.scheduling.placement import SlotPlacement
 from engine.scheduling.scheduler import Scheduler, check_options
 from engine.target import LocalTarget
 from engine.text.grammar import FIELD, Grammars
@@ -111,7 +111,7 @@ class Engine:
         self._grammars = grammars
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter = executor, drafter
-        self._admission = Placement(executor, drafter.memory, options.prefix_caching)
+        self._admission = SlotPlacement(executor, drafter.memory, options.prefix_caching)
         self._scheduler = Scheduler(options, max_draft_rows, self._admission.place)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)

@@ -63,7 +63,8 @@ def configuration() -> Table:
             rows.append([Cell(f"`{section}`"), Cell(f"`{info.default}`"), Cell(_comment(Config, section))])
             continue
         for field in dataclasses.fields(kind):
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+            maker = field.default_factory
+            default = field.default if maker is dataclasses.MISSING else maker()
             shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0] if default != () else "[]"
             rows.append([Cell(f"`{section}.{field.name}`"), Cell(f"`{shown}`"), Cell(_comment(kind, field.name))])
     return table_of("", ("key", "default", "what it is"), rows)

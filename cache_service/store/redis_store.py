@@ -45,7 +45,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RedisUsage:
     """What a namespace takes in Redis."""
 
     stream_entries: int
@@ -249,10 +249,10 @@ class RedisStore(RedisLink):
         return True
 
     @translated
-    def usage(self, namespace: str) -> Usage:
+    def usage(self, namespace: str) -> RedisUsage:
         """What a namespace takes."""
         log, snap = self._keys(namespace, "log", "snap")
-        return Usage(
+        return RedisUsage(
             int(self._run("XLEN", log)),
             int(self._run("MEMORY USAGE", log) or 0),
             int(self._run("HGET", snap, "bytes") or 0),

@@ -1,4 +1,4 @@
-"""``outrider bench``: starts experiments. They drive the system from outside, so each is a process of its own."""
+"""``outrider bench`` and ``outrider simulate``: experiments, each a process of its own that drives the system from outside."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def _start(name: str) -> Callable[[typer.Context], None]:
 
 for _name, _words in _BENCHES.items():
     bench.command(_name, help=f"{_words}; --help says more.", context_settings=PASS_ON, add_help_option=False)(_start(_name))
+
+
+def simulate(context: typer.Context) -> None:
+    """What replicas, GPUs and strategies would make of some traffic: a simulation, no measurement; --help says more."""
+    become_experiment("simulate", context.args)
 
 
 def become_experiment(module: str, arguments: Sequence[str]) -> None:

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from cluster.cli.audit import audit
-from cluster.cli.bench import PASS_ON, bench
+from cluster.cli.bench import PASS_ON, bench, simulate
 from cluster.cli.cache import cache
 from cluster.cli.chat import chat
 from cluster.cli.doctor import doctor
 from cluster.cli.generate.command import generate
 from cluster.cli.launch.serve_config import serve_config
 from cluster.cli.replay import replay
-from cluster.cli.simulate import simulate
 from cluster.cli.terminal import fail, fail_input
 
 app = typer.Typer(

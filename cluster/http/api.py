@@ -16,7 +16,8 @@ from cluster.admission.controller import AdmissionController, AdmissionOptions
 from cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from cluster.admission.tenancy import Tenancy
 from cluster.http import documents, errors
-from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.http.admin.api import AdminService, add_admin_routes
+from cluster.http.admin.audit import AuditService, add_audit_routes
 from cluster.http.answers.extras import Extras
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import AnswerBuilder
@@ -24,7 +25,6 @@ from cluster.http.answers.predicted import Predicted
 from cluster.http.answers.respond import Form, respond
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.answers.tool_calls import OPENING
-from cluster.http.audit_api import AuditService, add_audit_routes
 from cluster.http.errors import ApiError
 from cluster.http.job_planner import Planner
 from cluster.http.playground import add_playground

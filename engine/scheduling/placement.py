@@ -10,7 +10,7 @@ from decoding.sources.history import Histories
 from engine.executor import Executor
 
 
-class Placement:
+class SlotPlacement:
     """Places requests of one engine, and counts what of them did not have to be computed.
 
     A tenant's requests reuse each other's KV until texts of the tenant are deleted: what was computed before then is not reused

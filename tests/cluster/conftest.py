@@ -37,7 +37,7 @@ from cache_service.store.redis_store import RedisStore
 from cluster.admission.tenancy import Tenancy
 from cluster.app import build_app
 from cluster.http import errors
-from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.http.admin.api import AdminService, add_admin_routes
 from cluster.serving.generation import Job
 from configs.schema import Config
 from configs.slices import (

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from actors.replica import Description
 from cache_service.namespace import hash_key
 from cluster.admission.tenancy import Tenancy
-from cluster.http import admin_api
-from cluster.http.admin_api import AdminService, add_admin_routes
+from cluster.http.admin import api as admin_api
+from cluster.http.admin.api import AdminService, add_admin_routes
 from cluster.http.errors import install
 from configs.slices import TenancyOptions
 

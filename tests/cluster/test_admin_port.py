@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cache_service.namespace import hash_key
 from cluster.cli.launch.preflight import LaunchError, check_port
-from cluster.http.admin_port import AdminPort
+from cluster.http.admin.port import AdminPort
 from cluster.http.api import Service, create_api
 from cluster.serving.generation import EnginePort
 from configs.schema import ConfigError, load_config

@@ -16,7 +16,7 @@ from cache_service.namespace import hash_key
 from cluster.cli.cache import ADMIN_KEY, BATCH_BYTES
 from cluster.cli.cache_files import PART_CHARACTERS, DocumentFileError, batches, documents
 from cluster.cli.main import app
-from cluster.http.admin_api import MAX_PRELOAD_BYTES
+from cluster.http.admin.api import MAX_PRELOAD_BYTES
 from configs.schema import load_config
 
 Outrider = Callable[..., Result]

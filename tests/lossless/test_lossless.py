@@ -148,8 +148,8 @@ def test_the_drafter_of_the_documentation(
     page = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
     source, line = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(source, names)  # noqa: S102  our own documentation
-    for name, drafter in eval(f"{{{line}}}", names).items():  # noqa: S307
+    exec(source, names)
+    for name, drafter in eval(f"{{{line}}}", names).items():
         monkeypatch.setitem(STRATEGIES, name, drafter)
         dtype, expected = reference
         assert generate(load(folder, dtype, name, 8), GREEDY, expected) == expected

@@ -1,1 +1,5 @@
-"""The operator's routes, ``/admin``. In: requests with an admin key. Out: what the server remembers and what became of audits."""
+"""The operator's routes, ``/admin``.
+
+In: requests with an admin key.
+Out: what the server remembers, and what became of audits.
+"""
