@@ -104,7 +104,7 @@ class NativeStep(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("picked", ctypes.c_int64),  # [num_picked] int64: rows whose logits are wanted
         ("num_picked", ctypes.c_int64),
-        ("requests", ctypes.c_int64),  # address of ``attention.Rows``
+        ("requests", ctypes.c_int64),  # address of ``native_attention.NativeRows``
         ("num_requests", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("counters", ctypes.c_int64),  # ``num_counters`` of them, all 0

@@ -77,7 +77,7 @@ class RowModel:
         self._head.output = logits.data_ptr()
         threads = torch.get_num_threads()
         counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
-        job = native.Step(
+        job = native.NativeStep(
             ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
             count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
         )  # fmt: skip
