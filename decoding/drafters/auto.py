@@ -81,9 +81,9 @@ class AutoDrafter(Drafter):
     with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
     expected to pay on this device.
 
-    Where ranks share a step, a row costs what it adds to the largest part of the tree (``decoding.budget.row_budget.StepSharing``),
-    so that more rows pay, and with them there are more frequent tokens, more occurrences below a node, and rows of a lower
-    chance.
+    Where ranks share a step, a row costs what it adds to the largest part of the tree
+    (``decoding.budget.row_budget.StepSharing``), so that more rows pay, and with them there are more frequent tokens, more
+    occurrences below a node, and rows of a lower chance.
 
     Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
     it alone and, where it may, the public ones, by rates that are its own, and leaves nothing behind. What steps and rows cost is
