@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -271,30 +271,36 @@ class Engine:
         Returns:
             An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
         """
-        if self._ledger is not None:
-            self._ledger.begin()
-        self.in_step = ()
+        self._begin()
         works = self._planner.plan(self._executor.width)
-        self.in_step = tuple(work.request.request_id for work in works)
         if not works:
             return []
-        if self.before_suspect is not None and works[0].request.suspect:
-            self.before_suspect(works[0].request)
-        started = time.perf_counter()
-        outcomes = self._executor.execute(works, self._drafter.top_k)
-        ended = time.perf_counter()
-        forward_s = ended - started
-        if self._ledger is not None:
-            self._ledger.computed(works)
-        outputs = []
-        for work, outcome in zip(works, outcomes, strict=True):
-            work.request.stats.forward_s += forward_s
-            if outcome is None:
-                work.request.num_computed = work.end
-            else:
-                outputs.append(self._outcome(work, outcome, ended))
+        outcomes, forward_s, now_s = self._execute(works)
+        pairs = zip(works, outcomes, strict=True)
+        outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
         self._metrics.stepped(works, forward_s)
         return outputs
+
+    def _begin(self) -> None:
+        self.in_step = ()
+        if self._ledger is not None:
+            self._ledger.begin()
+
+    def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
+        """Computes the works of a step: what came of each, None for a part of a prompt; the seconds it took; when it was done."""
+        self.in_step = tuple(work.request.request_id for work in works)
+        if self.before_suspect is not None and works[0].request.suspect:
+            self.before_suspect(works[0].request)
+        started_s = time.perf_counter()
+        outcomes = self._executor.execute(works, self._drafter.top_k)
+        ended_s = time.perf_counter()
+        if self._ledger is not None:
+            self._ledger.computed(works)
+        for work, outcome in zip(works, outcomes, strict=True):
+            work.request.stats.forward_s += ended_s - started_s
+            if outcome is None:
+                work.request.num_computed = work.end
+        return outcomes, ended_s - started_s, ended_s
 
     def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """What a step brought a request, which it ends where the request has a fault."""

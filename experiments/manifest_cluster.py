@@ -49,7 +49,7 @@ class ManifestCluster:
 
         Raises:
             MachinesError: see ``Machines``.
-            cache_service.embedded.EmbeddedRedisError: see ``RedisProcess``.
+            cache_service.store.embedded.EmbeddedRedisError: see ``RedisProcess``.
         """
         documents = [each for each in yaml.safe_load_all((RENDERED / f"{overlay}.yaml").read_text(encoding="utf-8")) if each]
         self._spec = next(each["spec"] for each in documents if each["kind"] == "RayService")

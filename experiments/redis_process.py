@@ -47,7 +47,7 @@ class RedisProcess:
         """Starts it and returns once it answers.
 
         Raises:
-            cache_service.embedded.EmbeddedRedisError: there is no binary, or the server does not come up.
+            cache_service.store.embedded.EmbeddedRedisError: there is no binary, or the server does not come up.
         """
         binary = find_redis_server()
         if binary is None:

@@ -171,7 +171,7 @@ def test_floors_have_no_cycle() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("decoding/a.py", "import engine.batch"),
+        ("decoding/a.py", "import engine.forward.batch"),
         ("decoding/a.py", "from configs.schema import Config"),
         ("decoding/a.py", "import redis"),
         ("decoding/a.py", "import transformers"),
@@ -182,7 +182,7 @@ def test_floors_have_no_cycle() -> None:
         ("engine/a.py", "from pydantic import BaseModel"),
         ("engine/a.py", "from configs.schema import load_config"),
         ("engine/a.py", "from configs import schema"),
-        ("engine/a.py", "from cache_service.embedded import EmbeddedRedis"),
+        ("engine/a.py", "from cache_service.store.embedded import EmbeddedRedis"),
         ("engine/a.py", "if True:\n    from actors import replica"),
         ("cache_service/a.py", "import engine"),
         ("cache_service/a.py", "import ray"),
@@ -209,7 +209,7 @@ def test_checker_sees_a_bad_import(file: str, source: str) -> None:
         ("decoding/drafters/a.py", "from ..tree import DraftTree\nimport numpy as np\nimport torch"),
         ("engine/a.py", "from configs.slices import EngineOptions\nimport transformers\nimport decoding.tree"),
         ("cache_service/a.py", "import redis, socket\nimport numpy"),
-        ("actors/a.py", "import ray\nfrom engine.engine import Engine\nimport cache_service.embedded"),
+        ("actors/a.py", "import ray\nfrom engine.engine import Engine\nimport cache_service.store.embedded"),
         ("cluster/a.py", "import ray, fastapi, httpx\nfrom configs.schema import Config\nimport actors.replica"),
         ("configs/schema.py", "import yaml\nfrom pydantic import BaseModel\nfrom configs.slices import ModelOptions"),
         ("configs/slices.py", "from __future__ import annotations\nfrom dataclasses import dataclass"),

@@ -224,6 +224,10 @@ class AdmissionController:
             self._refused[error.code] = self._refused.get(error.code, 0) + 1
         return error
 
+    def kept_back_s(self, authorization: str | None) -> float:
+        """See ``Account.kept_back_s``; to be called for each such refusal."""
+        return self._accounts.setdefault(self._caller(authorization).key, Account()).kept_back_s(self.now_s())
+
     def check(self, authorization: str | None) -> None:
         """Returns if a request would get a ticket now. Raises as ``enter``."""
         self._account(authorization)

@@ -63,7 +63,8 @@ class AdmissionMiddleware:
 
     In this order: the key (401), what the key and the server have left (429), the size of the body (413). Then the body is read
     as a whole, so that a client that sends it slowly holds no place, and the ticket is taken. What bodies hold meanwhile is
-    bounded by key (429) and in all (503), and so is the time in which one comes (408).
+    bounded by key (429) and in all (503), and so is the time in which one comes (408). A key that comes again and again without
+    waiting is told of its 429 later.
     """
 
     def __init__(self, app: ASGIApp, admission: AdmissionController) -> None:
@@ -82,6 +83,8 @@ class AdmissionMiddleware:
                 await self._visit(scope, receive, send)
         except _RefusedError as refused:
             error = refused.error
+            if error.status == 429:
+                await asyncio.sleep(self._admission.kept_back_s(Headers(scope=scope).get("authorization")))
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:

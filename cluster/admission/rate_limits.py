@@ -14,6 +14,7 @@ from cluster.http.errors import ApiError
 from configs.slices import LimitsOptions, TenantOptions
 
 MINUTE_S = 60.0
+_REFUSALS, _KEPT_BACK_S = 20, 1.0
 BUSY_S = 1.0  # nobody knows when one of a key's running requests will end
 
 
@@ -97,6 +98,17 @@ class Account:
     tokens: MovingWindow = field(default_factory=MovingWindow)
     running: int = 0  # choices
     uploading: int = 0  # bytes of bodies that are being received
+    refused_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REFUSALS + 1))  # when it was last
+
+    def kept_back_s(self, now_s: float) -> float:
+        """Seconds after which a client is told that it was refused for what its key took.
+
+        At once at first. A key that is refused more than ``_REFUSALS`` times in a second does not wait as it was asked to, and
+        would have this process do nothing but refuse it: its clients hear so a second later.
+        """
+        self.refused_s.append(now_s)
+        often = len(self.refused_s) > _REFUSALS and now_s - self.refused_s[0] < _KEPT_BACK_S
+        return _KEPT_BACK_S if often else 0.0
 
     def check(self, rates: Rates, now_s: float) -> None:
         """Returns if one more request may begin. Raises ``ApiError`` (429) that says when to come back."""

@@ -47,7 +47,7 @@ class EnginePort(Protocol):
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
-            cluster.errors.ApiError: 503, no engine answers.
+            cluster.http.errors.ApiError: 503, no engine answers.
         """
         ...
 

@@ -165,16 +165,14 @@ class MjsdRule:
     second passes, so both tokens are accepted.
     """
 
-    def __init__(
-        self, draft_logprobs: Sequence[float], threshold: float, joint_distribution: Literal["raw", "warped"] = "raw"
-    ) -> None:
+    def __init__(self, draft_logprobs: Sequence[float], threshold: float, joint_law: Literal["raw", "warped"] = "raw") -> None:
         """
         Args:
             draft_logprobs: [gamma] log-probability of each draft token after those before it.
             threshold: of the ratio of joint probabilities; below 0 everything passes.
             joint_law: of the target: "raw", before temperature and truncation, or "warped", what a plain request draws from.
         """
-        self._draft_logprobs, self._threshold, self._joint_distribution = draft_logprobs, threshold, joint_distribution
+        self._draft_logprobs, self._threshold, self._joint_law = draft_logprobs, threshold, joint_law
 
     def accept(self, tree: DraftTree, distributions: TargetDistributions) -> Acceptance:
         """See ``Rule``."""
@@ -182,7 +180,7 @@ class MjsdRule:
         for row in range(min(tree.num_candidates - 1, distributions.remaining)):
             assert tree.parents[row + 1] == row, tree.parents
             drafted = int(tree.tokens[row + 1])
-            joint += _logprob(distributions, row, drafted, self._joint_distribution) - self._draft_logprobs[row]
+            joint += _logprob(distributions, row, drafted, self._joint_law) - self._draft_logprobs[row]
             if math.exp(min(joint, 0.0)) > self._threshold:
                 kept = row + 1
             if drafted in distributions.end_tokens:

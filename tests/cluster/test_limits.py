@@ -93,3 +93,11 @@ def test_a_tenant_has_limits_of_its_own() -> None:
 )
 def test_spans_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+def test_who_does_not_wait_is_refused_later() -> None:
+    account = Account()
+    assert [account.kept_back_s(0.01 * number) for number in range(20)] == [0.0] * 20
+    assert account.kept_back_s(0.2) == account.kept_back_s(0.9) == 1.0  # 21 refusals in less than a second
+    assert account.kept_back_s(1.3) == 0.0
+    assert [account.kept_back_s(2.0 + number) for number in range(60)] == [0.0] * 60  # who comes once a second waits

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-import cluster.http.playground
+from cluster.http import playground
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
-FILES = sorted(path.name for path in Path(cluster.playground.__file__).with_suffix("").iterdir() if path.name != "index.html")
+FILES = sorted(path.name for path in playground._FOLDER.iterdir() if path.name != "index.html")
 WAIT_MS = 60_000
 
 

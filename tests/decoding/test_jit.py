@@ -81,7 +81,7 @@ def test_without_a_folder_to_write_to_each_process_compiles(tmp_path: Path, monk
     kept = set(beside.glob("*.nb*"))
     program = (
         "import numpy as np\n"
-        "from decoding.candidates import push\n"
+        "from decoding.budget.candidates import push\n"
         "heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])\n"
         "size = 0\n"
         "for candidate in range(3): size = push(heap, size, keys, candidate)\n"
@@ -146,7 +146,7 @@ def arrays_let_go(source: str) -> list[str]:
 def test_compiled_code_keeps_the_arrays_whose_addresses_it_takes() -> None:
     """Compiled code lets go of an array after the last line that names it: what is written to its address then is another's."""
     assert arrays_let_go("@compiled\ndef f(a):\n    b = np.empty(3)\n    c = a.ctypes.data\n    g(b.ctypes.data)") == ["f: b"]
-    checked = {path.name: arrays_let_go(path.read_text()) for path in (ROOT / "engine" / "native").glob("*.py")}
+    checked = {path.name: arrays_let_go(path.read_text()) for path in (ROOT / "engine" / "forward" / "cpu").glob("*.py")}
     assert len(checked) > 4 and not any(checked.values()), checked
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import engine.forward.attention
 from decoding.tree import DraftTree
-from engine.forward import attention_parts
+from engine.forward import attention, attention_parts
 from engine.forward.attention import StepContext
 from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
 from engine.forward.batch import Batch, Line, LineWork, pack
@@ -160,14 +159,14 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
     taken: dict[str, int] = {}
 
     def counted(name: str) -> None:
-        function = getattr(engine.attention, name)
+        function = getattr(attention, name)
 
         def count(*args: object) -> torch.Tensor:
             taken[name] = taken.get(name, 0) + 1
             result: torch.Tensor = function(*args)
             return result
 
-        monkeypatch.setattr(engine.attention, name, count)
+        monkeypatch.setattr(attention, name, count)
 
     def logits() -> list[torch.Tensor]:
         return [model.runner.forward(pack([work])) for work in works]
@@ -175,7 +174,7 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
     expected = logits()
     counted("attend_parts")
     counted("attend_causal")
-    monkeypatch.setattr(engine.attention, "fits", lambda query, keys: True)
+    monkeypatch.setattr(attention, "fits", lambda query, keys: True)
     for ours, plain in zip(logits(), expected, strict=True):
         assert torch.allclose(ours, plain, atol=1e-10, rtol=0)
     layers = model.runner.model.config.num_hidden_layers
@@ -184,9 +183,9 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
 
 def test_large_trees_keep_the_masked_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_context", by_segment)
-    monkeypatch.setattr(engine.attention, "fits", lambda query, keys: True)
-    monkeypatch.setattr(engine.attention, "attend_parts", lambda *args: pytest.fail("a block of too many rows"))
-    monkeypatch.setattr(engine.attention, "MOST_BLOCK_ROWS", 8)
+    monkeypatch.setattr(attention, "fits", lambda query, keys: True)
+    monkeypatch.setattr(attention, "attend_parts", lambda *args: pytest.fail("a block of too many rows"))
+    monkeypatch.setattr(attention, "MOST_BLOCK_ROWS", 8)
     assert MOST_BLOCK_ROWS > 64
     tokens = np.arange(5, dtype=np.int32)
     tree = DraftTree(np.arange(9, dtype=np.int32), np.array([-1, *[0] * 8], np.int32), np.zeros(9, np.int8), 9)

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from configs.slices import ModelOptions
 from engine.errors import ModelLoadError
-from engine.loading.model import gguf as engine_gguf
-from engine.loading.model import load_model, load_tokenizer, model_files
+from engine.loading import gguf as engine_gguf
+from engine.loading import model_files
+from engine.loading.model import load_model, load_tokenizer
 from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
 from tests.models import llama_config, save_model
 from tests.waiting import eventually
@@ -40,7 +41,7 @@ KEPT = {
 # Another process, which knows the model as this one does.
 OTHER = """
 import dataclasses, json, sys
-from engine.loading.model import model_files
+from engine.loading import model_files
 model_files.PACKAGED_MODELS["tiny-instruct"] = model_files.PackagedModel(**json.loads(sys.argv[1]))
 {before}
 print(model_files.find_files("tiny-instruct"))
@@ -229,7 +230,7 @@ def test_two_processes_at_once(model: PackagedModel) -> None:
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: PackagedModel) -> None:
-    halt = "from engine import gguf\nimport time\nsave = gguf.convert_gguf\n"
+    halt = "from engine.loading import gguf\nimport time\nsave = gguf.convert_gguf\n"
     halt += "gguf.convert_gguf = lambda *a: (save(*a), print('half', flush=True), time.sleep(300))"
     process = other(model, halt)
     assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")  # libraries have a word, too
@@ -241,7 +242,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
 
 
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
-    process = other(model, "from engine import gguf\nimport time\ngguf.convert_gguf = lambda *a: time.sleep(300)")
+    process = other(model, "from engine.loading import gguf\nimport time\ngguf.convert_gguf = lambda *a: time.sleep(300)")
     eventually(lambda: any(name.endswith(".partial") for name in left()), 60)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

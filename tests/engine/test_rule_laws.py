@@ -88,7 +88,7 @@ class LawDrafter(Drafter):
         self.counts.accepted += request.stats.accepted
 
 
-def joint_distribution(params: SamplingParams) -> dict[tuple[int, ...], float]:
+def joint_law(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """The law of three tokens of plain decoding, by the stock model on every prefix."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
@@ -133,7 +133,7 @@ def outputs(
 def test_three_tokens_have_the_joint_law_of_plain_decoding(kind: str, sequences: int) -> None:
     drafter = LawDrafter(sequences)
     texts = outputs(drafter, KINDS[kind], range(REQUESTS), 3)
-    distribution = joint_distribution(SamplingParams(**KINDS[kind]))  # type: ignore[arg-type]
+    distribution = joint_law(SamplingParams(**KINDS[kind]))  # type: ignore[arg-type]
     value = p_value(Counter(map(tuple, texts)), distribution, REQUESTS)
     assert value > 0.001
     assert 0.1 * REQUESTS < drafter.counts.accepted < 0.9 * drafter.counts.drafted  # accepted and rejected both
@@ -149,7 +149,7 @@ def test_a_wrong_draft_law_is_noticed() -> None:
             return RejectionRule([(distribution > 0) / (distribution > 0).sum() for distribution in tree_rule._draft_probs])
 
     texts = outputs(Wrong(1), PLAIN, range(REQUESTS), 3)
-    assert p_value(Counter(map(tuple, texts)), joint_distribution(SamplingParams(**PLAIN)), REQUESTS) < 1e-4  # type: ignore[arg-type]
+    assert p_value(Counter(map(tuple, texts)), joint_law(SamplingParams(**PLAIN)), REQUESTS) < 1e-4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

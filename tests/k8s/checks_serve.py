@@ -242,7 +242,7 @@ def _environment(documents: list[Document], config: Config, pods: Pods) -> Itera
     found = environment(documents, pods.ray)
     for name, value in SERVE_SETTINGS.items():
         if found.get(name) != value:
-            yield f"environment: {name} is {found.get(name)}, and cluster.launch sets {value}"
+            yield f"environment: {name} is {found.get(name)}, and cluster.cli.launch.serve sets {value}"
     if config.redis_url is not None and config.cache.enabled and SECRET_VARIABLE not in found:
         yield f"environment: no {SECRET_VARIABLE}, which redis_url needs"
     if config.redis_url is not None and urlsplit(config.redis_url).username and PASSWORD_VARIABLE not in found:

@@ -217,7 +217,7 @@ OF_SERVE = [
     (RAY, f"{ENGINE_RAY} volumeMounts 5", GONE, "/models/model, the model, is under no mounted volume"),
     (RAY, f"{ENGINE_RAY} envFrom 1", GONE, "no OUTRIDER_CACHE_SECRET"),
     (RAY, f"{API_RAY} envFrom 1", GONE, "no OUTRIDER_REDIS_PASSWORD"),
-    ("ConfigMap outrider-env", "data RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "1", "cluster.launch sets 0"),
+    ("ConfigMap outrider-env", "data RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "1", "cluster.cli.launch.serve sets 0"),
 ]
 OF_SELECTORS = [
     ("Service outrider-redis", "spec selector app.kubernetes.io/component", "cache", "selects no pod"),

@@ -319,12 +319,13 @@ def test_the_installed_wheel_works_outside_the_repository(installed: Callable[..
     script = """
 import json
 from pathlib import Path
-import cluster.app, configs.schema, engine.native.attention, experiments.bench, experiments.report, experiments.simulate
+import cluster.app, configs.schema, experiments.bench, experiments.report, experiments.simulate
 from cluster.http import playground
+from engine.forward.cpu import native_attention
 from configs.schema import REPOSITORY, load_config
 print(json.dumps({
     "repository": str(REPOSITORY),
-    "modules": [module.__file__ for module in (cluster.app, engine.native.attention, experiments.bench, experiments.report)],
+    "modules": [module.__file__ for module in (cluster.app, native_attention, experiments.bench, experiments.report)],
     "pages": sorted(path.name for path in playground._FOLDER.iterdir()),
     "configs": {path.stem: load_config(path).server.port for path in (REPOSITORY / "configs").glob("*.yaml")},
 }))

@@ -100,7 +100,7 @@ class AdminService:
     async def import_(self, request: Request) -> dict[str, Any]:
         """Adds an exported snapshot to a tenant."""
         port, tenant = self._allowed(request), _tenant(request)
-        data = await _body(request, MAX_IMPORT_BYTES, "export less, or raise cluster.admin_api.MAX_IMPORT_BYTES")
+        data = await _body(request, MAX_IMPORT_BYTES, "export less, or raise cluster.http.admin.api.MAX_IMPORT_BYTES")
         with answered(400, "invalid_snapshot", "the body cannot be imported: "):
             texts = await port.import_(tenant, data)
         logger.info("imported %d texts into tenant %s", texts, tenant)

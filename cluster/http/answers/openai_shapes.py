@@ -40,7 +40,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None  # only where something was predicted
-    energy_joules: float | None = None  # as hardware counted it, see engine.energy_ledger; only where it did
+    energy_joules: float | None = None  # as hardware counted it, see engine.measures.energy_ledger; only where it did
 
 
 class Delta(BaseModel):
@@ -59,8 +59,8 @@ class Choice(BaseModel):
     message: Delta = Delta()
     delta: Delta = Delta()
     text: str = ""
-    logprobs: dict[str, Any] | None = None  # see cluster.logprobs
-    token_ids: list[int] | None = None  # these three where the request asks for them; see cluster.extras
+    logprobs: dict[str, Any] | None = None  # see cluster.http.answers.logprobs
+    token_ids: list[int] | None = None  # these three where the request asks for them; see cluster.http.answers.extras
     prompt_token_ids: list[int] | None = None  # of a completion
     prompt_logprobs: list[dict[str, Any] | None] | None = None  # of a completion: by token id, for each token of the prompt
     speculation: Reported | None = None  # the steps that it comes from, where the request asks for them
@@ -77,7 +77,7 @@ class Answer(BaseModel):
     lossless: bool  # whether it has the distribution of plain decoding: how it was drafted for, if at all, changed nothing
     choices: list[Choice]
     usage: Usage | None = None
-    obfuscation: str | None = None  # of a padded chunk, see cluster.stream_guard
+    obfuscation: str | None = None  # of a padded chunk, see stream_guard.py
     prompt_token_ids: list[int] | None = None  # of a chat, where the request asks for them, as its prompt_logprobs
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 

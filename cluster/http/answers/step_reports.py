@@ -13,7 +13,7 @@ class ReportedToken(BaseModel):
     """A token that was emitted."""
 
     text: str  # what it released: "" for a part of a character, and what stop strings held back with the token that decides it
-    source: str  # model, prompt, document, output, trie, public, or the drafter's name: see decoding.origins
+    source: str  # model, prompt, document, output, trie, public, or the drafter's name: see decoding.budget.attribution
 
 
 class ReportedStep(BaseModel):

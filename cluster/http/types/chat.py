@@ -119,7 +119,7 @@ class Function(Strict):
     name: Annotated[Name, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
     description: Text | None = None
     parameters: JsonObject | None = None  # JSON schema; shown to the model, and enforced where the answer is bound
-    strict: bool | None = None  # calls are of tools that were sent, and this one's arguments valid; see cluster.tool_grammar
+    strict: bool | None = None  # calls are of tools that were sent, and this one's arguments valid; see tool_grammar.py
 
 
 class Tool(Strict):

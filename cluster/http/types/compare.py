@@ -57,7 +57,7 @@ def _kind(body: Any) -> str | None:
     return None
 
 
-# The tags are in the paths of errors; in brackets, no field has their names (see cluster.errors).
+# The tags are in the paths of errors; in brackets, no field has their names (see cluster.http.errors).
 CompareRequest = Annotated[
     Annotated[CompareChatRequest, Tag("<chat>")] | Annotated[CompareCompletionRequest, Tag("<text>")], Discriminator(_kind)
 ]

@@ -51,7 +51,7 @@ class SpeculationChoice(Strict):
 
     strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent
     max_draft_tokens: Tokens | None = None  # most drafted rows in a step; 0 is plain decoding
-    report: bool | None = None  # the answer says of every token who drafted it; see cluster.step_reports
+    report: bool | None = None  # the answer says of every token who drafted it; see step_reports.py
 
 
 class CompletionFields(StructuredFields):
@@ -67,7 +67,7 @@ class CompletionFields(StructuredFields):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # by token id, written as a string
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see cluster.job_planner.choice_seed
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see job_planner.choice_seed
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
     min_tokens: Tokens | None = None  # no end token before so many
     stop: Stops | None = None
@@ -81,7 +81,7 @@ class CompletionFields(StructuredFields):
     stream_options: StreamOptions | None = None
     # texts the answer may repeat: they speed it up and do not change it
     reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
-    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.tenancy
+    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.admission.tenancy
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds, then a 504
@@ -106,8 +106,16 @@ class CompletionFields(StructuredFields):
 
     @field_validator("stop", mode="before", json_schema_input_type=Stop | Stops | None)
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def _check_stop(cls, value: Any) -> Any:
+        """Before the type is looked at: a lone string has no place in a list that an error could name."""
+        texts = [value] if isinstance(value, str) else value
+        if texts is None:
+            return None
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
+        if max(map(len, texts), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"must be at most {MAX_STOP_CHARS} characters long, each string of a list too")
+        return texts
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> CompletionFields:

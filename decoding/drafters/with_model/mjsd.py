@@ -14,7 +14,7 @@ from decoding.tree import DraftTree
 if TYPE_CHECKING:
     import torch
 
-JOINT_DISTRIBUTIONS = ("raw", "warped")
+JOINT_LAWS = ("raw", "warped")
 
 
 class MjsdDrafter(ModelDrafter):
@@ -33,9 +33,7 @@ class MjsdDrafter(ModelDrafter):
 
     own_rules = True
 
-    def __init__(
-        self, num_draft_tokens: int = 4, beams: int = 8, threshold: float = 0.1, joint_distribution: str = "raw"
-    ) -> None:
+    def __init__(self, num_draft_tokens: int = 4, beams: int = 8, threshold: float = 0.1, joint_law: str = "raw") -> None:
         """
         Args:
             num_draft_tokens: length of a beam, at least 1.
@@ -50,10 +48,10 @@ class MjsdDrafter(ModelDrafter):
         super().__init__(num_draft_tokens)
         if beams < 1:
             raise ValueError(f"beams must be at least 1, got {beams}")
-        if joint_distribution not in JOINT_DISTRIBUTIONS:
-            raise ValueError(f"joint_law must be {' or '.join(JOINT_DISTRIBUTIONS)}, got {joint_distribution!r}")
+        if joint_law not in JOINT_LAWS:
+            raise ValueError(f"joint_law must be {' or '.join(JOINT_LAWS)}, got {joint_law!r}")
         self._beams, self._threshold = beams, threshold
-        self._joint_distribution = cast(Literal["raw", "warped"], joint_distribution)
+        self._joint_law = cast(Literal["raw", "warped"], joint_law)
 
     @property
     def draft_rows(self) -> int:
@@ -65,10 +63,10 @@ class MjsdDrafter(ModelDrafter):
         from decoding.drafters.with_model.beam import beam_search
         from decoding.verify.rules import MjsdRule
 
-        score = self._raw_score if self._joint_distribution == "raw" else self._warped_score
+        score = self._raw_score if self._joint_law == "raw" else self._warped_score
         beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE)
         for request, beam in zip(requests, beams, strict=True):
-            self._rules[request.request_id] = MjsdRule(beam.logprobs, self._threshold, self._joint_distribution)
+            self._rules[request.request_id] = MjsdRule(beam.logprobs, self._threshold, self._joint_law)
         return [DraftTree.chain(request.root, beam.tokens, SOURCE) for request, beam in zip(requests, beams, strict=True)]
 
     def _raw_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
