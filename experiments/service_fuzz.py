@@ -193,7 +193,7 @@ RAW: dict[str, Raw] = {
 _LEAVINGS = ("stays", "stays", "hangs up", "half and hangs up", "half and stalls", "byte by byte")
 
 
-async def send_raw(url: str, model: str, rng: random.Random, ends: asyncio.Event, at_once: int = 4) -> Counter[str]:
+async def send_raw(url: str, model: str, rng: random.Random, ends: asyncio.Event, at_once: int = 12) -> Counter[str]:
     """Connections of every kind, until something ends; how many had which status, 0 where none came."""
     statuses: Counter[str] = Counter()
 
