@@ -27,6 +27,9 @@ class Share:
 Place = Callable[[Request, Sequence[int]], tuple[int, int]]
 
 
+OF_LATE_S = 10.0
+
+
 def check_options(options: EngineOptions) -> None:
     """Says whether a scheduler can do with some options.
 
@@ -63,7 +66,8 @@ class Scheduler:
 
     Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
     has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
-    preempted where there is one account. Rows of prefills are shared alike in every step.
+    preempted where there is one account. Rows of prefills are shared alike in every step, and where requests of several accounts
+    came of late a step has a quarter as many of them: who comes waits for the step that runs, whoever's prompt it computes.
 
     A suspect is computed alone: while one runs, the others keep their slots and get no rows.
     """
@@ -89,6 +93,7 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
+        self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
         self._decoding = 0  # requests of the step
         self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
@@ -121,6 +126,7 @@ class Scheduler:
             raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
         self._arrivals += 1
         request.arrival, request.queued_s = self._arrivals, self._clock()
+        self._came_s[request.account] = request.queued_s
         self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
@@ -195,6 +201,11 @@ class Scheduler:
 
     def _prefill_shares(self, budget: int) -> list[Share]:
         prefilling = self._prefilling
+        if len(self._came_s) > 1:
+            since = self._clock() - OF_LATE_S
+            self._came_s = {account: came_s for account, came_s in self._came_s.items() if came_s >= since}
+        if len(self._came_s) > 1:
+            budget = min(budget, self.options.max_step_tokens // 4)
         rows = _shared_prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
         return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]

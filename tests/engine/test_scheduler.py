@@ -12,7 +12,7 @@ import pytest
 from configs.slices import EngineOptions
 from decoding.request import CLEARED_TOKENS, Request, RequestState, SamplingParams
 from engine.errors import QueueFullError, RequestError
-from engine.scheduling.scheduler import Place, Scheduler
+from engine.scheduling.scheduler import OF_LATE_S, Place, Scheduler
 
 
 def request(
@@ -491,6 +491,19 @@ def test_slots_are_shared_among_accounts_whoever_came_first() -> None:
     assert s.num_preemptions == taken  # nobody takes a slot of another's share
 
 
+def test_steps_are_short_where_several_accounts_come() -> None:
+    clock = Clock()
+    s = scheduler(running=4, step_tokens=64, clock=clock)
+    flood(s, "a", 1, prompt=1000)
+    assert compute(s) == {"a0": (64, 0)}
+    flood(s, "b", 1, prompt=4)
+    assert compute(s) == {"a0": (76, 0), "b0": (4, 0)}  # 16 rows of prompts
+    s.remove(s.running[1])
+    assert compute(s) == {"a0": (92, 0)}  # another one of b may come
+    clock.now_s = OF_LATE_S + 1
+    assert compute(s) == {"a0": (156, 0)}
+
+
 def test_a_suspect_is_computed_alone_until_it_is_cleared() -> None:
     s = scheduler(running=3, step_tokens=16)
     s.add(request("a", prompt=4))
@@ -563,7 +576,7 @@ def test_urgent_requests_go_before_fair_ones() -> None:
 
 
 def test_rows_of_prefills_are_shared_among_accounts() -> None:
-    s = scheduler(running=4, step_tokens=64, waiting=50)
+    s = scheduler(running=4, step_tokens=256, waiting=50)  # a quarter of them for prompts of several accounts
     flood(s, "a", 2, prompt=1000)
     flood(s, "b", 1, prompt=20)
     flood(s, "c", 1, prompt=200)
