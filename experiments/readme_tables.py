@@ -171,12 +171,14 @@ SIMULATION: dict[str, Source] = {
     "published": Source(("2026-11-22-simulate-papers.json",), published),
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
-README = {"peers": Source(("2026-11-23-peers.json",), peers)}
-EXACTNESS = {
-    "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
+README = {
+    "peers": Source(("2026-11-23-peers.json",), peers),
     "exact-outputs": Source(
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
+}
+EXACTNESS = {
+    "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
 }
 CONFIGURATION = {"configuration": Source((), configuration)}
 ARCHITECTURE = {"rooms": Source((), rooms)}
