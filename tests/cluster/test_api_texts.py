@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import jsonschema
@@ -14,8 +17,10 @@ import pytest
 from fastapi import FastAPI
 
 from actors.replica import Description, Replica, ReplicaError
+from cluster.admission.controller import CURRENT, Ticket
 from cluster.http.api import Service, create_api
 from cluster.http.documents import version
+from cluster.http.text_threads import TextThreads
 from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, StepOutput
@@ -201,3 +206,24 @@ def test_the_document_is_true(document: dict[str, Any], http: httpx.Client) -> N
             assert fits(document, schema_of(document, path, entry), response.json()), (path, body, response.text)
     model = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert fits(document, model, http.get("/v1/models").json())
+
+
+def test_a_key_with_many_texts_leaves_a_thread_to_the_others(byte_tokenizer: Any) -> None:
+    threads = TextThreads(byte_tokenizer)
+
+    async def work(key: str) -> float:
+        token = CURRENT.set(cast(Ticket, SimpleNamespace(caller=SimpleNamespace(key=key))))
+        try:
+            await threads.run(1, time.sleep, 0.05)
+        finally:
+            CURRENT.reset(token)
+        return time.monotonic()
+
+    async def both() -> tuple[list[float], float]:
+        flood = [asyncio.create_task(work("a")) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        other_s = await asyncio.create_task(work("b"))
+        return list(await asyncio.gather(*flood)), other_s
+
+    ended_s, other_s = asyncio.run(both())
+    assert sum(each < other_s for each in ended_s) <= 3  # in order of arrival all twenty would be first
