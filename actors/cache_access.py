@@ -1,4 +1,4 @@
-"""How a replica reaches what the cluster remembers."""
+"""Settings with which a replica connects to the shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The garbage collector beside a step loop."""
+"""Python's garbage collector is kept from long pauses in a step loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a replica's engine thread: requests with the event loop that waits for them, and word of something to be done."""
+"""Commands to a replica's engine thread: new requests with the event loop that awaits them, aborts, arrivals from Redis."""
 
 from __future__ import annotations
 

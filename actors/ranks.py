@@ -1,4 +1,4 @@
-"""What a replica needs of the ranks that share its steps. Without ray: a replica is tested without a cluster."""
+"""Interface of the ranks that share a replica's steps. Without Ray, so that a replica is tested without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that isolate: which keys in Redis belong to a tenant's texts, and how API keys are written down."""
+"""Namespaces: the keys in Redis of each tenant's texts, and hashes of API keys."""
 
 from __future__ import annotations
 

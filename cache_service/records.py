@@ -1,4 +1,4 @@
-"""What travels through a stream: batches of new tokens and of deletions, in a fixed binary layout.
+"""Entries of a stream: batches of new tokens and of deletions, in a fixed binary layout.
 
 Little endian throughout. ``W`` is the width of a token: 2 bytes in vocabularies of up to 65,536 tokens, else 3.
 

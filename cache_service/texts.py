@@ -1,4 +1,4 @@
-"""What is kept of a tenant, and the one rule for what may be applied."""
+"""Texts of a tenant, and the rule by which batches of a stream are applied to them."""
 
 from __future__ import annotations
 

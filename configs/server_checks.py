@@ -1,4 +1,4 @@
-"""Where the operator's routes listen, and what may be wrong with the ports and addresses of a server."""
+"""Checks of a server's ports, addresses and host names."""
 
 from __future__ import annotations
 

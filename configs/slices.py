@@ -1,6 +1,7 @@
-"""The part of the configuration that each class gets. Plain dataclasses: the engine runs where pydantic is not installed.
+"""Sections of the configuration, one for each class that reads it. Plain dataclasses.
 
-Defaults live here and nowhere else. ``configs/schema.py`` reads yaml into them and checks it.
+The engine runs where pydantic is not installed. Defaults live here and nowhere else. ``configs/schema.py`` reads yaml into them
+and checks it.
 """
 
 from __future__ import annotations

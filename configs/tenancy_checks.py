@@ -1,4 +1,4 @@
-"""What may be wrong with tenants and their keys, beyond the types of the values."""
+"""Checks of tenants and their keys, beyond the types of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native speed for loops over arrays, where numba is installed."""
+"""Compilation of loops over arrays with numba, where it is installed, and the cache of compiled code on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generation request asks for: how its tokens are chosen, and when it ends."""
+"""Sampling parameters of a request: how its tokens are chosen, and when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step gives a generation request: what verification kept, the tokens with what is told of them, and the counters."""
+"""Outputs of a step for a request: the acceptance, the emitted tokens with log-probabilities and reports, and the counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft trees as arrays: the one shape in which every drafter speaks."""
+"""Draft trees as arrays, the one form that every drafter returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of this process, for a while."""
+"""A context that sets an environment variable of this process and puts it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that the outside world can mend."""
+"""Exceptions that callers can act on."""
 
 from __future__ import annotations
 

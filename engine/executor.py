@@ -1,4 +1,4 @@
-"""Who computes a step: packs the trees, runs the target, verifies, and keeps the KV of what was accepted."""
+"""Executor of a step: packs the trees, runs the target, verifies, and keeps the KV of what was accepted."""
 
 from __future__ import annotations
 

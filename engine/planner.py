@@ -1,4 +1,4 @@
-"""What the next step computes: who takes part, and with which draft tree."""
+"""Plan of the next step: which requests take part, and with which draft trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target model as drafters see it before the first request."""
+"""The target model as drafters may ask it before the first request."""
 
 from __future__ import annotations
 

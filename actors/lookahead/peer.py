@@ -1,4 +1,4 @@
-"""Another replica of the node, as seen from here: whether it answers, whether it has requests of its own, and who leads it."""
+"""Client of another replica of the node: whether it answers, whether it has requests of its own, and who leads it."""
 
 from __future__ import annotations
 

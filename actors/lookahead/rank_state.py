@@ -1,4 +1,4 @@
-"""What the leader of a group knows of its ranks: how much of each request they hold, and what it waits for."""
+"""State of a rank as its leader tracks it: how much of each request it holds, and which answer is awaited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group said about their parts of one tree, made into one outcome."""
+"""Merging of what the ranks of a group answered for their parts of one tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leader of a lookahead-parallel group and its ranks say to each other: token ids, row numbers and counts, as msgpack.
+"""Messages between the leader of a lookahead-parallel group and its ranks: token ids, row numbers and counts, as msgpack.
 
 Nothing is unpickled: what comes from a connection is checked and can build these classes only. Arrays travel as little-endian
 bytes.

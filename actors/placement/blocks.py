@@ -1,4 +1,4 @@
-"""Which ranks serve which leader when the replicas of a node share their work: buddy allocation of ranks.
+"""Allocation of ranks to leaders where the replicas of a node share their work: buddy allocation.
 
 Every replica computes this from the same few facts, so that nobody has to hand ranks out: who is busy, and who is there.
 """

@@ -1,4 +1,4 @@
-"""Cores that ranks have to themselves."""
+"""Pinning of ranks' threads to cores of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a rank's part of a model, and makes sure that all parts together say what the whole says."""
+"""Loading of a rank's part of a model, with a check that all parts together compute what the whole computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shard of a model a rank holds, and how the ranks that hold the shards meet."""
+"""Shards of a model: which one a rank holds, and how the ranks form a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leader of ranks that hold parts of one model says to them, and what they answer: msgpack, checked on arrival.
+"""Messages between the leader and the ranks that hold parts of one model: msgpack, checked on arrival.
 
 The leader computes a forward while the others do, so nobody answers a step: that all take part is what makes it succeed.
 """

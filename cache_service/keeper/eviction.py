@@ -1,4 +1,4 @@
-"""Which texts of a tenant are worth keeping when it has more than its quota."""
+"""Eviction: which texts of a tenant are kept when it has more than its quota."""
 
 from __future__ import annotations
 

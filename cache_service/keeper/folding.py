@@ -1,4 +1,4 @@
-"""One tenant as the service keeps it: a snapshot, what its stream said since, and its place in the stream."""
+"""State of one tenant in the keeper: its snapshot, what its stream added since, and its position in the stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who works and who stands by: a lease in Redis that runs out unless its holder extends it."""
+"""Leader election by a lease in Redis that runs out unless its holder extends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has arrived from Redis and waits for the engine's thread, which alone changes histories."""
+"""Inbox: arrivals from Redis that wait for the engine's thread, which alone changes histories."""
 
 from __future__ import annotations
 

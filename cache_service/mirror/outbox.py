@@ -1,4 +1,4 @@
-"""What this replica generated and Redis does not have yet: bounded, fair among tenants, never in the way of the engine."""
+"""Outbox: what this replica generated and Redis does not have yet, bounded and fair among tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following the streams of a replica's tenants: what to read next, what of it counts, and when to start again from a snapshot."""
+"""Reader of the tenants' streams: what to read next, what of it counts, and when to start again from a snapshot."""
 
 from __future__ import annotations
 

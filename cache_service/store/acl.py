@@ -1,4 +1,4 @@
-"""What a Redis user of Outrider must be allowed, and no more."""
+"""Rights of Outrider's Redis user."""
 
 from __future__ import annotations
 

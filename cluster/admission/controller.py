@@ -1,4 +1,4 @@
-"""Who may come in: how many requests are held at once, what each API key may take, and how long an answer may take.
+"""Admission control: how many requests are held at once, what each API key may take, and how long an answer may take.
 
 A request has a ticket from before its body is parsed until its answer has ended, however it ends. Everything here happens in one
 event loop, and between two awaits: there is nothing to lock.

@@ -1,4 +1,4 @@
-"""How long prompts and answers may be (``limits.max_prompt_tokens``, ``limits.max_output_tokens``)."""
+"""Limits on the length of prompts and answers (``limits.max_prompt_tokens``, ``limits.max_output_tokens``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much one API key may take: requests and tokens in a minute, and choices at once.
+"""Rate limits of an API key: requests and tokens in a minute, and choices at once.
 
 The window moves: what counts is the last 60 seconds, whenever they began. Of the windows in the `limits` library the exact one
 keeps an entry for each unit and lets nothing be given back, which does not suit tokens; this one keeps an entry for each request.

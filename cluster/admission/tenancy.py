@@ -1,4 +1,4 @@
-"""Who asks, and whose texts a request drafts from: API keys to tenants, tenants to what is shared."""
+"""Tenancy: API keys to tenants, and whose texts a request drafts from and adds to."""
 
 from __future__ import annotations
 

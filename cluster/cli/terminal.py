@@ -1,4 +1,4 @@
-"""How the command line says that something is wrong: one line, no traceback."""
+"""Errors on the command line: one line, no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the API computes on texts: in threads, a text at a time, so that the event loop goes on and tenants take turns.
+"""Threads in which the API tokenizes, a text at a time, so that the event loop goes on and tenants take turns.
 
 Tokenizers and the compiler of grammars let go of the interpreter while they work. A text is the piece by which work is cut: a
 request that is cancelled ends with the text that is being worked on. Of each API key one text of a kind is worked on at once, so

@@ -1,4 +1,4 @@
-"""What an audit takes and what comes of it: the choice that was served, and where plain decoding parts from it."""
+"""Inputs and results of an audit: the served choice, and where plain decoding differs from it."""
 
 from __future__ import annotations
 

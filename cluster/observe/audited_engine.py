@@ -1,4 +1,4 @@
-"""The engine as the API sees it, with an ear on what is served: the auditor gets every choice that came to its end."""
+"""An ``EnginePort`` that hands every finished choice to the auditor."""
 
 from __future__ import annotations
 

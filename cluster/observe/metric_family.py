@@ -1,4 +1,4 @@
-"""What a metric of ``/metrics`` is: its name, what it says, its labels, and where its value is in what an engine replica tells.
+"""Definition of a metric of ``/metrics``: name, help, labels, and where its value is in an engine replica's counts.
 
 Names of counters are without the ``_total`` that the text form adds.
 """

@@ -1,4 +1,4 @@
-"""The shared memory as routes see it, and what they answer when it fails."""
+"""Interface of the shared memory for routes, and their answers when it fails."""
 
 from __future__ import annotations
 

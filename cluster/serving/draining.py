@@ -1,4 +1,4 @@
-"""A server that stops takes nothing new, and lets what runs come to its end in the time that it has."""
+"""Draining: a server that stops takes nothing new, and lets running requests end in the time that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and its outputs as the choices of an answer."""
+"""Jobs for engine replicas, and their outputs as the choices of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine replicas behind a Serve handle, and how a request outlives the replica that it began on."""
+"""Failover: the engine replicas behind a Serve handle, and how a request goes on when its replica is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the router of a Serve handle runs, and what its requests travel over.
+"""Options of Serve handles: where the router runs, and what requests travel over.
 
 By default Serve gives each handle a thread with an event loop of its own, and every request and every item of a stream crosses
 from one to the other. In the caller's own loop they do not, which saves milliseconds until a first token; but such a handle

@@ -1,4 +1,4 @@
-"""Where the replicas of a node find each other: a deployment that numbers them and tells each who the others are.
+"""Membership of a node's replicas: a deployment that numbers them and tells each who the others are.
 
 Only addresses and numbers are kept, for as long as they are repeated: an actor that is started anew knows everything a second
 later, and everybody keeps the number that it had.

@@ -1,4 +1,4 @@
-"""Whether all that the configuration asks for has been there: what ``/ready`` says."""
+"""Readiness: whether all that the configuration asks for has been there (``/ready``)."""
 
 from __future__ import annotations
 

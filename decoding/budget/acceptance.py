@@ -1,4 +1,4 @@
-"""How often drafted rows are accepted, by the features behind them: learned while serving, with a prior to start from."""
+"""Acceptance rates of drafted rows by their features: learned while serving, with a prior to start from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who drafted an emitted token: told once its step is verified, of requests that ask (``Request.report``)."""
+"""Attribution of emitted tokens to who drafted them, for requests that ask (``Request.report``)."""
 
 from __future__ import annotations
 

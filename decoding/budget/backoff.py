@@ -1,4 +1,4 @@
-"""When a request is asked for drafts, and when it is left alone because nothing paid of late."""
+"""Backoff of drafting: a request whose drafts did not pay of late is asked for them less often."""
 
 from __future__ import annotations
 

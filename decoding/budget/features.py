@@ -1,4 +1,4 @@
-"""What a draft row rests on, in buckets small enough to learn how often rows of each are accepted."""
+"""Features of a drafted row, in buckets: kind of source, length of agreement and share of occurrences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes, by its rows, its sequences and what lies before them."""
+"""Latency curve: the time of a step as a function of its rows, its sequences and their context."""
 
 from __future__ import annotations
 

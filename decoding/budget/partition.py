@@ -1,4 +1,4 @@
-"""How the rows of a draft tree are partitioned among the ranks that share a step."""
+"""Partition of a draft tree's rows among the ranks that share a step, as compiled loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows pay: expected tokens against the measured time of a step."""
+"""Row budget: how many drafted rows pay, by expected tokens against the measured time of a step."""
 
 from __future__ import annotations
 

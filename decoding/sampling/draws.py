@@ -1,4 +1,4 @@
-"""The draw of one token from one row of scores on a CPU: what ``warp`` and noise over the whole vocabulary give, for less.
+"""Draw of a token from a row of scores on a CPU: the result of ``warp`` and noise over the whole vocabulary, for less.
 
 Only tokens that min-p, top-k and top-p leave can be drawn, most often few, and only they need noise. Where the nucleus is wide,
 the winner among all tokens is looked at first, and the next best while they lie outside it. Where a decision is so close that the

@@ -1,4 +1,4 @@
-"""What a request changes in the model's logits before a token is chosen: grammar, bias, tokens that may not come yet, penalties.
+"""Logits processors: grammar, bias, ``min_tokens`` and penalties, applied before a token is chosen.
 
 The rules and their order are vLLM's: grammar, logit bias and minimum length, then repetition penalty (CTRL, arXiv 1909.05858,
 section 4.1; negative logits are multiplied, as everywhere since), frequency penalty and presence penalty (OpenAI's API

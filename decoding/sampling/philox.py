@@ -1,4 +1,4 @@
-"""Single numbers of a Philox stream, without those before them.
+"""Philox random numbers at any position of a stream, without computing those before.
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) makes each block of four numbers from
 a counter and a key alone. numpy gives a stream from its beginning; a draw among few tokens of a large vocabulary needs theirs.

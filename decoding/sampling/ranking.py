@@ -1,4 +1,4 @@
-"""The largest of each row of logits, and the k largest, on a CPU: compiled loops over the numbers where they lie.
+"""Argmax and top-k of rows of logits on a CPU, as compiled loops.
 
 Floating-point numbers are compared as integers of the same bits, which are ordered like them once all bits of the negative ones
 but the sign are turned round. So there is no conversion of half-precision types, and many numbers are compared at once. Between

@@ -1,4 +1,4 @@
-"""The draw of one token from one row of logits on a CPU, in one compiled call.
+"""Draw of a token from a row of logits on a CPU, with penalties, warps and noise in one compiled call.
 
 It is what ``decoding.sampling.draws`` does with a dozen of numpy's, for rows of float32 or bfloat16 and requests with a
 truncation. Between two forwards the processor has forgotten the code of everything else, so that calls cost more than the numbers

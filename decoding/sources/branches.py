@@ -1,4 +1,4 @@
-"""Continuations of a text as the branches of one tree."""
+"""Draft trees made of several continuations of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica remembers of past outputs: a history for each tenant, and one that all tenants share."""
+"""Histories of past outputs: one for each tenant, and the public corpus that all share."""
 
 from __future__ import annotations
 

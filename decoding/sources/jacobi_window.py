@@ -1,4 +1,4 @@
-"""What Jacobi lookahead remembers of a request: a window of guesses, the n-grams gathered from it, the block of plain Jacobi.
+"""State of Jacobi lookahead for a request: the window of guesses, the n-gram pool, the block of plain Jacobi decoding.
 
 Plain classes over token ids (Lookahead Decoding, arXiv 2402.02057, sections 2 and 3). Columns of the window depend on one another
 through block 0 alone, and updates take what the target said column by column: members of a group may compute columns apart.

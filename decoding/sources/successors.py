@@ -1,4 +1,4 @@
-"""What the target ranked next after each token when it last computed it."""
+"""Adjacency table of token recycling: the target's top-k after each token when it was last computed."""
 
 from __future__ import annotations
 

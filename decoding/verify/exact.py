@@ -1,4 +1,4 @@
-"""What to accept of a draft tree."""
+"""Exact verification of a draft tree: the walk down the tokens that the target itself chooses."""
 
 from __future__ import annotations
 

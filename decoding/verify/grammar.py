@@ -1,4 +1,4 @@
-"""What a grammar allows an output to go on with, as the walk down a draft tree asks for it."""
+"""Interface of a grammar: which tokens it allows at each row of a draft tree."""
 
 from __future__ import annotations
 

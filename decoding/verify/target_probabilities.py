@@ -1,4 +1,4 @@
-"""What the target says at the rows of a computed tree, in the terms of the request."""
+"""The target's choices and probabilities at the rows of a computed tree, by the request's sampling parameters."""
 
 from __future__ import annotations
 

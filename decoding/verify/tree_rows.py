@@ -1,4 +1,4 @@
-"""The rows of draft trees, walked in compiled loops: what a step needs of them, each in one pass from the left."""
+"""Compiled loops over the rows of draft trees: depths, ancestors, masks and leaves."""
 
 from __future__ import annotations
 

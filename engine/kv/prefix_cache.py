@@ -1,4 +1,4 @@
-"""What each KV slot holds of live and of ended requests, so that a request that begins alike need not compute it again."""
+"""Prefix cache: the KV of live and ended requests in the slots, reused by a request that begins alike."""
 
 from __future__ import annotations
 

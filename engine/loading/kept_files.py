@@ -1,4 +1,4 @@
-"""Files and folders that several processes keep and read, each of them whole at any moment."""
+"""Atomic writing of cached files and folders that several processes share."""
 
 from __future__ import annotations
 

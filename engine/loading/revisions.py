@@ -1,4 +1,4 @@
-"""What stands for a model and for a tokenizer, wherever they were loaded from: names of tables on disk, and of shared memory."""
+"""Fingerprints of a model and a tokenizer: names of tables on disk, and of shared memory."""
 
 from __future__ import annotations
 

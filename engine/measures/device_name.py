@@ -1,4 +1,4 @@
-"""What a device is called."""
+"""Name of a device, as its maker calls it."""
 
 from __future__ import annotations
 

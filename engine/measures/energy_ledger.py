@@ -1,4 +1,4 @@
-"""Whose energy it was: what a meter counts while steps are computed, shared among the requests in them."""
+"""Energy by request: what a meter counts while a step is computed, shared among the requests in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the requests of an engine, by who drafted for them."""
+"""Counters of ended requests by strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that wait for a slot, and whose turn it is: weighted fair queueing between accounts."""
+"""Waiting queue: weighted fair queueing between accounts."""
 
 from __future__ import annotations
 

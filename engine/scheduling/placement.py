@@ -1,4 +1,4 @@
-"""Which slot a request gets, and whose KV it may find there."""
+"""Placement of requests into KV slots, and reuse of the KV that is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests run, and how many rows each gets in the next step."""
+"""Scheduler: which requests run, and how many rows each gets in the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the live requests have said: where each ends, and its text."""
+"""Texts and ends of the live requests."""
 
 from __future__ import annotations
 

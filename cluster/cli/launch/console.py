@@ -1,4 +1,4 @@
-"""What passes between ``outrider serve`` and whoever started it: lines that say how far it is, and Ctrl-C."""
+"""Progress lines of ``outrider serve``, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer may tell besides its text: token ids, and log-probabilities of the prompt, in vLLM's shapes and OpenAI's."""
+"""Extra fields of answers: token ids, and log-probabilities of the prompt, in vLLM's shapes and OpenAI's."""
 
 from __future__ import annotations
 

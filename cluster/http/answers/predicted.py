@@ -1,4 +1,4 @@
-"""How much of OpenAI's predicted output came true."""
+"""Counts of accepted and rejected tokens of OpenAI's ``prediction``."""
 
 from __future__ import annotations
 

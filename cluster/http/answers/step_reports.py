@@ -1,4 +1,4 @@
-"""What a request is told of its steps, with ``speculation: {"report": true}``: who drafted each of its tokens."""
+"""Reports of steps, with ``speculation: {"report": true}``: who drafted each of its tokens."""
 
 from __future__ import annotations
 

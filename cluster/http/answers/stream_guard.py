@@ -1,4 +1,4 @@
-"""Streams that do not tell by their packets what they hold.
+"""Padding and cadence of streams, so that sizes and times of packets do not tell what they hold.
 
 Who sees the encrypted packets of a stream sees when they come and how long they are. With speculative decoding both follow the
 number of accepted tokens, and that sequence has been shown to identify prompts (https://arxiv.org/abs/2411.01076). Two guards,

@@ -1,4 +1,4 @@
-"""The bounds of all fields of a request, read off the types that check them."""
+"""Table of the bounds of all request fields, read off the types that check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat request holds besides numbers: messages, tools and a prediction."""
+"""Messages, tools and prediction of a chat request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every body of a request is: strict and bounded. A parameter that is not honoured is an error, never ignored.
+"""Base of request bodies: strict and bounded. A parameter that is not honoured is an error, never ignored.
 
 ``NO_OPS`` lists, for parameters that clients send by habit, the values that ask for nothing. They are taken; any other value is
 refused.

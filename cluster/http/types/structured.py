@@ -1,4 +1,4 @@
-"""What the text of an answer must be of: OpenAI's ``response_format``, and vLLM's parameters of the same purpose."""
+"""Structured output: OpenAI's ``response_format``, and vLLM's parameters of the same purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies that draft with a second, smaller model have in common."""
+"""Base class of strategies that draft with a second, smaller model."""
 
 from __future__ import annotations
 

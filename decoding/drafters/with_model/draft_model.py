@@ -1,4 +1,4 @@
-"""What a small model that drafts for the target can be asked."""
+"""Interface of a small model that drafts for the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of texts that came before what stands in front of them."""
+"""Buffer of pieces of texts that arrived before the piece in front of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives the block that it stood in: how it is read, and how it is written again."""
+"""Frequent n-grams of a block that leaves the log: they are read from it and written again."""
 
 from __future__ import annotations
 

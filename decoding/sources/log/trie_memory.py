@@ -1,4 +1,4 @@
-"""Working memory of a retrieval from the implicit trie: the nodes that it looks at, and the occurrences below them."""
+"""Scratch arrays of a retrieval from the implicit trie: its nodes, and the occurrences below them."""
 
 from __future__ import annotations
 

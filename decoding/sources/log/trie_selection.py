@@ -1,4 +1,4 @@
-"""Which branches of the implicit trie to draft: the retrieval of Alipay's Lookahead over occurrences in token logs."""
+"""Retrieval of branches from the implicit trie, as in Alipay's Lookahead, over occurrences in token logs."""
 
 from __future__ import annotations
 
