@@ -169,7 +169,7 @@ class ManifestCluster:
                 last = str(error)
             if last == "RUNNING":
                 return round(time.monotonic() - began, 2)
-            self._restart_head()
+            self._restart_ended()
             time.sleep(_POLL_S)
         raise MachinesError(f"the application does not run within {timeout_s:.0f} s: {last}")
 
@@ -190,20 +190,18 @@ class ManifestCluster:
                     return round(time.monotonic() - began, 2)
             except (httpx.TransportError, ValueError) as error:
                 last = str(error)
-            self._restart_head()
+            self._restart_ended()
             time.sleep(_POLL_S)
         raise MachinesError(f"{path} does not say {dict(says)} within {timeout_s:.0f} s: {last}")
 
-    def _restart_head(self) -> None:
-        """Starts the head's Ray again where it ended by itself, as the kubelet does with a container, and says so."""
-        head = self.machine("head")
-        if head.ended:
-            print(
-                f"the head's Ray ended by itself and is started again: {self.log.read_text(errors='replace')[-500:]}",
-                file=sys.stderr,
-            )
-            head.kill()
-            self.start("head")
+    def _restart_ended(self) -> None:
+        """Starts Ray again where it ended by itself, as the kubelet does with a container, and says so."""
+        for name, machine in self.machines.by_name.items():
+            if machine.ended:
+                said = self.log.read_text(errors="replace")[-500:]
+                print(f"the Ray of {name} ended by itself and is started again: {said}", file=sys.stderr)
+                machine.kill()
+                self.start(name)
 
     def __enter__(self) -> ManifestCluster:
         try:

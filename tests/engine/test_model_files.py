@@ -25,7 +25,6 @@ from engine.loading import model_files
 from engine.loading.model import load_model, load_tokenizer
 from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
 from tests.models import llama_config, save_model
-from tests.waiting import eventually
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -242,8 +241,11 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
 
 
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
-    process = other(model, "from engine.loading import gguf\nimport time\ngguf.convert_gguf = lambda *a: time.sleep(300)")
-    eventually(lambda: any(name.endswith(".partial") for name in left()), 60)
+    halt = "from engine.loading import gguf\nimport time\n"
+    halt += "gguf.convert_gguf = lambda *a: (print('half', flush=True), time.sleep(300))"
+    process = other(model, halt)
+    assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")
+    assert any(name.endswith(".partial") for name in left())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode != 0 and left() == set()
