@@ -16,7 +16,7 @@ class Live:
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[StepOutput | Exception | None]  # None: a beat
     published: int = 0  # emitted tokens that the mirror was told of
-    told: bool = False  # that it is computed, being a suspect
+    announced: bool = False  # being a suspect, to its consumer, that it is computed
 
     async def beat(self, every_s: float) -> None:
         """Puts a beat, again and again."""

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
 STALL_S = 120.0  # a step that takes longer is taken for a hang
-TELL_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
+ANNOUNCE_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
 IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
 
 
@@ -103,7 +103,7 @@ class Replica:
             if meter is not None:
                 self._open_meter(meter)
             parts.pop_all()
-        self._engine.before_suspect = self._tell_of
+        self._engine.before_suspect = self._announce
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -294,12 +294,12 @@ class Replica:
         for output in outputs:
             self._deliver(output)
 
-    def _tell_of(self, suspect: Request) -> None:
+    def _announce(self, suspect: Request) -> None:
         live = self._live.get(suspect.request_id)
-        if live is not None and not live.told:
-            live.told = True
+        if live is not None and not live.announced:
+            live.announced = True
             live.put(StepOutput(suspect.request_id, (), ""))
-            time.sleep(TELL_S)
+            time.sleep(ANNOUNCE_S)
 
     def _deliver(self, output: StepOutput) -> None:
         live = self._live.get(output.request_id)
@@ -314,10 +314,8 @@ class Replica:
 
     def _fail_step(self, error: Exception) -> None:
         """Ends the requests that were in the failed step, all that run where it was not planned; the others get their turn."""
-        in_step = [key for key in self._engine.in_step if key in self._live]
-        in_step = (
-            in_step or [key for key, live in self._live.items() if live.request.state is RequestState.RUNNING] or list(self._live)
-        )
+        running = [key for key, live in self._live.items() if live.request.state is RequestState.RUNNING]
+        in_step = [key for key in self._engine.in_step if key in self._live] or running or list(self._live)
         for request_id in in_step:
             live = self._live.pop(request_id)
             self._engine.abort(request_id, FinishReason.ERROR)

@@ -77,7 +77,7 @@ class EngineReplica:
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
         spare_collector()
         if membership is not None and elastic is not None:
-            self._membership_client = MembershipClient(membership.membership, elastic.address, elastic.meet)
+            self._membership_client = MembershipClient(membership.actor, elastic.address, elastic.meet)
 
     async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
         """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""

@@ -84,7 +84,8 @@ class AdmissionMiddleware:
         except _RefusedError as refused:
             error = refused.error
             if error.status == 429:
-                await asyncio.sleep(self._admission.kept_back_s(Headers(scope=scope).get("authorization")))
+                with contextlib.suppress(ApiError):  # its key is gone by now
+                    await asyncio.sleep(self._admission.kept_back_s(Headers(scope=scope).get("authorization")))
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -94,7 +94,7 @@ class MembershipActor:
 class MembershipOptions:
     """What a replica needs in order to meet the others of its node."""
 
-    membership: Any  # of ``MembershipActor``: as it is bound, and a handle when it arrives
+    actor: Any  # of ``MembershipActor``: as it is bound, and a handle when it arrives
     secret: bytes = field(repr=False)  # shared by all replicas
     world_size: int  # the most ranks of a group
 

@@ -73,7 +73,7 @@ class Explorer:
         """The request, by its place, that is to draft ``EXPLORED_ROWS`` rows all the same.
 
         Args:
-            pauses: of the requests of a proposal.
+            backoffs: of the requests of a proposal.
             number: of the proposal.
         """
         if all(backoff.drafted_at >= number - 1 for backoff in backoffs):

@@ -49,8 +49,8 @@ class Selection:
 
         Args:
             load: of the step.
-            pauses: of the requests that may draft, at least one.
-            everyone: pauses of all live requests.
+            backoffs: of the requests that may draft, at least one.
+            everyone: backoffs of all live requests.
             accepted: tokens that the last step of all of them accepted.
             grow: see ``Grow``.
         """

@@ -1,4 +1,4 @@
-"""Replicas of a node that find each other in the lobby, and serve one request together."""
+"""Replicas of a node that find each other by the membership actor, and serve one request together."""
 
 from __future__ import annotations
 
