@@ -14,29 +14,15 @@ ENV PATH=/opt/outrider/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore \
     PYTHONUNBUFFERED=1
-# wget and grep are KubeRay's probes; ps, top and pgrep are for who looks after a pod. A login shell sets PATH anew.
+# wget and grep are KubeRay's probes; openssl makes a pod's certificate; ps, top and pgrep are for who looks after a pod. A login
+# shell sets PATH anew.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends bash grep procps wget \
+    && apt-get install -y --no-install-recommends bash grep openssl procps wget \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 1000 ray \
     && useradd --uid 1000 --gid 1000 --create-home --home-dir /home/ray --shell /bin/bash ray \
     && echo "PATH=/opt/outrider/bin:\$PATH" > /etc/profile.d/outrider.sh
-
-FROM base AS wheel
-WORKDIR /src
-RUN --mount=type=bind,source=constraints.txt,target=/src/constraints.txt \
-    --mount=type=cache,target=/root/.cache/pip \
-    pip install -c constraints.txt setuptools
-COPY LICENSE README.md pyproject.toml ./
-COPY actors actors
-COPY cache_service cache_service
-COPY cluster cluster
-COPY configs configs
-COPY decoding decoding
-COPY engine engine
-COPY experiments experiments
-RUN pip wheel --no-deps --no-build-isolation --no-cache-dir --wheel-dir /wheels .
 
 # What Outrider needs, in layers that a change of its source leaves as they are: gigabytes are pulled and pushed once.
 FROM base AS environment
@@ -77,8 +63,9 @@ CMD ["outrider", "--help"]
 
 FROM runtime AS cpu
 COPY --from=cpu-environment /opt/outrider /opt/outrider
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-deps --no-index --no-cache-dir /wheels/*.whl \
+COPY . /opt/outrider/src
+RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
+    && python -m compileall -q /opt/outrider/src \
     && pip check
 USER 1000:1000
 
@@ -91,7 +78,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-environment /opt/outrider /opt/outrider
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-deps --no-index --no-cache-dir /wheels/*.whl \
+COPY . /opt/outrider/src
+RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
+    && python -m compileall -q /opt/outrider/src \
     && pip check
 USER 1000:1000

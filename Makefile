@@ -7,19 +7,23 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
+DEV_STAMP := $(STAMP)-dev
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 NEEDED_MIB := 4096
 TOOLS := .venv-tools
 TOOLS_PINS := cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all validate-k8s lint lock sbom scan clean
+.PHONY: help install install-dev serve test test-all validate-k8s lint lock sbom scan clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-install: $(STAMP) ## the virtual environment .venv with every pinned version; a moment when it is there already
+install: $(STAMP) ## what serving needs, in the virtual environment .venv; a moment when it is there already
 	@echo "install: $(VENV) holds the versions of constraints.txt"
+
+install-dev: $(DEV_STAMP) ## besides, what the tests and lint need
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) > /dev/null || { echo "install: $(PYTHON) not found: install Python 3.11 or newer, or say make PYTHON=/path/to/python" >&2; exit 1; }
@@ -30,15 +34,23 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "install: creating $(VENV) with $$($(PYTHON) -V)"
 	@$(PYTHON) -m venv $(VENV) || { echo "install: venv failed: on Debian and Ubuntu, apt-get install python3-venv" >&2; exit 1; }
 	@echo "install: installing the versions of constraints.txt (a minute or more the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt pip setuptools
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[dev]'
-	@touch $(STAMP)
+	@$(PIP) -c constraints.txt pip setuptools
+	@$(PIP) -c constraints.txt --no-build-isolation -e .
+	@echo "install: compiling, half a minute"
+	@$(BIN)/python -m cluster.cli.launch.compile_ahead
+	@touch $@
 	@echo "install: $$(du -sm $(VENV) | cut -f1) MiB in $(VENV)"
 
-serve: install ## the demo model at http://127.0.0.1:8000 until Ctrl-C
+$(DEV_STAMP): $(STAMP)
+	@echo "install: what the tests need"
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+	@echo "install: $$(du -sm $(VENV) | cut -f1) MiB in $(VENV)"
+
+serve: install ## SmolLM2-135M-Instruct at http://127.0.0.1:8000 until Ctrl-C
 	@exec $(BIN)/outrider serve $(ARGS)
 
-lint: install ## ruff and mypy
+lint: install-dev ## ruff and mypy
 	@echo "lint: ruff check"
 	@$(BIN)/python -m ruff check .
 	@echo "lint: mypy"
@@ -52,7 +64,7 @@ test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-validate-k8s: install ## every check of the Kubernetes manifests, without a cluster
+validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster
 	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)
 
 lock: ## a fresh resolution of pyproject.toml into constraints.txt

@@ -6,9 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from actors.cache_access import CacheAccess
+from cache_service.access import CacheAccess
 from cache_service.keeper.admin import CacheAdmin
-from cache_service.keeper.server import CacheServer, ServerStatus
+from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,6 @@ class CacheKeeper:
         if self._fault is not None:
             raise CacheNotReadyError(self._fault)
 
-    def status(self) -> ServerStatus | None:
-        """What the service has done; None before the model is known."""
-        return None if self._server is None else self._server.status()
-
     def stop(self) -> None:
         """Gives the lease back and ends the threads. Harmless when repeated."""
         self._stopped.set()
@@ -77,9 +73,7 @@ class CacheKeeper:
             self._fault = f"{type(error).__name__}: {error}"
 
     def _open(self, identity: Identity) -> None:
-        access = self._access
-        arguments = (access.options, access.url, access.secret, identity, access.tenants)
-        self._server = CacheServer(*arguments, self._quotas)
+        self._server = CacheServer(self._access, identity, self._quotas)
         self._server.start()
-        self._admin = CacheAdmin(*arguments)
-        logger.info("the shared memory is kept for %d tenants", len(access.tenants))
+        self._admin = CacheAdmin(self._access, identity)
+        logger.info("the shared memory is kept for %d tenants", len(self._access.tenants))

@@ -1,7 +1,8 @@
-"""Python's garbage collector is kept from long pauses in a step loop."""
+"""Memory of processes that serve: no long pauses for the garbage collector, and nothing held that loading has left."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 
@@ -13,3 +14,10 @@ def spare_collector() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def trim_heap() -> None:
+    """Gives pages back that loading has used and freed, where the C library can: glibc's keeps them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, StepOutput
@@ -14,8 +14,7 @@ from engine.errors import RequestError
 from engine.text.chat import render_chat
 
 if TYPE_CHECKING:
-    from actors.lookahead.group import Group
-    from actors.sharded.group import ShardedGroup
+    from actors.ranks import Ranks
 
 TENANT = "local"  # all records of a file may draft from each other
 
@@ -27,6 +26,7 @@ class OfflinePrompt:
     request_id: str
     text: str
     references: tuple[str, ...] = ()  # documents that the answer may repeat
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a chat, in the place of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,19 @@ class GroupCounts:
 
 
 class OfflineEngine:
-    """An engine that is given all its prompts, then run until none is left. One thread calls it."""
+    """An engine that is given all its prompts, for which ``max_waiting`` leaves room, then run until none is left.
+
+    One thread calls it.
+    """
 
     def __init__(
         self,
         model: ModelOptions,
         engine: EngineOptions,
         speculation: SpeculationOptions,
-        ranks: Group | ShardedGroup | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """
-        Args:
-            model: to load.
-            engine: of the step loop; ``max_waiting`` has to be as many as there are prompts.
-            speculation: of the drafter.
-            ranks: those that share the steps; None to compute alone.
-
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
             actors.ranks.GroupError: the ranks cannot be had.
@@ -109,6 +106,10 @@ class OfflineEngine:
         if gathered:
             yield gathered
 
+    def abort(self, request_id: str) -> None:
+        """Ends a request; harmless where it has ended."""
+        self._engine.abort(request_id)
+
     def group_counts(self) -> GroupCounts | None:
         """How the ranks did; None where there are none."""
         if self._ranks is None:
@@ -133,7 +134,7 @@ class OfflineEngine:
         assert tokenizer is not None
         try:
             if chat:
-                ids = render_chat(tokenizer, [{"role": "user", "content": prompt.text}])
+                ids = render_chat(tokenizer, prompt.messages or [{"role": "user", "content": prompt.text}])
             else:
                 ids = tokenizer(prompt.text)["input_ids"]
             if not ids:

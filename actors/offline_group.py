@@ -9,23 +9,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.heap import spare_collector
 from actors.lookahead.group import Group
 from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
+from actors.placement.bundles import BundleActor
 from actors.placement.own_ray import start_ray
 from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, StepOutput
 from engine.errors import ModelLoadError, one_line
-from engine.loading.model import ModelInfo
+from engine.loading.model_info import ModelInfo
 
 STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
 
@@ -109,12 +109,7 @@ class OfflineGroup:
     def __init__(
         self, model: ModelOptions, engine: EngineOptions, speculation: SpeculationOptions, parallelism: ParallelismOptions
     ) -> None:
-        """
-        Args:
-            model: ``threads`` are of each rank; when absent the ranks share the cores.
-            engine: of the leader.
-            speculation: of the leader.
-            parallelism: ``world_size`` may be auto: see ``shape_of``.
+        """``world_size`` may be auto, and threads are of each rank: see ``shape_of``.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
@@ -125,18 +120,12 @@ class OfflineGroup:
         try:
             resources = ray.cluster_resources()
             shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
-            ranks, bundle = shape.world_size, shape.bundle
             self.world_size, self.threads = shape.world_size, shape.threads
             # One machine: how the ranks are placed in a cluster has no meaning here.
-            parallelism = dataclasses.replace(parallelism, mode="lookahead", world_size=ranks, placement="STRICT_PACK")
+            parallelism = dataclasses.replace(parallelism, mode="lookahead", world_size=shape.world_size, placement="STRICT_PACK")
             model = dataclasses.replace(model, device=shape.device, threads=shape.threads or model.threads)
-            bundles = placement_group([bundle] * ranks, strategy="STRICT_PACK")
-            actor = ray.remote(OfflineLeader).options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=0),
-            )
-            self._leader = cast(Any, actor.remote())
+            bundles = placement_group([shape.bundle] * shape.world_size, strategy="STRICT_PACK")
+            self._leader = BundleActor(OfflineLeader, bundles, 0).handle
             self.info: ModelInfo = _answer(self._leader.load.remote(model, engine, speculation, parallelism))
         except BaseException:
             self.close()

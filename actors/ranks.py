@@ -1,27 +1,30 @@
-"""Interface of the ranks that share a replica's steps. Without Ray, so that a replica is tested without a cluster."""
+"""Ranks that share a replica's steps. Without Ray, so that a replica is tested without a cluster."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from transformers import PreTrainedModel
 
-from actors.lookahead.executor import GroupState
+from actors.description import GroupState
+from actors.lookahead.executor import StepTimes
 from configs.slices import EngineOptions
 from engine.executor import Executor
 from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
 
 
 class GroupError(RuntimeError):
     """The ranks of a group cannot be had. The message says which, why, and what to do."""
 
 
-class Ranks(Protocol):
-    """The ranks that share the steps of one engine, the engine's own (rank 0, the leader) among them."""
+class Ranks(ABC):
+    """The ranks that share the steps of one engine, the engine's own (rank 0, the leader) among them.
 
-    @property
-    def world_size(self) -> int:
-        """The most ranks to which a step's trees may be partitioned: trees are as many times as large."""
+    What is not abstract is that of ranks which each have the whole model and wait for their leader.
+    """
+
+    world_size: int  # the most ranks to which a step's trees may be partitioned: trees are as many times as large
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before
@@ -30,20 +33,23 @@ class Ranks(Protocol):
         Raises:
             GroupError: the model cannot be shared with the ranks, or these cannot be had.
         """
+        return make_runner(model, capacity, options)
 
+    @abstractmethod
     def executor(self, runner: ModelRunner) -> Executor:
         """What computes the engine's steps. Called once, by ``Engine.load`` when the model is there."""
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027  those of a part of a model are there since ``runner``
         """Returns when the ranks take part; called once, after the engine is loaded.
 
         Raises:
             GroupError: they cannot be had.
         """
 
-    def occupied(self, busy: bool) -> None:
-        """Says whether the engine has requests; called by its thread. Groups whose ranks do nothing else ignore it."""
+    def occupied(self, busy: bool) -> None:  # noqa: B027  to many it is all the same
+        """Says whether the engine has requests; called by its thread."""
 
+    @abstractmethod
     def state(self) -> GroupState | None:
         """Who takes part; None before the engine is loaded."""
 
@@ -52,6 +58,12 @@ class Ranks(Protocol):
 
         None where that cannot be metered from here, or computes for others, too.
         """
+        return None
 
+    def times(self) -> list[StepTimes]:
+        """What the latest steps took; none where steps are not taken apart by rank."""
+        return []
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the ranks and what watches them. Harmless when repeated."""

@@ -13,47 +13,28 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
 from typing import overload
 
-from actors.cache_access import CacheAccess, identity_of
+from actors.description import Description, ReplicaError, identity_of
 from actors.live import Abort, Arrived, Command, Live
-from actors.lookahead.executor import GroupState
 from actors.ranks import Ranks
-from cache_service.mirror.mirror import Mirror, MirrorCounts
+from cache_service.access import CacheAccess
+from cache_service.mirror.mirror import Mirror
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
-from engine.engine import Engine, EngineCounts
+from engine.engine import Engine
 from engine.errors import QueueFullError, RequestError, one_line
-from engine.loading.model import ModelInfo
 from engine.measures.energy import EnergyMeter, measure_idle, open_meter
-from engine.measures.energy_ledger import EnergyCounts
-from engine.measures.metrics import MetricsCounts
-from engine.measures.strategy_counts import StrategyCounts
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
+SETTLED_S = 5.0  # after the start: until then the other processes of a server need the processors
 STALL_S = 120.0  # a step that takes longer is taken for a hang
 ANNOUNCE_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
+STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many are computed: each event costs all of them time
+MANY = 4  # requests that emit in a step
 IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
-
-
-class ReplicaError(RuntimeError):
-    """The replica cannot serve: its engine failed for good, hangs, or was stopped. It has to be replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a replica serves, how busy it is, and how it gets on with the cluster's memory."""
-
-    info: ModelInfo
-    counts: EngineCounts
-    cache: MirrorCounts | None  # None where nothing is shared
-    group: GroupState | None = None  # the ranks that share its steps; None where it computes alone
-    strategies: tuple[StrategyCounts, ...] = ()  # its requests that have ended, by who drafted for them
-    energy: EnergyCounts | None = None  # None where nothing is metered
-    metrics: MetricsCounts | None = None
 
 
 class Replica:
@@ -93,7 +74,7 @@ class Replica:
         with contextlib.ExitStack() as parts:
             parts.callback(self._close_parts)  # they do not outlive a replica that cannot start
             if ranks is None:
-                self._engine = Engine.load(model, engine, speculation)
+                self._engine = Engine.load(model, engine, speculation, put_off=True)
             else:
                 self._engine = Engine.load(model, engine, speculation, ranks.world_size, ranks.executor, ranks.runner)
             self._info, self._counts = self._engine.info, self._engine.counts()
@@ -104,6 +85,7 @@ class Replica:
                 self._open_meter(meter)
             parts.pop_all()
         self._engine.before_suspect = self._announce
+        self._chores_from_s = time.monotonic() + SETTLED_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -193,8 +175,7 @@ class Replica:
         memory = self._engine.memory
         if cache is None or memory is None:
             return None
-        arguments = (cache.options, cache.url, cache.secret, identity_of(self._info), cache.tenants)
-        mirror = Mirror(*arguments, memory, lambda: self._inbox.put(Arrived()))
+        mirror = Mirror(cache, identity_of(self._info), memory, lambda: self._inbox.put(Arrived()))
         mirror.start(cache.options.start_timeout_s)
         return mirror
 
@@ -217,6 +198,8 @@ class Replica:
                     self._step()
                     self._counts = self._engine.counts()
                     self._tell_ranks()
+                elif self._until_chore_s() == 0.0:
+                    self._engine.chore()
         except Exception as error:
             logger.exception("the engine's thread ends")
             fault = f"the engine failed: {one_line(error)}"
@@ -234,7 +217,7 @@ class Replica:
         wait = not self._engine.has_work and not self._unapplied
         while True:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(wait, self._until_chore_s() if wait else None)
             except queue.Empty:
                 return True
             wait = False
@@ -244,6 +227,12 @@ class Replica:
                 self._abort(command.request_id)
             elif isinstance(command, Live):
                 self._add(command)
+
+    def _until_chore_s(self) -> float | None:
+        """Until a piece of what was put off may be done; None where nothing is left of it."""
+        if not self._engine.has_chores:
+            return None
+        return max(self._chores_from_s - time.monotonic(), 0.0)
 
     def _add(self, live: Live) -> None:
         request_id = live.request.request_id
@@ -291,8 +280,13 @@ class Replica:
         finally:
             self._step_began = None
         self._failed_steps = 0
+        now_s, period_s = time.monotonic(), STREAM_PERIOD_S if len(outputs) >= MANY else 0.0
         for output in outputs:
-            self._deliver(output)
+            self._deliver(output, now_s, period_s)
+        told = {output.request_id for output in outputs}
+        for request_id, live in self._live.items():
+            if live.held is not None and request_id not in told:  # nobody knows when it will be computed again
+                live.put(StepOutput(request_id, (), ""))
 
     def _announce(self, suspect: Request) -> None:
         live = self._live.get(suspect.request_id)
@@ -301,15 +295,14 @@ class Replica:
             live.put(StepOutput(suspect.request_id, (), ""))
             time.sleep(ANNOUNCE_S)
 
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput, now_s: float, period_s: float) -> None:
         live = self._live.get(output.request_id)
         if live is None:
             return  # aborted
         self._publish(live, output.finish_reason is not None)
         if output.finish_reason is not None:
             del self._live[output.request_id]
-            live.put(output)
-        elif not live.put(output):
+        if not live.tell(output, now_s, period_s):
             self._abort(output.request_id)
 
     def _fail_step(self, error: Exception) -> None:

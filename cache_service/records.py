@@ -149,13 +149,15 @@ def _delta_fields(delta: CacheDelta) -> tuple[int, int, int, int]:
     return delta.text >> 16, delta.text & 0xFFFF, delta.offset | (_FINAL if delta.final else 0), count
 
 
-def decode_batch(data: bytes, vocab_size: int) -> TextBatch:
-    """The batch of these bytes.
+def decode_batch(data: bytes | None, vocab_size: int) -> TextBatch:
+    """The batch of these bytes; None stands for an entry of a stream that holds none.
 
     Raises:
         CorruptRecordError: the bytes are no batch of tokens of this vocabulary. No other exception, whatever the bytes.
     """
     width = token_width(vocab_size)
+    if data is None:
+        raise CorruptRecordError("an entry without a record")
     if not _HEADER.size + _CHECKSUM.size <= len(data) <= MAX_BATCH_BYTES:
         raise CorruptRecordError(
             f"{len(data)} bytes; a record takes between {_HEADER.size + _CHECKSUM.size} and {MAX_BATCH_BYTES}"

@@ -39,15 +39,9 @@ class Ledger:
     """
 
     def __init__(self, epoch: int = 0, removed: Iterable[tuple[int, float]] = (), evicted: Iterable[int] = ()) -> None:
-        """
-        Args:
-            epoch: deletions of the tenant so far.
-            removed: request hashes, and when each was removed.
-            evicted: text keys, the oldest first.
-        """
         self.epoch = epoch
-        self.removed: dict[int, float] = dict(removed)
-        self.evicted: dict[int, None] = dict.fromkeys(evicted)  # in the order of eviction
+        self.removed: dict[int, float] = dict(removed)  # request hashes, and when each was removed
+        self.evicted: dict[int, None] = dict.fromkeys(evicted)  # text keys in the order of eviction
 
     def allows(self, text: int) -> bool:
         """Whether pieces of this text are applied."""

@@ -31,19 +31,6 @@ from configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, tenancy_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-_SLICES: dict[str, type] = {
-    "model": ModelOptions,
-    "engine": EngineOptions,
-    "speculation": SpeculationOptions,
-    "parallelism": ParallelismOptions,
-    "server": ServerOptions,
-    "cache": CacheOptions,
-    "tenancy": TenancyOptions,
-    "limits": LimitsOptions,
-    "audit": AuditOptions,
-    "baseline": BaselineOptions,
-}
-
 MAX_WORLD_SIZE = 64
 _WORLD_SIZES = f"1 to {MAX_WORLD_SIZE}, or auto"
 _CENTURY_S = 100 * 366 * 86400
@@ -132,6 +119,9 @@ class Config(BaseModel):
         if faults:
             raise PydanticCustomError("tenancy", "{faults}", {"faults": "; ".join(faults)})
         return self
+
+
+_SLICES: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items() if name != "redis_url"}
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -93,13 +93,12 @@ def replay_workload(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     counts = ReplayCounts()
     drafter = make_drafter()
-    drafter.scale(ranks)
     if drafter.needs_logits:
         raise ValueError(f"{type(drafter).__name__} drafts from the target's logits, which known outputs do not have")
     for number, text in enumerate(texts):
         if number and not keep_history:
             drafter = make_drafter()
-            drafter.scale(ranks)
+        drafter.ranks = ranks
         _Replay(drafter, text, f"{id_prefix}{number}", tenant, budget * ranks, vocab_size, clock, counts).run()
         on_record()
     return counts

@@ -17,11 +17,12 @@ from decoding.tree import Int32Array
 from decoding.verify.grammar import Grammar
 
 __all__ = [
-    "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "Acceptance", "FinishReason", "Request",
-    "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash", "request_of",
-    "text_key",
+    "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "PUBLIC", "Acceptance", "FinishReason",
+    "Request", "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash",
+    "request_of", "text_key",
 ]  # fmt: skip
 
+PUBLIC = "*"  # the tenant whose texts all tenants draft from
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
 CLEARED_TOKENS = 16  # that a suspect emits alone: what an engine had not told of when it ended is of a step or two
 _CHOICE_BITS = 16  # of a text key

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class FinishReason(enum.StrEnum):
@@ -89,3 +92,34 @@ class StepOutput:
     report: StepReport | None = None  # where the request asks for it
     # Of the first output with tokens, where the request asks for it: one for each token of the prompt from the second on.
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Consecutive outputs of a choice as one; of none, one without tokens.
+
+    Example: ``(7,) "ab"`` and ``(8, 9) "c"`` are ``(7, 8, 9) "abc"``.
+    """
+    if not outputs:
+        return StepOutput("", (), "")
+    if len(outputs) == 1:
+        return outputs[0]
+    changes: dict[str, Any] = {}
+    for part in dataclasses.fields(StepOutput):
+        values = [value for output in outputs if (value := getattr(output, part.name)) is not None]
+        if part.name == "text":
+            changes["text"] = "".join(values)
+        elif values and isinstance(values[0], tuple):  # token ids, log-probabilities: one after the other
+            changes[part.name] = tuple(item for value in values for item in value)
+        elif values:
+            changes[part.name] = values[-1]
+    return StepOutput(**changes)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetCounts:
+    """What a budget has decided since its start."""
+
+    asked: int = 0  # times that a request was asked for rows
+    offered: int = 0  # rows that were found likely enough to be looked at
+    granted: int = 0  # of these, rows that were drafted
+    least_chance: float = 0.0  # of the latest step: a row of a lower chance does not pay

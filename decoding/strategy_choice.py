@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decoding.drafters import Drafter
+    from decoding.drafters.base import Drafter
 
 _NEXT_OPTION = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")  # a comma before the next name: a value may hold commas of its own
 

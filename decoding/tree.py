@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from decoding.verify.rules import Rule
 
 Int32Array = npt.NDArray[np.int32]
 Int8Array = npt.NDArray[np.int8]
 BoolArray = npt.NDArray[np.bool_]
 
+# ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
+SOURCES = (
+    "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
+    "history", "draft_model", "grammar",
+)  # fmt: skip
 _NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of a root alone
 
 
@@ -19,7 +28,7 @@ _NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of 
 class DraftTree:
     """Tokens to compute below the committed sequence. Row 0 is the root: the last committed token, whose KV is not cached yet.
 
-    ``parents[i] < i``, so one pass from the left yields depths, mask and paths. Parents are the truth; the mask is derived.
+    ``parents[i] < i``, so one pass from the left yields depths, masks and paths.
     Plain decoding is the tree of one row.
 
     Example: root 7 with the branches 1 2 and 3 is ``tokens=[7, 1, 2, 3]``, ``parents=[-1, 0, 1, 0]``, ``depths=[0, 1, 2, 1]``.
@@ -29,6 +38,7 @@ class DraftTree:
     parents: Int32Array  # [n], parents[0] == -1
     sources: Int8Array  # [n], which drafter proposed the row: survives merging, feeds metrics
     num_candidates: int  # rows below this may be accepted; later rows only feed the drafter (jacobi window)
+    rule: Rule | None = None  # how a tree as it is proposed is to be verified; None: by ``verify_exact``, which keeps the output
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -40,7 +50,7 @@ class DraftTree:
         Args:
             root: the last committed token.
             draft: [n - 1] token ids that may follow it.
-            source: the id of the drafter (see ``decoding.drafters.base.SOURCES``).
+            source: the id of the drafter (see ``SOURCES``).
         """
         n = len(draft) + 1
         if n == 1 and source == 0:  # plain decoding, every step of it
@@ -50,11 +60,12 @@ class DraftTree:
         tokens[1:] = draft
         return cls(tokens, np.arange(-1, n - 1, dtype=np.int32), np.full(n, source, np.int8), n)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every row continues the row before it."""
-        n = len(self.parents)
-        return n == 1 or bool((self.parents[1:] == np.arange(n - 1, dtype=np.int32)).all())
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int], sources: Sequence[int] | int) -> DraftTree:
+        """The tree of some rows, all of them candidates; one source is that of all rows but the root."""
+        of_rows = np.full(len(tokens), sources, np.int8) if isinstance(sources, int) else np.array(sources, np.int8)
+        of_rows[0] = 0
+        return cls(np.array(tokens, np.int32), np.array(parents, np.int32), of_rows, len(tokens))
 
     def depths(self) -> Int32Array:
         """[n] int32, the number of edges from the root."""
@@ -64,17 +75,6 @@ class DraftTree:
 
             fill_depths(_own(self.parents), depths)
         return depths
-
-    def ancestor_mask(self) -> BoolArray:
-        """[n, n] bool: row i sees row j if j is i or an ancestor of i."""
-        n = len(self.parents)
-        if self.is_chain:
-            return np.tri(n, dtype=np.bool_)
-        from decoding.verify.tree_rows import fill_mask
-
-        mask = np.empty((n, n), np.bool_)
-        fill_mask(_own(self.parents), mask)
-        return mask
 
     def path(self, row: int) -> list[int]:
         """Rows from below the root down to ``row``; empty for the root."""

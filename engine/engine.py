@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.budget.attribution import step_report
-from decoding.drafters import LOSSLESS, Drafter, build_drafters, check_drafters
-from decoding.drafters.base import count_step
+from decoding.drafters import LOSSLESS, build_drafters, check_drafters
+from decoding.drafters.base import Drafter, count_step
 from decoding.request import FinishReason, Request, StepOutput
 from decoding.sources.history import Histories
 from decoding.strategy_choice import parse_strategy
@@ -24,10 +23,11 @@ from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
-from engine.loading.model import LoadedModel, ModelInfo, load_model
-from engine.measures.energy import EnergyMeter
+from engine.loading.model import LoadedModel, load_model
+from engine.loading.model_info import ModelInfo
+from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
-from engine.measures.metrics import EngineMetrics, MetricsCounts
+from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
 from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.planner import StepPlanner
 from engine.scheduling.placement import SlotPlacement
@@ -48,7 +48,14 @@ def load_runner(
         ModelLoadError: the model cannot be used, or its slots do not fit.
     """
     loaded = load_model(model)
-    return loaded, runner_over(loaded, options, speculation, world_size)
+    runner = runner_over(loaded, options, speculation, world_size)
+    _grammars_of(runner).prepare()
+    return loaded, runner
+
+
+def _grammars_of(runner: ModelRunner) -> Grammars:
+    assert runner.grammars is not None, "``runner_over`` gives it some"
+    return runner.grammars
 
 
 def runner_over(
@@ -58,24 +65,14 @@ def runner_over(
     world_size: int,
     make: RunnerMaker = make_runner,
 ) -> ModelRunner:
-    """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given."""
+    """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given.
+
+    Its grammars are not prepared.
+    """
     capacity = loaded.max_model_len + speculation.most_draft_tokens * world_size
     runner = make(loaded.model, capacity, options)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-    runner.grammars.prepare()
     return runner
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Requests and slots at this moment."""
-
-    running: int
-    waiting: int
-    free_slots: int
-    prefix_queries: int = 0  # tokens of requests that might find their KV there, since the start
-    prefix_hits: int = 0  # of these, tokens that did and were not computed
-    preemptions: int = 0  # since the start
 
 
 class Engine:
@@ -95,15 +92,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerFast | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """
-        Args:
-            executor: computes steps.
-            drafter: guesses continuations.
-            options: of the step loop.
-            max_draft_rows: see ``Scheduler``.
-            info: of the model.
-            tokenizer: without one, outputs carry token ids and no text, and stop strings are refused.
-            grammars: of the model; without them requests with a grammar are refused.
+        """Without a tokenizer outputs carry token ids and no text, and stop strings are refused; without grammars they are, too.
 
         Raises:
             ValueError: an option outside its range.
@@ -117,8 +106,9 @@ class Engine:
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
         self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs)
         self._by_strategy = CountsByStrategy(info.choices)
-        self._ledger: EnergyLedger | None = None
+        self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
+        self._chores: list[Iterator[None]] = []
         self.in_step: tuple[str, ...] = ()  # requests that the last step computes; none until it is planned
         self.before_suspect: Callable[[Request], None] | None = None  # is told of a step that computes a suspect
 
@@ -131,16 +121,15 @@ class Engine:
         world_size: int = 1,
         executor: Callable[[ModelRunner], Executor] = LocalExecutor,
         make: RunnerMaker = make_runner,
+        put_off: bool = False,
     ) -> Engine:
         """An engine with its model in this process.
 
         Args:
-            model: what to load.
-            options: of the step loop.
-            speculation: of the drafter.
             world_size: the most ranks that will ever share a step: trees are as many times as large.
             executor: makes the executor over this process's model.
             make: makes the runner of this process's model, of which it may keep a part (``engine.forward.sharded``).
+            put_off: what only makes drafts faster is made by ``chore``, unless it was kept before.
 
         Raises:
             ModelLoadError: the model, or the draft model, cannot be used.
@@ -162,14 +151,42 @@ class Engine:
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
             slots, rows = options.max_running, options.max_step_tokens
-            drafter.attach(load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows))
-        drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        return cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars)
+            small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
+            drafter.draft_model = small
+        chores: list[Iterator[None]] | None = [] if put_off else None
+        drafter.prepare(LocalTarget(runner, info, loaded.tokenizer, chores=chores))
+        engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars)
+        engine._chores = chores or []
+        if put_off:
+            engine._chores.insert(0, _grammars_of(runner).chore())
+        else:
+            _grammars_of(runner).prepare()
+        return engine
 
     @property
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
         return bool(self._requests)
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether something is left for ``chore`` to do."""
+        return bool(self._chores)
+
+    def chore(self) -> None:
+        """Does a piece of what was put off at the start, which takes about as long as a step. KV slots are written to.
+
+        A failure costs speed alone: it is logged, and what failed is not tried again.
+        """
+        assert not self._requests, "no request runs or waits"
+        try:
+            next(self._chores[0])
+            return
+        except StopIteration:
+            logger.debug("what makes drafts faster is made")
+        except Exception:
+            logger.exception("what would make drafts faster could not be made")
+        del self._chores[0]
 
     @property
     def memory(self) -> Histories | None:
@@ -192,11 +209,11 @@ class Engine:
         Args:
             meter: of all devices that compute the steps. One that tells nothing changes nothing.
         """
-        self._ledger = EnergyLedger(meter) if meter.works else None
+        self._ledger = EnergyLedger(meter)
 
     def energy(self) -> EnergyCounts | None:
         """What the steps have used; None where nothing is metered. From any thread."""
-        return None if self._ledger is None else self._ledger.counts()
+        return self._ledger.counts()
 
     def by_strategy(self) -> tuple[StrategyCounts, ...]:
         """Counts of the requests that have ended, the strategy of those that ask for none first. From any thread."""
@@ -261,17 +278,14 @@ class Engine:
         self._release(request, reason)
         return True
 
-    def fail_all(self, message: str) -> list[StepOutput]:
-        """Ends every live request with an error, after a step that failed; the engine is empty then."""
-        return [self._fail(request, message) for request in list(self._requests.values())]
-
     def step(self) -> list[StepOutput]:
         """One forward for all running requests. What goes wrong with one of them behind it ends that one alone, with an error.
 
         Returns:
             An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
         """
-        self._begin()
+        self.in_step = ()
+        self._ledger.begin()
         works = self._planner.plan(self._executor.width)
         if not works:
             return []
@@ -281,11 +295,6 @@ class Engine:
         self._metrics.stepped(works, forward_s)
         return outputs
 
-    def _begin(self) -> None:
-        self.in_step = ()
-        if self._ledger is not None:
-            self._ledger.begin()
-
     def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
         """Computes the works of a step: what came of each, None for a part of a prompt; the seconds it took; when it was done."""
         self.in_step = tuple(work.request.request_id for work in works)
@@ -294,8 +303,7 @@ class Engine:
         started_s = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
         ended_s = time.perf_counter()
-        if self._ledger is not None:
-            self._ledger.computed(works)
+        self._ledger.computed(works)
         for work, outcome in zip(works, outcomes, strict=True):
             work.request.stats.forward_s += ended_s - started_s
             if outcome is None:
@@ -356,8 +364,7 @@ class Engine:
         self._executor.end(request)
         del self._requests[request.request_id]
         self._outputs.end(request)
-        if self._ledger is not None:
-            self._ledger.ended(request, last=not self._requests)
+        self._ledger.ended(request, last=not self._requests)
         self._by_strategy.add(request)
         self._metrics.ended(request)
         if not request.plain:

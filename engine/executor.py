@@ -54,9 +54,7 @@ class Executor(Protocol):
 
         Such tokens count as computed. The last one never does: there is always a row to compute.
 
-        Args:
-            request: with its ``scope`` set.
-            free: slots to choose from, at least one, the one that was released longest ago first.
+        ``free`` are the slots to choose from, at least one, the one that was released longest ago first.
         """
         ...
 
@@ -65,11 +63,7 @@ class Executor(Protocol):
         ...
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Asserts that what is known of the slots is right, between steps.
-
-        Args:
-            running: all requests that have a slot.
-        """
+        """Asserts, between steps, that what is known of the slots is right; ``running`` are all requests that have one."""
         ...
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
@@ -99,20 +93,13 @@ class Verifier:
     """
 
     def __init__(self, grammars: Grammars | None = None) -> None:
-        """
-        Args:
-            grammars: of the model; without them requests have none.
-        """
         self._grammars = grammars
         self._rules: dict[str, LogitRules] = {}  # by the id of a live request
 
     def verify(self, work: Work, target: TargetRows, root: torch.Tensor | None = None) -> Outcome:
-        """What the target keeps of a tree.
+        """What the target keeps of a tree, below whose rows the model said ``target``.
 
-        Args:
-            work: with a tree.
-            target: what the model said below the tree's rows.
-            root: [vocab] the logits below the root, on the host, where they are read and are on another device.
+        ``root`` are the [vocab] logits below the root, on the host, where they are read and are on another device.
         """
         request, tree, ids = work.request, work.tree, target.ids
         assert tree is not None
@@ -196,10 +183,7 @@ class LocalExecutor:
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """See ``Executor``."""
-        found = self._cache.prefixes.place(request.tokens, request.scope, free)
-        if found.source is not None:
-            self._cache.copy(found.source, found.slot, found.length, found.start)
-        return found.slot, found.length
+        return self._cache.place(request.tokens, request.scope, free)
 
     def end(self, request: Request) -> None:
         """See ``Executor``."""
@@ -258,10 +242,7 @@ class LocalExecutor:
 def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
     """[vocab] logits below the roots of the works that read them, copied to the host together, by row; none where they are there.
 
-    Args:
-        works: of the step.
-        starts: of each work, the row of its root; None without a tree.
-        logits: [m, vocab] of the step.
+    ``starts`` are the rows of the roots in the step's [m, vocab] logits, None without a tree.
     """
     if logits.is_cpu:
         return {}

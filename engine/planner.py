@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 
 from decoding.budget.latency import StepLoad
-from decoding.drafters import Drafter
+from decoding.drafters.base import Drafter
 from decoding.tree import DraftTree
 from decoding.verify.grammar import permitted
-from decoding.verify.rules import Rule
 from engine.forward.batch import Work
-from engine.loading.model import ModelInfo
+from engine.loading.model_info import ModelInfo
 from engine.scheduling.scheduler import Scheduler, Share
 from engine.text.outputs import Outputs
 
@@ -20,28 +19,14 @@ class StepPlanner:
     """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills."""
 
     def __init__(self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs) -> None:
-        """
-        Args:
-            scheduler: of the engine.
-            drafter: of the engine, prepared.
-            info: of the model.
-            outputs: of the live requests.
-        """
         self._scheduler, self._drafter, self._info, self._outputs = scheduler, drafter, info, outputs
-        self._width = 1  # ranks that the drafter drafts for
+        self._propose_s: float | None = None  # of the last step
 
     def plan(self, width: int) -> list[Work]:
-        """The work of the next step; empty when there is nothing to do.
-
-        Args:
-            width: ranks that will share it.
-        """
-        if width != self._width:
-            self._drafter.scale(width)
-            self._width = width
+        """The work of the next step, which ``width`` ranks will share; empty when there is nothing to do."""
+        self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
-        self._drafter.plan(_load(shares))
-        drafts, rules = self._draft([share for share in shares if share.draft_rows > 0], now)
+        drafts = self._draft([share for share in shares if share.draft_rows > 0], _load(shares, self._propose_s), now)
         rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
         works = []
         for share in self._scheduler.top_up(shares, rows):
@@ -51,22 +36,21 @@ class StepPlanner:
             tree = None
             if share.end == request.num_tokens:
                 tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
-            ends, rule = self._outputs.end_tokens(request), rules.get(request.request_id)
-            works.append(Work(request, request.num_computed, share.end, tree, ends, rule))
+            # A root alone: every rule is the target's own choice.
+            rule = None if tree is None or len(tree) == 1 else tree.rule
+            works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
         return works
 
-    def _draft(self, shares: Sequence[Share], began_s: float) -> tuple[dict[str, DraftTree], dict[str, Rule]]:
-        """Trees and, where they have one, the rules by which they are verified, by request."""
-        trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares])
-        propose_s = time.perf_counter() - began_s
-        self._drafter.timed(propose_s)
+    def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
+        """Trees by request."""
+        trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
+        propose_s = self._propose_s = time.perf_counter() - began_s
         drafts: dict[str, DraftTree] = {}
-        rules: dict[str, Rule] = {}
         for share, tree in zip(shares, trees, strict=True):
             request = share.request
             request.stats.propose_s += propose_s
             drafts[request.request_id] = tree
-            if len(tree.tokens) == 1:  # the target's own choice under every rule
+            if len(tree.tokens) == 1:
                 continue
             kept = drafts[request.request_id] = tree.clipped(
                 share.draft_rows + 1,
@@ -74,17 +58,15 @@ class StepPlanner:
                 self._info.vocab_size,
                 self._info.max_model_len - request.num_tokens,
             )
-            rule = self._drafter.rule(request)
-            if rule is not None and len(kept) > 1:
-                rules[request.request_id] = rule
-            elif request.grammar is not None:  # a rule counts on all that was drawn
+            kept.rule = tree.rule
+            if kept.rule is None and request.grammar is not None:  # a rule counts on all that was drawn
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
-        return drafts, rules
+        return drafts
 
 
-def _load(shares: Sequence[Share]) -> StepLoad:
-    """What a step computes before anything is drafted."""
+def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:
+    """What a step computes before anything is drafted; it took so long to draft for the one before."""
     rows = context = prefill_rows = 0
     for share in shares:
         request = share.request
@@ -93,4 +75,4 @@ def _load(shares: Sequence[Share]) -> StepLoad:
         context += request.num_computed
         if request.num_computed < request.num_tokens - 1:
             prefill_rows += computed
-    return StepLoad(len(shares), rows, context, prefill_rows)
+    return StepLoad(len(shares), rows, context, prefill_rows, propose_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
 from decoding.tree import Int32Array
 from engine.forward.runner import ModelRunner
-from engine.loading.model import ModelInfo
-from engine.loading.model_tables import bigram_table, cached_table, unigram_ranking
+from engine.loading.model_info import ModelInfo
+from engine.loading.model_tables import bigram_rows, bigram_table, cached_table, keep_table, kept_table, unigram_ranking
 from engine.measures.calibration import CalibrationFile
+from engine.measures.latency import glance
 
+_CHORE_ROWS = 64  # of a forward that somebody may come to wait for
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
 
 
@@ -28,28 +30,27 @@ class LocalTarget:
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
         folder: Path | None = None,
-        bos: bool | None = None,
+        chores: list[Iterator[None]] | None = None,
     ) -> None:
         """
         Args:
             runner: of the model.
-            info: of the model.
-            tokenizer: of the model.
+            info: of it, too.
+            tokenizer: None where there is none.
             folder: where tables and the latency curve are kept; the user's cache when absent.
-            bos: whether the bigram table sees a beginning of sequence before each token; as the tokenizer does it when absent.
-
-        Raises:
-            ValueError: ``bos`` is asked for and the tokenizer has no such token.
+            chores: where what takes long is put off to, a piece at a time; until it is done there are sensible values. All is
+                done at once when absent.
         """
         self.vocab_size = info.vocab_size
         self.end_token_ids = info.eos_token_ids
         self.max_model_len = info.max_model_len
         self._runner, self._tokenizer = runner, tokenizer
-        self._folder = folder
-        self._bos = _bos_token(tokenizer, bos)
+        self._folder = cache_folder() if folder is None else folder
+        self._bos = _bos_token(tokenizer)
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._curve: LatencyCurve | None = None
+        self._chores = chores
 
     def bigram_table(self, width: int) -> Int32Array:
         """See ``Target``: [vocab, width] int32. Built when asked for the first time for a model: a forward over its vocabulary.
@@ -60,12 +61,27 @@ class LocalTarget:
         self._check_width(width)
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
         context = "alone" if self._bos is None else f"bos{self._bos}"
-        table = self._cached(
-            f"bigram-{kept}-{context}",
-            (self.vocab_size, kept),
-            lambda: bigram_table(self._runner, self.vocab_size, kept, self._bos),
-        )
-        return np.ascontiguousarray(table[:, :width])
+        name, shape = f"{self._revision}-bigram-{kept}-{context}", (self.vocab_size, kept)
+        if self._chores is None or kept_table(self._folder, name, shape, self.vocab_size) is not None:
+            table = cached_table(
+                self._folder, name, shape, self.vocab_size,
+                lambda: bigram_table(self._runner, self.vocab_size, kept, self._bos),
+            )  # fmt: skip
+            return np.ascontiguousarray(table[:, :width])
+        given = np.zeros((self.vocab_size, width), np.int32)
+        self._chores.append(self._fill_bigrams(name, np.empty(shape, np.int32), given))
+        return given
+
+    def _fill_bigrams(self, name: str, table: Int32Array, given: Int32Array) -> Iterator[None]:
+        """Writes the table that was given before, a few tokens at a time."""
+        kept = kept_table(self._folder, name, table.shape, self.vocab_size)  # who asked before may have had it made
+        if kept is not None:
+            given[:] = kept[:, : given.shape[1]]
+            return
+        for done in bigram_rows(self._runner, table, self._bos, _CHORE_ROWS):
+            given[:done] = table[:done, : given.shape[1]]
+            yield
+        keep_table(self._folder, name, table)
 
     def unigram_ranking(self, width: int) -> Int32Array:
         """See ``Target``: [width] int32.
@@ -79,29 +95,30 @@ class LocalTarget:
         return ranking[:width].copy()
 
     def latency(self) -> LatencyCurve:
-        """See ``Target``: as it was measured on this device before, or is now. Asked again, it is the same."""
+        """See ``Target``: as it was measured on this device before, or is now; a rough one until it is, where that is put off."""
         if self._curve is None:
-            self._curve = CalibrationFile(self._kept_in(), self._runner, self._info).curve()
+            file = CalibrationFile(self._folder, self._runner, self._info)
+            self._curve = file.curve() if self._chores is None else file.kept()
+            if self._curve is None and self._chores is not None:
+                self._curve = glance(self._runner, self.max_model_len)
+                self._chores.append(self._calibrate(file))
+        assert self._curve is not None
         return self._curve
+
+    def _calibrate(self, file: CalibrationFile) -> Iterator[None]:
+        self._curve = yield from file.curve_in_pieces()
 
     def _check_width(self, width: int) -> None:
         if not 1 <= width <= self.vocab_size:
             raise ValueError(f"width must be between 1 and {self.vocab_size}, the size of the vocabulary, got {width}")
 
     def _cached(self, kind: str, shape: tuple[int, ...], build: Callable[[], Int32Array]) -> Int32Array:
-        return cached_table(self._kept_in(), f"{self._revision}-{kind}", shape, self.vocab_size, build)
-
-    def _kept_in(self) -> Path:
-        return cache_folder() if self._folder is None else self._folder
+        return cached_table(self._folder, f"{self._revision}-{kind}", shape, self.vocab_size, build)
 
 
-def _bos_token(tokenizer: PreTrainedTokenizerFast | None, wanted: bool | None) -> int | None:
-    """The token that stands before each one in the bigram table, or None."""
+def _bos_token(tokenizer: PreTrainedTokenizerFast | None) -> int | None:
+    """The beginning of sequence that stands before each token in the bigram table, where the tokenizer begins a text with one."""
     token = None if tokenizer is None else tokenizer.bos_token_id
-    if wanted and token is None:
-        raise ValueError("bos is asked for, but the tokenizer has no token for the beginning of a sequence")
-    if token is None or wanted is False:
-        return None
-    if wanted is None and tokenizer is not None and tokenizer("a").input_ids[:1] != [token]:
+    if tokenizer is None or token is None or tokenizer("a").input_ids[:1] != [token]:
         return None
     return int(token)

@@ -1,1 +1,1 @@
-"""What drives the system from outside: training the demo model, measuring it, comparing it, and the records of each run."""
+"""What drives the system from outside: measurements, faults, the training of the demo model, and records."""

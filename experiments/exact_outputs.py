@@ -14,15 +14,12 @@ them, transformers against itself, and vLLM against itself where ``--vllm`` name
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,22 +28,22 @@ import torch
 
 from actors.offline_group import OfflineGroup, OfflinePrompt
 from actors.ranks import GroupError
-from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord
+from cluster.cli.generate.prompt_file import PromptRecord
 from configs.schema import find_model
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine, load_runner
-from engine.errors import ModelLoadError
-from engine.loading.model import load_tokenizer
 from engine.text.chat import render_chat
-from experiments.compare_revisions import compare
-from experiments.guided import SIZES, random_model
+from engine.text.tokenizer import load_tokenizer
+from experiments.bench.engines.guided import SIZES, random_model
+from experiments.bench.options import add_model
+from experiments.bench.record import ROOT, KeptLines, git_state
+from experiments.bench.run import Bench, Results, Run, run
+from experiments.bench.workloads import first_that_fit, read_workloads, run_engine
 from experiments.peers.contestants import Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.record import ROOT, git_state, write_record
-from experiments.run_options import DTYPES, parsed, refused, run_parser
-from experiments.workloads import first_that_fit, read_workloads, run_engine
+from experiments.peers.revisions import compare
 
 DRAWS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 7})
 DRAFTING = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN})
@@ -112,16 +109,8 @@ class Kept:
 
     def __init__(self, path: Path, setting: dict[str, Any]) -> None:
         """Reads what is there; raises ``ValueError`` where it is of another setting."""
-        self._path, self._found = path, dict[tuple[str, str], list[int]]()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) != setting:
-            raise ValueError(f"--kept {path.name} is of another model, setting or revision: delete it, or name another file")
-        for line in lines[1:]:
-            case, ask, tokens = json.loads(line)
-            self._found[case, ask] = tokens
-        self._file = path.open("a", encoding="utf-8")
-        if not lines:
-            print(json.dumps(setting), file=self._file, flush=True)
+        self._lines = KeptLines(path, setting)
+        self._found: dict[tuple[str, str], list[int]] = {(case, ask): tokens for case, ask, tokens in self._lines.found}
 
     def missing(self, case: str, asks: Sequence[Ask]) -> list[Ask]:
         """Those without an answer."""
@@ -130,7 +119,7 @@ class Kept:
     def add(self, case: str, ask: str, tokens: Sequence[int]) -> None:
         """Keeps an answer."""
         self._found[case, ask] = list(tokens)
-        print(json.dumps([case, ask, list(tokens)]), file=self._file, flush=True)
+        self._lines.add([case, ask, list(tokens)])
 
     def answers(self, case: str) -> dict[str, list[int]]:
         """By ask."""
@@ -316,29 +305,13 @@ def time_check(args: argparse.Namespace) -> list[float]:
     return found
 
 
-def print_tables(results: dict[str, Any]) -> None:
-    """A line for each case."""
-    for row in results.get("cases", []) + results.get("peers", []):
-        print(f"{row['case']:<42} {row['equal']:>4} of {row['answers']:<4} are those of {row['with']}, {row['tokens']:,} tokens")
-    if "check_s" in results:
-        print(f"the check at start takes {statistics.median(results['check_s']):.2f} s")
-    against = results.get("against", {})
-    for who, row in against.get("start", {}).items():
-        seconds, most = statistics.median(row["seconds"]), max(row["peak_mib"])
-        print(f"{f'first token of a new process, {who}':<42} {seconds:.1f} s, {most:,.0f} MiB")
-    for name, row in against.get("cases", {}).items():
-        low, high = row["spread"]
-        speeds = f"{row['median']['this']:.1f} tok/s beside {row['median']['other']:.1f}"
-        print(f"{name:<42} {speeds}: {row['times_as_long']:.3f} times as long ({low:.3f} to {high:.3f})")
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, run: Run) -> Results:
     """All that was asked for."""
-    started = time.perf_counter()
+    with model_folder(args) as path:
+        return _measure(argparse.Namespace(**vars(args) | {"path": path}), run.progress.say)
 
-    def say(line: str) -> None:
-        print(f"[{(time.perf_counter() - started) / 60:5.1f} min] {line}", file=sys.stderr, flush=True)
 
+def _measure(args: argparse.Namespace, say: Say) -> Results:
     asks = read_asks(args)
     if args.against is not None:
         setting = {name: getattr(args, name) for name in ("path", "dtype", "threads", "context", "max_tokens")}
@@ -381,10 +354,9 @@ def model_folder(args: argparse.Namespace) -> Iterator[str]:
         yield folder
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table and writes the record; the exit code is 1 where an answer of ours differs."""
-    parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float16", *DTYPES[1:2]))
-    parser.set_defaults(model="smollm2-135m-instruct")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add_model(parser, "bfloat16", ("bfloat16", "float16", "float32"), "smollm2-135m-instruct")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights: --model 110m")
     parser.add_argument("--records", type=int, default=5, help="of each file, the first that fit")
@@ -399,18 +371,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timed-asks", type=int, default=22, help="with --against: greedy prompts")
     parser.add_argument("--rounds", type=int, default=3, help="with --against")
     parser.add_argument("--kept", type=Path, default=Path("exact-outputs.kept.jsonl"), help="file of the answers so far")
-    args = parsed(parser, argv, records=1, prompt_tokens=1, max_tokens=1, threads=1, rounds=1, peer_asks=0, timed_asks=1)
-    started = datetime.now(UTC)
-    try:
-        with model_folder(args) as args.path:
-            results = measure(args)
-    except (PromptFileError, ModelLoadError, GroupError, MissingPeerError, ValueError) as error:
-        return refused(error)
-    print_tables(results)
-    config = {key: value for key, value in vars(args).items() if key != "path"}
-    print(f"record: {write_record('exact-outputs', config, results, DRAWS[1]['seed'], started, 'cpu', args.out).name}")
-    return int(any(row["answers"] != row["equal"] for row in results.get("cases", [])))
+    parser.set_defaults(seed=DRAWS[1]["seed"])
 
+
+def other(results: Results, args: argparse.Namespace) -> list[str]:
+    """The cases with an answer of ours that is another one."""
+    rows = results.get("cases", [])
+    return [
+        f"{row['case']}: {row['equal']} of {row['answers']} as {row['with']}" for row in rows if row["answers"] != row["equal"]
+    ]
+
+
+BENCH = Bench(
+    "exact-outputs", __doc__ or "", measure, options,
+    dict.fromkeys(("records", "prompt_tokens", "max_tokens", "threads", "rounds", "timed_asks"), 1) | {"peer_asks": 0},
+    wrong=other, refuses=(GroupError, MissingPeerError),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(BENCH))

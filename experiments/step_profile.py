@@ -19,9 +19,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,89 +29,27 @@ import torch
 
 from configs.schema import find_model
 from configs.slices import Dtype, EngineOptions, ModelOptions
-from decoding.drafters import LOSSLESS, STRATEGIES, Drafter, build_drafter
+from decoding.drafters import LOSSLESS, STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from engine.executor import LocalExecutor
-from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
-from engine.loading.model import LoadedModel, load_model, load_tokenizer
+from engine.loading.model import LoadedModel, load_model
 from engine.target import LocalTarget
-from experiments.guided import SIZES, random_model
-from experiments.record import ROOT, write_record
-from experiments.run_options import parsed, run_parser
-from experiments.waiting_forward import WaitingForward
+from engine.text.tokenizer import load_tokenizer
+from experiments.bench.engines.guided import SIZES, random_model
+from experiments.bench.engines.phases import PHASES, PhaseClock
+from experiments.bench.engines.waiting_forward import WaitingForward
+from experiments.bench.options import add_model
+from experiments.bench.record import ROOT
+from experiments.bench.run import Bench, Results, Run, run
 
-PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)  # of requests that are not greedy; max_tokens is set for each
 _VOCAB = 50257  # of a random model without a tokenizer: GPT-2's
 
 
-class PhaseClock:
-    """Splits the steps of one engine into phases.
-
-    Example: ``execute`` runs from 10 to 20 ms and the forward in it from 11 to 18: 1 ms packed, 7 ms forward, 2 ms verified.
-    """
-
-    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]) -> None:
-        """
-        Args:
-            engine: whose steps are timed by ``step``.
-            executor: the engine's, as the drafter.
-            clock: seconds.
-        """
-        self._engine, self._clock = engine, clock
-        self._spans: dict[str, list[tuple[float, float]]] = {}
-        self._works: Sequence[Work] = ()  # of the step
-        for name, piece, method in (
-            ("schedule", engine._scheduler, "schedule"),
-            ("execute", executor, "execute"),
-            ("forward", executor.runner, "forward"),
-            ("observe", drafter, "observe"),
-        ):
-            setattr(piece, method, self._timed(name, getattr(piece, method)))
-
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if name == "execute":
-                self._works = args[0]
-            started = self._clock()
-            result = method(*args, **kwargs)
-            self._spans.setdefault(name, []).append((started, self._clock()))
-            return result
-
-        return timed
-
-    def step(self, batch: int) -> dict[str, float] | None:
-        """One step of the engine: seconds of each phase, drafted rows and emitted tokens of all requests.
-
-        None where anything was prefilled, or fewer than ``batch`` requests decoded.
-        """
-        self._spans.clear()
-        self._works = []  # set by ``execute``
-        started = self._clock()
-        outputs = self._engine.step()
-        ended = self._clock()
-        works: Sequence[Work] = self._works
-        if len(works) != batch or any(work.tree is None or work.end - work.start != 1 for work in works):
-            return None
-        (execute,), (forward,), (schedule,) = (self._spans[name] for name in ("execute", "forward", "schedule"))
-        observe = sum(end - start for start, end in self._spans.get("observe", ()))
-        return {
-            "schedule": schedule[1] - schedule[0],
-            "propose": execute[0] - started - (schedule[1] - schedule[0]),
-            "pack": forward[0] - execute[0],
-            "forward": forward[1] - forward[0],
-            "verify": execute[1] - forward[1],
-            "commit": ended - execute[1] - observe,
-            "observe": observe,
-            "drafted": sum(len(work.tree) - 1 for work in works if work.tree is not None),
-            "emitted": sum(len(output.token_ids) for output in outputs),
-        }
-
-
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Profiled:
     """A model with its KV slots, and tokens to cut prompts from."""
 
     loaded: LoadedModel
@@ -186,7 +123,7 @@ def summary(strategy: str, batch: int, sampled: bool, found: Sequence[dict[str, 
     }
 
 
-def load_bench(args: argparse.Namespace) -> Bench:
+def load_bench(args: argparse.Namespace) -> Profiled:
     """The model and the text of a run.
 
     Raises:
@@ -210,51 +147,24 @@ def load_bench(args: argparse.Namespace) -> Bench:
     if length > loaded.max_model_len:
         raise ValueError(f"--context and --max-tokens need {length} tokens, the model has {loaded.max_model_len}: lower them")
     runner = ModelRunner(loaded.model, max(args.batch), length + args.budget)
-    return Bench(loaded, runner, tokens, args.context, args.max_tokens)
+    return Profiled(loaded, runner, tokens, args.context, args.max_tokens)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases, prints a table and writes the record; the exit code."""
-    args, started = arguments(argv), datetime.now(UTC)
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All cases."""
     bench = load_bench(args)
     cases = []
-    print_head()
     with torch.inference_mode():
         for sampled, strategy, batch in itertools.product([False, True], args.strategy, args.batch):
-            if sampled and args.greedy:
-                continue
-            cases.append(bench.profile(strategy, batch, sampled, args))
-            print_case(cases[-1])
-    path = write_record(
-        "step-profile", vars(args), {"cases": cases}, args.seed, started, str(bench.loaded.model.device), args.out
-    )
-    print(f"record: {path}")
-    return 0
+            if not (sampled and args.greedy):
+                run.progress.say(f"{strategy}, {batch} at once, {'sampled' if sampled else 'greedy'}")
+                cases.append(bench.profile(strategy, batch, sampled, args))
+    return {"cases": cases}
 
 
-def print_head() -> None:
-    """The names of the columns."""
-    print("milliseconds of a step, medians")
-    print(
-        f"{'strategy':>16} {'batch':>5} {'':>7}",
-        *(f"{phase:>9}" for phase in PHASES),
-        f"{'step':>8} {'around':>7} {'tok/step':>8}",
-    )
-
-
-def print_case(case: dict[str, Any]) -> None:
-    """One line of the table."""
-    kind = "sampled" if case["sampled"] else "greedy"
-    times = (f"{case['ms'][phase]:9.3f}" for phase in PHASES)
-    print(
-        f"{case['strategy']:>16} {case['batch']:>5} {kind:>7}", *times,
-        f"{case['step_ms']:8.3f} {case['around']:>7.1%} {case['tokens_per_step']:>8.2f}", flush=True,
-    )  # fmt: skip
-
-
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = run_parser(__doc__, dtype="bfloat16", dtypes=get_args(Dtype)[1:])
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add_model(parser, "bfloat16", get_args(Dtype)[1:])
     parser.add_argument("--random-model", choices=sorted(SIZES), help="a Llama of random weights instead")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a random model; random tokens when absent")
     parser.add_argument("--text", type=Path, default=ROOT / "README.md", help="prompts are cut from it")
@@ -265,19 +175,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=64, help="most drafted rows of a request in a step")
     parser.add_argument("--steps", type=int, default=150, help="that are measured in each case")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="processor time of the engine's thread instead of time: on a busy machine, with one thread",
-    )
-    parser.add_argument(
-        "--waiting-ms", type=float, help="the forward waits so long and computes nothing, as the host does beside a GPU"
-    )
+    cpu = "processor time of the engine's thread instead of time: on a busy machine, with one thread"
+    parser.add_argument("--cpu-time", action="store_true", help=cpu)
+    waiting = "the forward waits so long and computes nothing, as the host does beside a GPU"
+    parser.add_argument("--waiting-ms", type=float, help=waiting)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
-    return parsed(parser, argv, context=1, max_tokens=1, steps=1, threads=1, batch=1)
 
+
+BENCH = Bench(
+    "step-profile", __doc__ or "", measure, options, dict.fromkeys(("context", "max_tokens", "steps", "threads", "batch"), 1)
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(BENCH))

@@ -30,12 +30,12 @@ settings.load_profile("outrider")
 def work_unit(nodeid: str) -> str:
     """The tests that one worker of pytest-xdist runs, one after another: those of a file, or all that start a Ray.
 
-    ``tests/cluster/test_cli.py::test_version`` is of the unit ``ray``: in two workers, the service that the tests of the cluster
+    ``tests/cluster/service/test_launch.py::test_check_port`` is of the unit ``ray``: in two workers, the service that these tests
     share would start twice, and Rays that start at once can choose the same ports.
     """
     file = nodeid.split("::")[0]
-    own = ("tests/actors/test_group.py", "tests/actors/test_own_ray.py")
-    return "ray" if file.startswith("tests/cluster/") or file in own else file
+    own = ("tests/actors/lookahead/test_group.py", "tests/actors/placement/test_own_ray.py")
+    return "ray" if file.startswith("tests/cluster/service/") or file in own else file
 
 
 class OneRay(LoadScopeScheduling):
@@ -63,3 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def circle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model that goes round in circles, and its tokenizer."""
+    from tests.cluster.circle import TOKENIZER, build_model
+
+    path = tmp_path_factory.mktemp("models") / "circle"
+    build_model().save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return path

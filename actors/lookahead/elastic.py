@@ -8,19 +8,18 @@ import threading
 import time
 
 import torch
-from transformers import PreTrainedModel
 
-from actors.lookahead.executor import GroupState, LookaheadParallelExecutor
+from actors.description import GroupState
+from actors.lookahead.executor import LookaheadParallelExecutor
 from actors.lookahead.link import LINK_ERRORS, Address
 from actors.lookahead.peer import Member, Peer
 from actors.lookahead.rank import RankServer
 from actors.placement.blocks import share_ranks
 from actors.placement.pinning import allowed_cores, own_cores, pin_thread
-from actors.ranks import GroupError
-from configs.slices import EngineOptions, ParallelismOptions
+from actors.ranks import GroupError, Ranks
+from configs.slices import ParallelismOptions
 from engine.executor import Executor, LocalExecutor
 from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ _AWAY_S = 0.1  # before a rank that follows somebody else is asked again
 _LOST_S = 5.0  # before a rank that failed in a step is asked again
 
 
-class Elastic:
+class Elastic(Ranks):
     """The ``Ranks`` of one replica of several, each of which leads its own requests and follows others while it has none.
 
     A replica with requests is *busy*. Everybody hears who is (the beats of ``RankServer``) and computes the same groups from it
@@ -45,6 +44,8 @@ class Elastic:
 
     Example: replicas 0 to 3, one request at 2: it has ranks 0 1 2 3. Another comes to 0: that one has 0 1, the first 2 3. When it
     has ended for half a second, the first has all four again.
+
+    It tells no devices: whose requests a replica computes changes from step to step, so that its counter is nobody's alone.
     """
 
     def __init__(
@@ -82,10 +83,6 @@ class Elastic:
         assert self._server is not None
         return self._server.address
 
-    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
-        """See ``Ranks``: each rank has the whole model."""
-        return make_runner(model, capacity, options)
-
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._options, REFILL_ROWS)
@@ -97,12 +94,7 @@ class Elastic:
         self._supervisor.start()
 
     def meet(self, own_rank: int, peers: dict[int, Address]) -> None:
-        """Says which replicas there are, as often as it is known anew; those that are not named are gone.
-
-        Args:
-            own_rank: this replica's number.
-            peers: addresses of the others, by number.
-        """
+        """Says this replica's number, and where the others are by theirs, as often as that is known; who is not named is gone."""
         assert own_rank not in peers, (own_rank, peers)
         with self._turn:
             self._rank, self._known = own_rank, dict(peers)
@@ -131,9 +123,6 @@ class Elastic:
         numbers = {member.number: rank for rank, member in ranks.items() if member is not None}
         refilling = tuple(sorted(numbers[number] for number in inner.refilling if number in numbers))
         return dataclasses.replace(inner, ready=tuple(sorted(ready)), refilling=refilling, width=len(inner.ready))
-
-    def devices(self) -> None:
-        """See ``Ranks``: whose requests a replica computes changes from step to step, so that its counter is nobody's alone."""
 
     def close(self) -> None:
         """See ``Ranks``."""

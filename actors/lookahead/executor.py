@@ -10,16 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.description import GroupState
 from actors.lookahead.link import LINK_ERRORS, Link
 from actors.lookahead.membership import LostRank, RankMembership
+from actors.lookahead.messages import OutcomeMessage, Reply
+from actors.lookahead.rank import outcome_message
 from actors.lookahead.rank_state import Held, Holdings, Partition, RankState
 from actors.lookahead.shares import RankShare, merge
 from actors.lookahead.width import WidthChoice, WidthChoices
-from actors.lookahead.wire import Reply
 from configs.slices import ParallelismOptions
 from decoding.budget.partition import compile_partition
 from decoding.request import Request
-from decoding.tree import DraftTree, Int32Array, Part
+from decoding.tree import DraftTree, Part
 from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
 from engine.forward.batch import Work
@@ -37,32 +39,12 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
-    """How a group is made up."""
-
-    world_size: int
-    ready: tuple[int, ...]  # ranks that share the steps, the leader among them
-    refilling: tuple[int, ...]  # ranks that are sent the live requests
-    losses: int
-    last_loss: str | None
-    divergences: int  # walks that were left out because their first token was not the leader's: a near-tie, rounded otherwise
-    disagreements: int  # ranks whose committed text was not the leader's
-    width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
-    exchange_s: float = 0.0  # of all steps that emitted tokens, see StepTimes
-
-    @property
-    def degraded(self) -> bool:
-        """Whether a rank is missing."""
-        return len(self.ready) < self.world_size
-
-
-@dataclass(frozen=True, slots=True)
 class _Own:
     """What the leader computed itself: an entry for each work."""
 
     held: list[Held]
     outcomes: list[Outcome | None]
-    ranked: list[Int32Array | None]
+    said: list[OutcomeMessage | None]  # as a rank would
     seconds: float
     rows: int
     recomputed: int
@@ -92,12 +74,6 @@ class LookaheadParallelExecutor:
     """
 
     def __init__(self, local: LocalExecutor, options: ParallelismOptions, chunk: int) -> None:
-        """
-        Args:
-            local: of the leader's own model.
-            options: of the group.
-            chunk: most tokens of a message that refills a rank.
-        """
         self._local, self._check_steps, self._adaptive = local, options.check_steps, options.adaptive
         self._held = Holdings()  # of the leader
         self._membership = RankMembership(options, chunk)
@@ -235,13 +211,10 @@ class LookaheadParallelExecutor:
         rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree) - 1) for work in mine)
         recomputed = sum(work.start - own.start for work, own in zip(works, mine, strict=True))
         outcomes = self._local.execute(mine)
-        ranked = [
-            None if outcome is None or not top_k else outcome.target.top_k(range(len(outcome.tree)), top_k)
-            for outcome in outcomes
-        ]
+        said = [None if outcome is None else outcome_message(outcome, top_k) for outcome in outcomes]
         for has, work, outcome in zip(held, mine, outcomes, strict=True):
             has.computed = work.end + (0 if outcome is None else len(outcome.acceptance.rows))
-        return _Own(held, outcomes, ranked, time.perf_counter() - began, rows, recomputed)
+        return _Own(held, outcomes, said, time.perf_counter() - began, rows, recomputed)
 
     def _merge(
         self,
@@ -257,12 +230,13 @@ class LookaheadParallelExecutor:
             if mine is None or all(len(one.tree) == 1 for one in part[1:]):
                 outcomes.append(mine)
                 continue
-            shares = [RankShare.of_leader(part[0], own.held[at], mine, own.ranked[at])]
-            for rank_state, said in told.items():
+            said = own.said[at]
+            assert said is not None and work.tree is not None
+            shares = [RankShare(part[0], own.held[at], said)]
+            for rank_state, others in told.items():
                 share = partitioned[rank_state].awaited[at]
                 if share is not None:
-                    shares.append(RankShare.of_rank(share, rank_state.holdings.align(work), next(said)))
-            assert work.tree is not None
+                    shares.append(RankShare(share, rank_state.holdings.align(work), next(others)))
             merged, left_out = merge(work.tree, work.end, shares)
             self._divergences += left_out
             outcomes.append(merged)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import secrets
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from transformers import PreTrainedModel
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.lookahead.executor import GroupState, LookaheadParallelExecutor, StepTimes
+from actors.description import GroupState
+from actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
 from actors.lookahead.link import LINK_ERRORS, Link, connect
 from actors.lookahead.rank_actor import RankActor, RankPlace
+from actors.placement.bundles import BundleActor, bundles_for, reason
 from actors.placement.pinning import allowed_cores, own_cores, pin_thread
-from actors.ranks import GroupError
+from actors.ranks import GroupError, Ranks
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from engine.executor import Executor, LocalExecutor
 from engine.forward.runner import ModelRunner
-from engine.forward.runners import make_runner
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +41,17 @@ class _Member:
     """A rank and its current actor. Exactly one holds: it loads (``loading``), took part since ``joined_s``, or is due later."""
 
     rank: int
-    actor: Any = None  # ray's actor handle
+    actor: BundleActor | None = None
     loading: ray.ObjectRef[Any] | None = None
     link: Link | None = None
     spawned_s: float = 0.0
     joined_s: float | None = None
-    process: psutil.Process | None = None  # where it runs on the leader's node
     device: str | None = None  # of its model, while it takes part on the leader's node
     failures: int = 0  # in a row
     due_s: float = 0.0  # when to try the next actor
 
 
-class Group:
+class Group(Ranks):
     """``Ranks`` that do nothing else than share the steps of one engine: rank i is an actor in bundle i of a placement group.
 
     The leader runs in bundle 0 of the same placement group. A rank that is lost is killed, replaced by a new actor in its bundle
@@ -86,10 +83,10 @@ class Group:
         """
         if parallelism.world_size == "auto":
             raise ValueError("parallelism.world_size must be a number for a static group, got 'auto'")
-        self._world_size: int = parallelism.world_size
+        self.world_size = parallelism.world_size
         self._parallelism, self._chunk = parallelism, engine.max_step_tokens
         self._model, self._engine, self._speculation = _for_a_rank(model), engine, speculation
-        self._bundles = _bundles(placement_group or get_current_placement_group(), self._world_size)
+        self._bundles = bundles_for(self.world_size, placement_group)
         self._threads = model.threads or torch.get_num_threads()
         self._allowed = allowed_cores() if parallelism.pin_threads else ()
         self._cores = own_cores(0, self._threads, self._allowed) if parallelism.pin_threads else ()
@@ -98,18 +95,9 @@ class Group:
         self._executor: LookaheadParallelExecutor | None = None
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="group", daemon=True)
-        self._members = [_Member(rank) for rank in range(1, self._world_size)]
+        self._members = [_Member(rank) for rank in range(1, self.world_size)]
         for member in self._members:
             self._spawn(member)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the group, the leader among them."""
-        return self._world_size
-
-    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
-        """See ``Ranks``: each rank has the whole model."""
-        return make_runner(model, capacity, options)
 
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. Where threads are pinned, the calling thread is until ``start``: what it measures is what steps take."""
@@ -143,14 +131,14 @@ class Group:
         self._supervisor.start()
 
     def occupied(self, busy: bool) -> None:
-        """Nothing to be done about it: these ranks wait for the leader. The engine's thread, which says it, is the one to pin."""
+        """See ``Ranks``: the engine's thread, which says it, is the one to pin."""
         if self._cores and self._pinned != threading.get_ident():
             pin_thread(self._cores)
             self._pinned = threading.get_ident()
 
     def state(self) -> GroupState | None:
         """Who takes part; None before the engine is loaded."""
-        return None if self._executor is None else self._executor.state(self._world_size)
+        return None if self._executor is None else self._executor.state(self.world_size)
 
     def devices(self) -> tuple[str, ...] | None:
         """See ``Ranks``. A rank that is replaced comes back on the device of its bundle."""
@@ -170,16 +158,11 @@ class Group:
             self._end(member)
 
     def _spawn(self, member: _Member) -> None:
-        bundle = self._bundles.bundle_specs[member.rank]
         pinned = self._pin_of(member.rank) if self._cores else None
-        placed = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=member.rank)
-        actor_class = ray.remote(RankActor).options(
-            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=placed
-        )
-        arguments = (self._model, self._engine, self._speculation, self._parallelism, self._world_size, self._secret)
-        actor = cast(Any, actor_class.remote(*arguments))
-        member.actor, member.loading = actor, actor.load.remote(pinned)
-        member.spawned_s, member.joined_s, member.process = time.monotonic(), None, None
+        arguments = (self._model, self._engine, self._speculation, self._parallelism, self.world_size)
+        member.actor = BundleActor(RankActor, self._bundles, member.rank, *arguments)
+        member.loading = member.actor.handle.load.remote(pinned, self._secret)
+        member.spawned_s, member.joined_s = time.monotonic(), None
 
     def _pin_of(self, rank: int) -> tuple[int, int]:
         nodes = placement_group_table(self._bundles)["bundles_to_node_id"]
@@ -187,16 +170,16 @@ class Group:
 
     def _join(self, member: _Member) -> None:
         """Takes a rank in that has loaded. Raises GroupError when it has not, or does not let itself be connected to."""
-        assert self._executor is not None and member.loading is not None
+        assert self._executor is not None and member.actor is not None and member.loading is not None
         try:
             place: RankPlace = ray.get(member.loading)
             if place.node == ray.get_runtime_context().get_node_id():
-                member.process, member.device = psutil.Process(place.pid), place.device
+                member.actor.process, member.device = psutil.Process(place.pid), place.device
             member.link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)
         except (RayError, psutil.NoSuchProcess) as error:
-            raise GroupError(f"rank {member.rank} could not be loaded: {_reason(error)}") from error
+            raise GroupError(f"rank {member.rank} could not be loaded: {reason(error)}") from error
         except LINK_ERRORS as error:
-            raise GroupError(f"rank {member.rank} does not answer at {place.address}: {_reason(error)}") from error
+            raise GroupError(f"rank {member.rank} does not answer at {place.address}: {reason(error)}") from error
         self._executor.add_rank(member.rank, member.link)
         member.loading, member.joined_s = None, time.monotonic()
         logger.info("rank %d is ready %.1f s after its start", member.rank, member.joined_s - member.spawned_s)
@@ -226,7 +209,7 @@ class Group:
             elif member.loading is not None and now - member.spawned_s > self._start_timeout_s:
                 self._fail(member, f"not loaded within {self._start_timeout_s:.0f} s")
 
-    def _fail(self, member: _Member, reason: str) -> None:
+    def _fail(self, member: _Member, why: str) -> None:
         """Ends a rank's actor, and says when the next one is due."""
         now = time.monotonic()
         if member.joined_s is not None and now - member.joined_s >= STEADY_S:
@@ -235,34 +218,17 @@ class Group:
         member.failures, member.due_s = member.failures + 1, now + backoff_s
         self._end(member)
         again = f"in {backoff_s:.0f} s" if backoff_s else "now"
-        logger.warning("rank %d: %s; it is started again %s", member.rank, reason, again)
+        logger.warning("rank %d: %s; it is started again %s", member.rank, why, again)
 
     def _end(self, member: _Member) -> None:
-        """Kills a rank. Ray takes five seconds for a process that is stopped, so on this node it is not left to Ray alone."""
-        actor, process, link = member.actor, member.process, member.link
-        member.actor = member.loading = member.process = member.link = member.joined_s = member.device = None
+        actor, link = member.actor, member.link
+        member.actor = member.loading = member.link = member.joined_s = member.device = None
         if link is not None:
             link.close()
-        if process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
+        if actor is not None:
+            actor.kill()
 
 
 def _for_a_rank(model: ModelOptions) -> ModelOptions:
     """Ray shows each actor its own GPU only, as number 0, whatever the leader's was."""
     return dataclasses.replace(model, device="cuda") if model.device.startswith("cuda:") else model
-
-
-def _bundles(placement_group: PlacementGroup | None, world_size: int) -> PlacementGroup:
-    found = 0 if placement_group is None else placement_group.bundle_count
-    if placement_group is None or found < world_size:
-        raise GroupError(f"{world_size} ranks need a placement group with a bundle for each, but there are {found} bundles")
-    return placement_group
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong at a rank, in one line."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return " ".join(str(cause).split("\n\n")[0].split())[:400] or type(cause).__name__

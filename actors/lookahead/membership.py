@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.lookahead.link import LINK_ERRORS, Link, readable
+from actors.lookahead.messages import Away, Beat, Failure, Reply
 from actors.lookahead.rank_state import READY_LAG, RankState
-from actors.lookahead.wire import Away, Beat, Failure, Reply
 from configs.slices import ParallelismOptions
 from engine.errors import one_line
 from engine.forward.batch import Work
@@ -39,12 +39,7 @@ class RankMembership:
     """
 
     def __init__(self, options: ParallelismOptions, chunk: int) -> None:
-        """
-        Args:
-            options: of the group.
-            chunk: most tokens of a message that refills a rank.
-        """
-        self._options, self._chunk = options, chunk
+        self._options, self._chunk = options, chunk  # most tokens of a message that refills a rank
         self.rank_states: dict[int, RankState] = {}
         self.changes: deque[tuple[int, Link | None]] = deque()  # (rank, its link, or None to leave)
         self.lost: deque[LostRank] = deque()

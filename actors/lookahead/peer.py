@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
-from actors.lookahead.wire import Beat
+from actors.lookahead.messages import Beat
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, shutdown
-from actors.lookahead.wire import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
+from actors.lookahead.messages import Away, Beat, Failure, OutcomeMessage, Reply, StepMessage, WorkMessage
 from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array
@@ -59,7 +59,7 @@ class Rank:
         works = [work for work in made if work is not None]
         began = time.perf_counter()
         outcomes = self._executor.execute(works) if works else []
-        told = tuple(_told(outcome, message.top_k) for outcome in outcomes if outcome is not None)
+        told = tuple(outcome_message(outcome, message.top_k) for outcome in outcomes if outcome is not None)
         return Reply(message.sequence, time.perf_counter() - began, told)
 
     def forget(self, failed: bool = False) -> None:
@@ -95,10 +95,10 @@ class Rank:
         return Work(request, start, work.end, tree, end_tokens) if start < work.end else None
 
 
-def _told(outcome: Outcome, top_k: int) -> OutcomeMessage:
-    acceptance, target = outcome.acceptance, outcome.target
-    ranked = target.top_k(range(len(outcome.tree)), top_k) if top_k else None
-    return OutcomeMessage(acceptance.rows, acceptance.next_token, target.ids, ranked, outcome.logprobs)
+def outcome_message(outcome: Outcome, top_k: int) -> OutcomeMessage:
+    """What a part of a tree came to, with so many of the likeliest tokens below each of its rows."""
+    ranked = outcome.target.top_k(range(len(outcome.tree)), top_k) if top_k else None
+    return OutcomeMessage(outcome.acceptance, outcome.target.ids, ranked, outcome.logprobs)
 
 
 class RankServer:

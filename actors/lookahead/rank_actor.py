@@ -38,17 +38,17 @@ class RankActor:
         speculation: SpeculationOptions,
         parallelism: ParallelismOptions,
         world_size: int,
-        secret: bytes,
     ) -> None:
         self._model, self._engine, self._speculation = model, engine, speculation
-        self._parallelism, self._world_size, self._secret = parallelism, world_size, secret
+        self._parallelism, self._world_size = parallelism, world_size
         self._server: RankServer | None = None
 
-    def load(self, pinned: tuple[int, int] | None) -> RankPlace:
+    def load(self, pinned: tuple[int, int] | None, secret: bytes) -> RankPlace:
         """Loads the model and listens.
 
         Args:
             pinned: (how many ranks of lower number its node has, cores of a rank), where threads are to stay on their cores.
+            secret: of the group. Not an argument of the actor's: Ray writes those down where a new head finds them.
 
         Raises:
             ModelLoadError: the model cannot be used.
@@ -58,6 +58,6 @@ class RankActor:
         _, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
         spare_collector()
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
-        self._server = RankServer(LocalExecutor(runner), self._secret, self._parallelism, host, prepare)
+        self._server = RankServer(LocalExecutor(runner), secret, self._parallelism, host, prepare)
         node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
         return RankPlace(self._server.address, os.getpid(), node, device)

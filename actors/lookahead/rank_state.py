@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.lookahead.link import Link
+from actors.lookahead.messages import OpenMessage, StepMessage, WorkMessage
 from actors.lookahead.rank import text_digest
-from actors.lookahead.wire import OpenMessage, StepMessage, WorkMessage
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.forward.batch import Work
@@ -133,14 +133,7 @@ class RankState:
         self._send([self._chunk(work, held, end) for work, held, end in chunks], chunks, 0)
 
     def partition(self, works: Sequence[Work], parts: Sequence[Part | None], top_k: int, compare: bool) -> Partition:
-        """Sends this rank's part of a step; raises as ``Link.send`` does.
-
-        Args:
-            works: of the step.
-            parts: the rank's part of each work's tree; None where the work has none.
-            top_k: see ``Executor.execute``.
-            compare: whether committed texts are compared.
-        """
+        """Sends this rank's part of a step; raises as ``Link.send`` does."""
         messages: list[WorkMessage] = []
         partitioned: list[tuple[Work, Held, int]] = []
         awaited: list[Part | None] = []

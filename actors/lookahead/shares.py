@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
+from actors.lookahead.messages import OutcomeMessage
 from actors.lookahead.rank_state import Held
-from actors.lookahead.wire import OutcomeMessage
 from decoding.drafters.base import TargetRows
-from decoding.request import Acceptance, TokenLogprob
+from decoding.request import Acceptance
 from decoding.tree import DraftTree, Int32Array, Part
 from engine.executor import Outcome
 
@@ -21,37 +22,19 @@ class RankShare:
 
     part: Part
     held: Held  # the request, as the rank holds it
-    rows: tuple[int, ...]  # accepted, of the part
-    next_token: int
-    ids: Int32Array  # [n] the likeliest token below each row of the part
-    ranked: Int32Array | None  # [n, top_k]
-    logprobs: tuple[TokenLogprob, ...] | None
-
-    @classmethod
-    def of_leader(cls, part: Part, held: Held, outcome: Outcome, ranked: Int32Array | None) -> RankShare:
-        """What the leader computed itself."""
-        acceptance = outcome.acceptance
-        return cls(part, held, acceptance.rows, acceptance.next_token, outcome.target.ids, ranked, outcome.logprobs)
-
-    @classmethod
-    def of_rank(cls, part: Part, held: Held, told: OutcomeMessage) -> RankShare:
-        """What another rank says."""
-        return cls(part, held, told.rows, told.next_token, told.ids, told.ranked, told.logprobs)
+    said: OutcomeMessage
 
     def tokens(self) -> list[int]:
         """What the rank's walk emits."""
-        return [*self.part.tree.tokens[list(self.rows)].tolist(), self.next_token]
+        walked = self.said.acceptance
+        return [*self.part.tree.tokens[list(walked.rows)].tolist(), walked.next_token]
 
 
 def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outcome, int]:
     """The longest walk, the lowest rank's among equals, and what the target said below all rows.
 
-    Each rank counts as computed what its own walk and the longest have in common.
-
-    Args:
-        tree: that was partitioned.
-        end: committed tokens.
-        shares: of the ranks that answered, rank 0 first. The outcome's tree is without the rows that none of them computed.
+    Each rank counts as computed what its own walk and the longest have in common, behind the ``end`` committed tokens. ``shares``
+    are of the ranks that answered, rank 0 first; the outcome's tree is without the rows that none of them computed.
 
     Returns:
         The outcome, and how many walks were left out because their first token is not rank 0's.
@@ -59,12 +42,10 @@ def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outco
     walks = [share.tokens() for share in shares]
     same = [at for at, walk in enumerate(walks) if walk[0] == walks[0][0]]
     best = max(same, key=lambda at: (len(walks[at]), -at))
-    winner, emitted = shares[best], walks[best]
+    winner, longest = shares[best].said, walks[best]
     for share, walk in zip(shares, walks, strict=True):
-        common = 0
-        while common < len(share.rows) and common < len(winner.rows) and walk[common] == emitted[common]:
-            common += 1
-        share.held.computed = end + common
+        same_drafts = takewhile(lambda pair: pair[0] == pair[1], zip(walk[:-1], longest[:-1], strict=False))
+        share.held.computed = end + sum(1 for _ in same_drafts)
     kept = np.zeros(len(tree), np.bool_)
     for share in shares:
         kept[share.part.rows] = True
@@ -73,20 +54,20 @@ def merge(tree: DraftTree, end: int, shares: Sequence[RankShare]) -> tuple[Outco
         tree = tree.take(np.flatnonzero(kept).astype(np.int32))
         places = np.cumsum(kept, dtype=np.int32) - 1
     target = _target(len(tree), shares, places)
-    rows = winner.part.rows[list(winner.rows)]
+    rows = shares[best].part.rows[list(winner.acceptance.rows)]
     accepted = tuple((rows if places is None else places[rows]).tolist())
-    return Outcome(tree, Acceptance(accepted, winner.next_token), target, winner.logprobs), len(shares) - len(same)
+    return Outcome(tree, Acceptance(accepted, winner.acceptance.next_token), target, winner.logprobs), len(shares) - len(same)
 
 
 def _target(count: int, shares: Sequence[RankShare], places: Int32Array | None) -> TargetRows:
     """What the target said below each row; where several ranks computed one, the lowest rank has the word."""
     ids = np.empty(count, np.int32)
-    width = 0 if shares[0].ranked is None else shares[0].ranked.shape[1]
-    ranked = np.empty((count, width), np.int32) if width else None
+    own = shares[0].said.ranked
+    ranked = None if own is None else np.empty((count, own.shape[1]), np.int32)
     for share in reversed(shares):
         rows = share.part.rows if places is None else places[share.part.rows]
-        ids[rows] = share.ids
+        ids[rows] = share.said.ids
         if ranked is not None:
-            assert share.ranked is not None
-            ranked[rows] = share.ranked
+            assert share.said.ranked is not None
+            ranked[rows] = share.said.ranked
     return TargetRows(ids, None, ranked)

@@ -44,12 +44,7 @@ class WidthChoice:
         return self._shared
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Counts a step of the width that was to be.
-
-        Args:
-            tokens: emitted.
-            seconds: of the whole step.
-        """
+        """Counts a whole step of the width that was to be, and the tokens that it emitted."""
         self._paces[self._shared].add(tokens, seconds)
         self._steps += 1
         if self._steps < _TRIAL_STEPS:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
-from ray._private import ray_constants
+from ray._private import node, parameter, ray_constants
 
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and outputs travel inside calls: only unusually long prompts pass through the store
 
@@ -39,12 +41,27 @@ def start_ray(address: str | None = None, namespace: str | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the behaviour of coming versions, without the warning
     own: dict[str, Any] = {}
+    lean: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if address:
         _check_token_file()
     else:
         _keep_out_strangers()
+        lean = _without_helpers()
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
-    ray.init(address or "local", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **own)
+    with lean:
+        ray.init(address or "local", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **own)
+
+
+@contextlib.contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Has the Ray that is started in the block go without what a Ray of one machine and one driver has no use for.
+
+    That is the autoscaler, the watcher of log files, whose lines nobody prints, and the dashboard's server: three processes that
+    start while the model wants to load. ``ray.init`` has no option for them.
+    """
+    params = functools.partial(parameter.RayParams, no_monitor=True, include_log_monitor="")
+    with mock.patch.object(parameter, "RayParams", params), mock.patch.object(node.Node, "start_api_server"):
+        yield
 
 
 def _keep_out_strangers() -> None:

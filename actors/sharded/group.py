@@ -10,26 +10,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import secrets
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from actors.lookahead.executor import GroupState, StepTimes
+from actors.description import GroupState
 from actors.lookahead.link import LINK_ERRORS, Address, Link, connect
-from actors.ranks import GroupError
+from actors.lookahead.messages import Failure
+from actors.ranks import GroupError, Ranks
+from actors.sharded.messages import Join, Ready, ShardedStep
 from actors.sharded.parts import take_checked
 from actors.sharded.rank import WATCH_S, end_process
-from actors.sharded.shard import Shard, meet
+from actors.sharded.shard import Shard, Terms, meet
 from actors.sharded.shared_sums import sweep
-from actors.sharded.wire import Failed, Join, Ready, decode_shard, encode_shard, encode_step
-from configs.slices import EngineOptions, ModelOptions, ParallelismOptions
+from actors.wire import encode
+from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError, one_line
 from engine.executor import Executor, LocalExecutor
 from engine.forward.batch import Batch
@@ -44,7 +45,7 @@ RAISE_S = 5.0  # in which a leader that is starting may say what is wrong, befor
 
 
 class Housing(Protocol):
-    """Where the followers live: processes, or Ray actors."""
+    """Where the followers live: processes, or Ray actors. They have begun to load the model."""
 
     def addresses(self, timeout_s: float) -> Sequence[Address]:
         """Where ranks 1, 2, ... listen, once they have loaded the model.
@@ -57,9 +58,6 @@ class Housing(Protocol):
         """Ends the followers, whatever they are at. Harmless when repeated."""
 
 
-MakeHousing = Callable[[Sequence[Shard], bytes], Housing]  # starts followers for shards, with the secret that they share
-
-
 def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
     """Where the parts of a model compute."""
     return "cpu" if model.device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -70,32 +68,20 @@ def whole_model(model: ModelOptions) -> ModelOptions:
     return dataclasses.replace(model, device="cpu")
 
 
-class ShardedGroup:
-    """``Ranks`` that hold parts of the engine's model. One group for the life of a process; ``housing`` has the followers."""
+class ShardedGroup(Ranks):
+    """``Ranks`` that hold parts of the engine's model, there once ``runner`` returns. One group for the life of a process."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        house: MakeHousing,
-        parallelism: ParallelismOptions,
-        start_timeout_s: float,
-        end: Callable[[], None] = end_process,
-    ) -> None:
-        """Starts the followers, which load the model while the leader loads its own.
+    world_size = 1  # all ranks compute the same trees
 
+    def __init__(self, shard: Shard, housing: Housing, terms: Terms) -> None:
+        """
         Args:
             shard: of the leader: rank 0.
-            house: starts the followers.
-            parallelism: its timeouts.
-            start_timeout_s: until all ranks are ready.
-            end: of this process, when a rank is lost.
-
-        Raises:
-            GroupError: the followers cannot be started.
+            housing: has the followers, which load the model while the leader loads its own.
+            terms: those of the followers.
         """
         assert shard.rank == 0 and shard.world_size > 1, shard
-        self._shard, self._parallelism, self._start_timeout_s, self._end = shard, parallelism, start_timeout_s, end
-        self._secret = secrets.token_bytes(32)
+        self._shard, self.housing, self._terms = shard, housing, terms
         self._links: list[Link] = []
         self._ready: dict[int, str] = {}  # devices of ranks that are
         self._all_ready, self._closing, self._lost = threading.Event(), threading.Event(), threading.Event()
@@ -103,12 +89,6 @@ class ShardedGroup:
         self._began_s: float | None = None  # of the running forward
         self._store: distributed.TCPStore | None = None
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
-        self.housing = house([dataclasses.replace(shard, rank=rank) for rank in range(1, shard.world_size)], self._secret)
-
-    @property
-    def world_size(self) -> int:
-        """See ``Ranks``: all ranks compute the same trees."""
-        return 1
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
         """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
@@ -119,17 +99,17 @@ class ShardedGroup:
         """
         if options.compile:
             raise GroupError("engine.compile=true is for whole models, not for parts of one")
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self._terms.start_timeout_s
         try:
-            for address in self.housing.addresses(self._start_timeout_s):
-                self._links.append(connect(address, self._secret, CONNECT_S))
+            for address in self.housing.addresses(self._terms.start_timeout_s):
+                self._links.append(connect(address, self._terms.secret, CONNECT_S))
             self._watcher.start()
             port = self._meet(options.max_running, capacity)
             part = take_checked(model, self._shard)
             runner = LeadingRunner(model, options.max_running, capacity, part.shape, self._together, self._shard.world_size)
             while not self._all_ready.wait(WATCH_S):
                 if self._fault is not None or time.monotonic() > deadline:
-                    raise GroupError(self._fault or f"the ranks were not ready within {self._start_timeout_s:.0f} s")
+                    raise GroupError(self._fault or f"the ranks were not ready within {self._terms.start_timeout_s:.0f} s")
             sweep(HOST, port, self._shard.world_size)
         except (ModelLoadError, GroupError):
             raise
@@ -142,12 +122,6 @@ class ShardedGroup:
         """See ``Ranks``: one process's, over the leader's part."""
         return LocalExecutor(runner)
 
-    def start(self) -> None:
-        """See ``Ranks``. They have been there since ``runner``: a forward needs all of them."""
-
-    def occupied(self, busy: bool) -> None:
-        """See ``Ranks``: these wait for the leader."""
-
     def state(self) -> GroupState | None:
         """See ``Ranks``: whole, or gone."""
         return GroupState(self._shard.world_size, tuple(range(self._shard.world_size)), (), 0, None, 0, 0)
@@ -155,10 +129,6 @@ class ShardedGroup:
     def devices(self) -> tuple[str, ...] | None:
         """See ``Ranks``."""
         return tuple(self._ready[rank] for rank in sorted(self._ready))
-
-    def times(self) -> list[StepTimes]:
-        """None: steps are not taken apart by rank, since all of them compute the whole step."""
-        return []
 
     def close(self) -> None:
         """See ``Ranks``."""
@@ -176,8 +146,8 @@ class ShardedGroup:
         port = int(self._store.port)
         sweep(HOST, port, world_size)  # of a group that was killed while it met here
         for link in self._links:
-            link.send_bytes(encode_shard(Join(HOST, port, slots, capacity)))
-        meet(self._shard, HOST, port, self._start_timeout_s)
+            link.send(Join(HOST, port, slots, capacity))
+        meet(self._shard, HOST, port, self._terms.start_timeout_s)
         return port
 
     @contextlib.contextmanager
@@ -185,7 +155,7 @@ class ShardedGroup:
         """Tells the followers of a forward; the block computes the leader's share of it."""
         self._began_s = time.monotonic()
         try:
-            data = encode_step(moves, batch)
+            data = encode(ShardedStep(tuple(moves), batch))
             for link in self._links:
                 link.send_bytes(data)
             yield
@@ -203,7 +173,7 @@ class ShardedGroup:
             poller.register(descriptor, select.POLLIN)
         while not self._closing.is_set():
             heard = [ranks[descriptor] for descriptor, _ in poller.poll(1e3 * WATCH_S)]
-            began_s, limit_s = self._began_s, self._parallelism.step_timeout_s
+            began_s, limit_s = self._began_s, self._terms.step_timeout_s
             for rank in heard:
                 reason = self._hear(rank)
                 if reason is not None:
@@ -216,11 +186,11 @@ class ShardedGroup:
     def _hear(self, rank: int) -> str | None:
         """Takes a follower's message; returns why that was its last, if it was."""
         try:
-            message = decode_shard(self._links[rank - 1].take_bytes())
+            message = self._links[rank - 1].take()
         except LINK_ERRORS as error:
             return one_line(error)
         if not isinstance(message, Ready):
-            return message.reason if isinstance(message, Failed) else f"it sent {type(message).__name__}"
+            return message.reason if isinstance(message, Failure) else f"it sent {type(message).__name__}"
         self._ready[rank] = message.device
         if len(self._ready) == len(self._links):
             self._all_ready.set()
@@ -236,4 +206,4 @@ class ShardedGroup:
         if not self._all_ready.is_set() and self._closing.wait(RAISE_S):
             return  # it has
         self.close()
-        self._end()
+        end_process()

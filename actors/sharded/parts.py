@@ -6,13 +6,12 @@ from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
 from actors.sharded.pipeline_parallel import take_part as take_layers
-from actors.sharded.shard import ModelPart, Shard, ShardMode, TakePart
+from actors.sharded.shard import ModelPart, Shard
 from actors.sharded.tensor_parallel import take_part as take_slices
 from engine.errors import one_line
 from engine.forward.runner import kv_shape
 from engine.forward.sharded import probe_logits
 
-PARTS: dict[ShardMode, TakePart] = {"tensor": take_slices, "pipeline": take_layers}
 MOST_DIFFERENT = 0.1  # of the length of the logits: rounding in half precision makes a hundredth, a wrong split about one
 
 
@@ -26,7 +25,7 @@ def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
         GroupError: the model cannot be split, or says something else when it is.
     """
     whole = probe_logits(model, kv_shape(model)) if shard.rank == 0 else None
-    part = PARTS[shard.mode](model, shard)
+    part = take_slices(model, shard) if shard.mode == "tensor" else take_layers(model, shard)
     try:
         given = probe_logits(model, part.shape)
     except RuntimeError as error:

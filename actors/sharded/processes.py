@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
+import secrets
 import signal
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from actors.lookahead.link import Address
 from actors.ranks import GroupError
 from actors.sharded.group import ShardedGroup, device_of, whole_model
 from actors.sharded.rank import LoadWhole, ShardServer, load_whole
-from actors.sharded.shard import Shard, ShardMode
+from actors.sharded.shard import Shard, ShardMode, Terms
 from configs.slices import ModelOptions, ParallelismOptions, ServerOptions
 from engine.errors import one_line
 
@@ -26,25 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcesses:
-    """``Housing`` of processes, which end with the one that started them."""
+    """``Housing`` of processes, which end with the one that started them. ``load`` is called in each: it can be pickled."""
 
-    def __init__(
-        self, shards: Sequence[Shard], secret: bytes, load: LoadWhole, threads: int, start_timeout_s: float, step_timeout_s: float
-    ) -> None:
-        """
-        Args:
-            shards: one process each.
-            secret: of the group.
-            load: gives the whole model in a new process: something that can be pickled.
-            threads: of torch, in each.
-            start_timeout_s: see ``ShardServer``.
-            step_timeout_s: likewise.
-        """
+    def __init__(self, shards: Sequence[Shard], terms: Terms, load: LoadWhole, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes: list[tuple[Connection, SpawnProcess]] = []
         for shard in shards:
             ours, theirs = context.Pipe()
-            arguments = (theirs, load, shard, secret, threads, start_timeout_s, step_timeout_s)
+            arguments = (theirs, load, shard, terms, threads)
             process = context.Process(target=_follow, args=arguments, name=f"{shard.mode}-{shard.rank}", daemon=True)
             process.start()
             theirs.close()
@@ -79,14 +69,12 @@ class RankProcesses:
             process.join()
 
 
-def _follow(
-    pipe: Connection, load: LoadWhole, shard: Shard, secret: bytes, threads: int, start_timeout_s: float, step_timeout_s: float
-) -> None:
+def _follow(pipe: Connection, load: LoadWhole, shard: Shard, terms: Terms, threads: int) -> None:
     """A follower's process. A Ctrl-C is the leader's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
-        server = ShardServer(load(), shard, secret, start_timeout_s, step_timeout_s)
+        server = ShardServer(load(), shard, terms)
     except Exception as error:  # whatever keeps a model from loading: the leader's process says it
         logger.exception("rank %d could not be loaded", shard.rank)
         pipe.send(one_line(error))
@@ -120,12 +108,8 @@ def process_group(
     Raises:
         GroupError: the processes cannot be started.
     """
-    options = parallelism or ParallelismOptions()
-    house = functools.partial(
-        RankProcesses,
-        load=load or functools.partial(load_whole, whole_model(model)),
-        threads=model.threads or torch.get_num_threads(),
-        start_timeout_s=start_timeout_s,
-        step_timeout_s=options.step_timeout_s,
-    )
-    return ShardedGroup(Shard(mode, 0, world_size, device_of(model)), house, options, start_timeout_s)
+    leader = Shard(mode, 0, world_size, device_of(model))
+    terms = Terms(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)
+    load = load or functools.partial(load_whole, whole_model(model))
+    housing = RankProcesses(leader.others, terms, load, model.threads or torch.get_num_threads())
+    return ShardedGroup(leader, housing, terms)

@@ -19,12 +19,13 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from actors.lookahead.link import LINK_ERRORS, Address, Link, accepted, readable
-from actors.lookahead.wire import WireError
+from actors.lookahead.messages import Failure
 from actors.ranks import GroupError
+from actors.sharded.messages import Join, Ready, ShardedStep
 from actors.sharded.parts import take_checked
-from actors.sharded.shard import ModelPart, Shard, meet
+from actors.sharded.shard import ModelPart, Shard, Terms, meet
 from actors.sharded.shared_sums import sweep
-from actors.sharded.wire import Failed, Join, Ready, ShardedStep, decode_shard, encode_shard
+from actors.wire import Message, WireError
 from configs.slices import ModelOptions
 from engine.errors import one_line
 from engine.forward.batch import Batch
@@ -54,33 +55,21 @@ def end_process() -> NoReturn:
 class ShardServer:
     """Listens for the leader and follows it. One leader, once."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        shard: Shard,
-        secret: bytes,
-        start_timeout_s: float,
-        step_timeout_s: float,
-        end: Callable[[], None] = end_process,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, shard: Shard, terms: Terms) -> None:
         """
         Args:
             model: whole, on the CPU; this rank keeps a part of it.
             shard: of this rank.
-            secret: shared with the leader.
-            start_timeout_s: for the leader to come, and for all ranks to meet.
-            step_timeout_s: a forward that takes longer waits for a rank that hangs.
-            end: of this process, when the leader is gone or a forward failed.
+            terms: of the group.
 
         Raises:
             OSError: no port can be had.
         """
-        self._model, self._shard, self._secret, self._end = model, shard, secret, end
-        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+        self._model, self._shard, self._terms = model, shard, terms
         self._began_s: float | None = None  # of the running forward
         self._met: Join | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(start_timeout_s)
+        self._listener.settimeout(terms.start_timeout_s)
         self.address: Address = self._listener.getsockname()[:2]
 
     def start(self) -> None:
@@ -92,7 +81,7 @@ class ShardServer:
         link: Link | None = None
         try:
             raw, _ = self._listener.accept()
-            link = accepted(raw, self._secret, self._start_timeout_s)
+            link = accepted(raw, self._terms.secret, self._terms.start_timeout_s)
             threading.Thread(target=self._watch, args=(link,), name="shard-watch", daemon=True).start()
             self._follow(link)
         except LINK_ERRORS as error:
@@ -107,10 +96,10 @@ class ShardServer:
         if not isinstance(join, Join):
             raise WireError(f"a leader begins with where to meet, not with {type(join).__name__}")
         self._met = join
-        meet(self._shard, join.host, join.port, self._start_timeout_s)
+        meet(self._shard, join.host, join.port, self._terms.start_timeout_s)
         part = take_checked(self._model, self._shard)
         runner = following_runner(self._model, join.slots, join.capacity, part.shape)
-        link.send_bytes(encode_shard(Ready(meter_name(self._model.device))))
+        link.send(Ready(meter_name(self._model.device)))
         while True:
             step = self._take(link)
             if not isinstance(step, ShardedStep):
@@ -119,14 +108,14 @@ class ShardServer:
             _compute(runner, part, step)
             self._began_s = None
 
-    def _take(self, link: Link) -> Join | Ready | Failed | ShardedStep:
+    def _take(self, link: Link) -> Message:
         readable([link], None)  # however long the leader has nothing to do
-        return decode_shard(link.take_bytes())
+        return link.take()
 
     def _tell(self, link: Link | None, reason: str) -> None:
         if link is not None:
             try:
-                link.send_bytes(encode_shard(Failed(reason)))
+                link.send(Failure(reason))
             except LINK_ERRORS as error:
                 logger.info("the leader could not be told: %s", one_line(error))
 
@@ -136,8 +125,8 @@ class ShardServer:
         poller.register(link.fileno(), _HANGUP)
         while not poller.poll(1e3 * WATCH_S):
             began_s = self._began_s
-            if began_s is not None and time.monotonic() - began_s > self._step_timeout_s:
-                logger.error("a forward has been running for %.0f s: another rank hangs", self._step_timeout_s)
+            if began_s is not None and time.monotonic() - began_s > self._terms.step_timeout_s:
+                logger.error("a forward has been running for %.0f s: another rank hangs", self._terms.step_timeout_s)
                 break
         self._finish()
 
@@ -145,7 +134,7 @@ class ShardServer:
         """Ends the process. What it shares with a leader that was killed while they met, nobody else would take away."""
         if self._met is not None:
             sweep(self._met.host, self._met.port, self._shard.world_size)
-        self._end()
+        end_process()
 
 
 def _compute(runner: ModelRunner, part: ModelPart, step: ShardedStep) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch import distributed
-from transformers import PreTrainedModel
 
 from actors.ranks import GroupError
 from engine.kv.kv_cache import KVShape
@@ -27,6 +26,20 @@ class Shard:
     world_size: int
     device: Literal["cpu", "cuda"]  # what the parts compute on
 
+    @property
+    def others(self) -> list[Shard]:
+        """Those of the leader's followers."""
+        return [dataclasses.replace(self, rank=rank) for rank in range(1, self.world_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all ranks of a group are told alike."""
+
+    secret: bytes = field(repr=False)  # by which they know each other
+    start_timeout_s: float  # for the leader to come, and for all ranks to be ready
+    step_timeout_s: float  # a forward that takes longer waits for a rank that hangs
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
@@ -36,20 +49,11 @@ class ModelPart:
     gives_logits: bool  # it takes part in computing them
 
 
-TakePart = Callable[[PreTrainedModel, Shard], ModelPart]  # keeps a shard of a whole model, in place, on the shard's device
-
-
 def meet(shard: Shard, host: str, port: int, timeout_s: float) -> None:
     """Makes the process one of a group of ``torch.distributed``, for the rest of its life: gloo on CPUs, NCCL on GPUs.
 
     The environment is set as well, since DeepSpeed reads it. ``LOCAL_SIZE`` is what its shared-memory reduction goes by: where
     that is not the number of ranks, its first use is a segmentation fault.
-
-    Args:
-        shard: of this process.
-        host: of the store at which the ranks meet.
-        port: likewise.
-        timeout_s: of meeting, and of each exchange.
 
     Raises:
         GroupError: the process is in a group already.

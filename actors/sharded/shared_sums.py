@@ -39,11 +39,6 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"  # the variable by which torch knows where comp
 def settle(deepspeed: Any, rank: int, world_size: int) -> None:
     """Has these ranks' sums go through shared memory, or by gloo, as rank 0 finds; called by all of them, once they have met.
 
-    Args:
-        deepspeed: the module, which has not been initialized.
-        rank: of this process.
-        world_size: of the group.
-
     Raises:
         RuntimeError: rank 0 has the module, and this one cannot load it.
     """

@@ -31,7 +31,7 @@ from engine.forward.runner import kv_shape
 
 logger = logging.getLogger(__name__)
 
-MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install 'outrider[baselines]'"
+MISSING = "tensor parallelism needs DeepSpeed, which is not installed: pip install -e '.[baselines]'"
 
 
 def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cache_service.access import CacheAccess
 from cache_service.keeper.folding import Fold, unreadable
 from cache_service.keeper.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
-from cache_service.namespace import Identity, namespace
+from cache_service.namespace import Identity
 from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
-from cache_service.store.redis_store import Counts, RedisStore
+from cache_service.store.redis_store import Counts
 from cache_service.store.stream_ids import compare_ids
-from configs.slices import CacheOptions
-from decoding.request import request_of, text_key
-from decoding.sources.history import PUBLIC
+from decoding.request import PUBLIC, request_of, text_key
 from decoding.tree import Int32Array
 
 DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole
@@ -65,21 +64,19 @@ class CacheAdmin:
     Besides what they name, all methods raise ``redis.RedisError`` or ``OSError`` where Redis does not answer as it should.
     """
 
-    def __init__(self, options: CacheOptions, url: str, secret: bytes, identity: Identity, tenants: Sequence[str]) -> None:
+    def __init__(self, access: CacheAccess, identity: Identity) -> None:
         """
         Args:
-            options: the slice ``cache`` of the configuration. ``timeout_s`` counts where it is longer than ten seconds.
-            url: of Redis.
-            secret: of the namespaces.
+            access: of Redis, and the tenants; the public corpus (``"*"``) is one more. ``timeout_s`` counts where it is longer
+                than ten seconds.
             identity: of the model.
-            tenants: their names; the public corpus (``"*"``) is one more.
 
         Raises:
             ValueError: the address cannot be, or the secret is empty.
         """
-        self._identity, self._secret = identity, secret
-        self._store = RedisStore(url, options.prefix, max(options.timeout_s, _LEAST_TIMEOUT_S))
-        self._namespaces = {tenant: self._name(tenant) for tenant in dict.fromkeys((*tenants, PUBLIC))}
+        self._access, self._identity = access, identity
+        self._store = access.store(_LEAST_TIMEOUT_S)
+        self._namespaces = access.namespaces(identity)
 
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
         """Of each tenant, or of one alone, as the service has counted it last; what none has counted is read for it.
@@ -171,7 +168,7 @@ class CacheAdmin:
             UnknownTenantError: no such tenant.
         """
         name = self._namespace(tenant)
-        epoch = self._store.heads([name])[name].epoch
+        epoch = self._store.head(name).epoch
         self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
     def verify(self) -> list[Problem]:
@@ -188,12 +185,9 @@ class CacheAdmin:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _name(self, tenant: str) -> str:
-        return namespace(self._secret, tenant, self._identity.model_revision, self._identity.tokenizer_revision)
-
     def _namespace(self, tenant: str, vouched: bool = False) -> str:
         if vouched:
-            return self._name(tenant)
+            return self._access.namespace(tenant, self._identity)
         if tenant not in self._namespaces:
             raise UnknownTenantError(
                 f"no tenant {tenant!r}: the configuration has {len(self._namespaces) - 1} and the public corpus {PUBLIC!r}"
@@ -207,8 +201,8 @@ class CacheAdmin:
     def _folded(self, name: str) -> Fold:
         while True:
             fold = Fold.load(self._store, name, self._identity)
-            fold.catch_up(self._store, self._store.heads([name])[name].last_id)
-            head = self._store.heads([name])[name]
+            fold.catch_up(self._store, self._store.head(name).last_id)
+            head = self._store.head(name)
             if compare_ids(head.snapshot_id, fold.cursor) > 0:  # a newer snapshot may have cut off entries before they were read
                 continue
             if head.epoch > fold.epoch:  # deleted, and the batch that says so is not there yet
@@ -216,7 +210,7 @@ class CacheAdmin:
             return fold
 
     def _stats(self, tenant: str, name: str) -> TenantStats:
-        counts, usage, head = self._store.load_counts(name), self._store.usage(name), self._store.heads([name])[name]
+        counts, usage, head = self._store.load_counts(name), self._store.usage(name), self._store.head(name)
         if counts is None:
             fold = self._folded(name)
             counts = Counts(len(fold.texts.texts), fold.texts.num_tokens, fold.epoch)

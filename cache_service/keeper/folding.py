@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
-from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
+from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, read_snapshot
 from cache_service.namespace import Identity
 from cache_service.records import CorruptRecordError, TextBatch, decode_batch
 from cache_service.store.redis_store import RedisStore
@@ -56,7 +56,7 @@ class Fold:
             logger.warning("cache: snapshot of namespace %s dropped: %s", namespace, error)
             fold = cls(namespace, identity, TenantTexts())
             fold.damaged = True
-            fold.catch_up(store, store.heads([namespace])[namespace].last_id)
+            fold.catch_up(store, store.head(namespace).last_id)
             fold.snapshot_id = snapshot_id
             if compare_ids(fold.cursor, snapshot_id) < 0:
                 fold.cursor = snapshot_id
@@ -86,7 +86,7 @@ class Fold:
         self.cursor = entry_id
         self._residue = max(1, self._residue - 1) if self._residue else 0
         try:
-            batch = _read_entry(data, self._identity)
+            batch = decode_batch(data, self._identity.vocab_size)
         except CorruptRecordError as error:
             logger.warning("cache: record %s of namespace %s dropped: %s", entry_id, self.namespace, error)
             return False
@@ -150,7 +150,7 @@ class Fold:
         if purge or cleans:
             ms, _, sequence = self.cursor.partition("-")
             store.trim(self.namespace, f"{ms}-{int(sequence) + 1}", exact=True)
-            emptied = store.heads([self.namespace])[self.namespace].first_id == START
+            emptied = store.head(self.namespace).first_id == START
             if not emptied and (purge or self._residue > 1):
                 residue = _RESIDUE_ENTRIES if purge else self._residue
         else:
@@ -161,23 +161,9 @@ class Fold:
         self.has_deleted |= (purge or cleans) and not residue
 
 
-def read_snapshot(data: bytes, identity: Identity) -> Snapshot:
-    """The snapshot of these bytes.
-
-    Raises:
-        CorruptSnapshotError: it is none, or holds tokens of another tokenizer.
-    """
-    snapshot = decode_snapshot(data)
-    if snapshot.vocab_size != identity.vocab_size:
-        raise CorruptSnapshotError(f"a vocabulary of {snapshot.vocab_size} tokens, not {identity.vocab_size}")
-    if snapshot.tokenizer_revision != identity.tokenizer_revision:
-        raise CorruptSnapshotError(f"tokenizer revision {snapshot.tokenizer_revision}, not {identity.tokenizer_revision}")
-    return snapshot
-
-
 def unreadable(store: RedisStore, namespace: str, identity: Identity) -> Iterator[tuple[str, str]]:
     """Reads all that is stored of a namespace; (place, what is wrong) of what cannot be read."""
-    last_id = store.heads([namespace])[namespace].last_id
+    last_id = store.head(namespace).last_id
     stored = store.load_snapshot(namespace)
     if stored is not None:
         try:
@@ -191,12 +177,6 @@ def unreadable(store: RedisStore, namespace: str, identity: Identity) -> Iterato
             return
         for cursor, data in entries:
             try:
-                _read_entry(data, identity)
+                decode_batch(data, identity.vocab_size)
             except CorruptRecordError as error:
                 yield f"entry {cursor}", str(error)
-
-
-def _read_entry(data: bytes | None, identity: Identity) -> TextBatch:
-    if data is None:
-        raise CorruptRecordError("the entry has no field b")
-    return decode_batch(data, identity.vocab_size)

@@ -19,12 +19,6 @@ class Lease:
     """A lease as one of those who want it sees it. For one thread, but for ``held``."""
 
     def __init__(self, store: RedisStore, name: str, lease_s: float) -> None:
-        """
-        Args:
-            store: where it is.
-            name: of the lease.
-            lease_s: how long it lasts without being extended.
-        """
         self._store, self._name, self._lease_s = store, name, lease_s
         self._holder = secrets.token_hex(16)
         self._until = 0.0  # monotonic seconds; 0 where another has it

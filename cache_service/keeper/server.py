@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import redis
 
+from cache_service.access import CacheAccess
 from cache_service.keeper.folding import READ_ENTRIES, Fold
 from cache_service.keeper.lease import Lease, LeaseLostError
 from cache_service.keeper.snapshot import encode_snapshot
-from cache_service.namespace import Identity, namespace
+from cache_service.namespace import Identity
 from cache_service.records import TextBatch, encode_batch, token_width
 from cache_service.store.breaker import failure_kind
-from cache_service.store.redis_store import Counts, Head, RedisStore
+from cache_service.store.redis_store import Counts, Head
 from cache_service.store.stream_ids import compare_ids
-from configs.slices import CacheOptions
-from decoding.sources.history import PUBLIC
+from decoding.request import PUBLIC
 
 _BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
 _CHECK_S = 1.0  # between looks at what Redis holds
@@ -58,39 +58,26 @@ class CacheServer:
     no harm with what it still writes.
     """
 
-    def __init__(
-        self,
-        options: CacheOptions,
-        url: str,
-        secret: bytes,
-        identity: Identity,
-        tenants: Sequence[str],
-        quotas: Mapping[str, int],
-    ) -> None:
+    def __init__(self, access: CacheAccess, identity: Identity, quotas: Mapping[str, int]) -> None:
         """
         Args:
-            options: the slice ``cache`` of the configuration.
-            url: of Redis.
-            secret: of the namespaces.
+            access: of Redis, and the tenants; the public corpus is always served.
             identity: of the model.
-            tenants: their names; the public corpus is always served.
             quotas: bytes by tenant; where absent that of the options.
 
         Raises:
             ValueError: the address cannot be, or the secret is empty.
         """
-        self._options, self._identity = options, identity
-        self._store = RedisStore(url, options.prefix, options.timeout_s)
-        self._tenants: dict[str, str] = {}  # by namespace
+        self._options, self._identity = access.options, identity
+        self._store = access.store()
+        self._tenants = {name: tenant for tenant, name in access.namespaces(identity).items()}  # by namespace
         self._quotas: dict[str, int] = {}  # tokens, by namespace
-        for tenant in dict.fromkeys((*tenants, PUBLIC)):
-            name = namespace(secret, tenant, identity.model_revision, identity.tokenizer_revision)
-            mib = options.public_mib if tenant == PUBLIC else options.tenant_mib
-            self._tenants[name] = tenant
+        for name, tenant in self._tenants.items():
+            mib = self._options.public_mib if tenant == PUBLIC else self._options.tenant_mib
             self._quotas[name] = int(quotas.get(tenant, mib * 2**20)) // token_width(identity.vocab_size)
         # Services of the same namespaces relieve each other; those of another model in the same Redis have a lease of their own.
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
-        self._lease = Lease(self._store, lease, options.lease_s)
+        self._lease = Lease(self._store, lease, self._options.lease_s)
         self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
         self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
         self._counted: dict[str, Counts] = {}  # by namespace; what Redis was told

@@ -15,11 +15,12 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_service.namespace import Identity
 from cache_service.records import KEY, MAX_TOKENS, MAX_VOCAB, pack_tokens, token_width, unpack_keys, unpack_tokens
 from decoding.tree import Int32Array
 
@@ -44,7 +45,7 @@ class SnapshotText(NamedTuple):
     offset: int = 0  # tokens of the text before these; above 0 for a piece beyond a gap
 
 
-class TextTable(Sequence[SnapshotText]):
+class TextTable:
     """Texts as columns, so that 100,000 of them are no 100,000 slow steps; iterating makes them one by one."""
 
     def __init__(
@@ -67,8 +68,6 @@ class TextTable(Sequence[SnapshotText]):
     @classmethod
     def of(cls, texts: Sequence[SnapshotText]) -> TextTable:
         """The columns of these texts."""
-        if isinstance(texts, TextTable):
-            return texts
         keys = [text.text for text in texts]
         return cls(
             np.array([key >> 16 for key in keys], "<u8"),
@@ -89,20 +88,6 @@ class TextTable(Sequence[SnapshotText]):
             start, end = end, end + length
             yield SnapshotText(request << 16 | choice, tokens[start:end], offset >= _FINAL, updated_s, offset & ~_FINAL)
 
-    @overload
-    def __getitem__(self, index: int) -> SnapshotText: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[SnapshotText]: ...
-    def __getitem__(self, index: int | slice) -> SnapshotText | Sequence[SnapshotText]:
-        """One text in time that grows with the number of texts: to see all of them, iterate."""
-        if isinstance(index, slice):
-            return list(self)[index]
-        at = range(len(self))[index]
-        start, offset = int(self.lengths[:at].sum(dtype=np.int64)), int(self.offsets[at])
-        tokens = self.tokens[start : start + int(self.lengths[at])]
-        key = int(self.requests[at]) << 16 | int(self.choices[at])
-        return SnapshotText(key, tokens, offset >= _FINAL, float(self.updated_s[at]), offset & ~_FINAL)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
@@ -113,7 +98,7 @@ class Snapshot:
     vocab_size: int
     tokenizer_revision: str
     created_s: float  # seconds since the epoch of Unix
-    texts: Sequence[SnapshotText] = ()  # of a decoded snapshot a TextTable
+    texts: TextTable | Sequence[SnapshotText] = ()  # of a decoded snapshot a table
     removed: tuple[tuple[int, float], ...] = ()  # deleted request hashes, and when
     evicted: tuple[int, ...] = ()  # text keys let go of lately, the oldest first: a late piece of one must not bring it back
 
@@ -136,7 +121,7 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
         raise ValueError(f"tokenizer_revision must be up to 255 letters and digits, got {revision!r}")
     if not 0 <= snapshot.epoch < 1 << 32:
         raise ValueError(f"epoch must be between 0 and 2**32 - 1, got {snapshot.epoch}")
-    table = TextTable.of(snapshot.texts)
+    table = snapshot.texts if isinstance(snapshot.texts, TextTable) else TextTable.of(snapshot.texts)
     tokens = table.tokens
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < snapshot.vocab_size:
         raise ValueError(f"tokens must be between 0 and {snapshot.vocab_size - 1}, got {tokens.min()} to {tokens.max()}")
@@ -184,6 +169,20 @@ def decode_snapshot(data: bytes) -> Snapshot:
         raise CorruptSnapshotError("a time is not a number")
     removals = tuple(zip(removed.tolist(), removed_s.tolist(), strict=True))
     return Snapshot(stream_id, epoch, vocab_size, revision, created_s, table, removals, tuple(evicted))
+
+
+def read_snapshot(data: bytes, identity: Identity) -> Snapshot:
+    """The snapshot of these bytes.
+
+    Raises:
+        CorruptSnapshotError: it is none, or holds tokens of another tokenizer.
+    """
+    snapshot = decode_snapshot(data)
+    if snapshot.vocab_size != identity.vocab_size:
+        raise CorruptSnapshotError(f"a vocabulary of {snapshot.vocab_size} tokens, not {identity.vocab_size}")
+    if snapshot.tokenizer_revision != identity.tokenizer_revision:
+        raise CorruptSnapshotError(f"tokenizer revision {snapshot.tokenizer_revision}, not {identity.tokenizer_revision}")
+    return snapshot
 
 
 def _check_frame(data: bytes) -> None:

@@ -4,73 +4,76 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cache_service.texts import Admitted
-from decoding.sources.history import Histories, History
+
+if TYPE_CHECKING:
+    from decoding.sources.history import Histories
 
 PIECE_TOKENS = 1024  # of one tenant before it is the next one's turn
 _REMOVAL_TOKENS = 64  # that take as long as one removal, roughly
 
 
+@dataclass(slots=True)
 class _Arrival:
-    """One admitted batch or snapshot, and how far it is applied."""
+    """What is left of an admitted batch or snapshot."""
 
-    __slots__ = ("_at", "_delta", "_done", "_tokens", "admitted", "reload", "weight")
+    weight: int
+    pieces: Iterator[tuple[int, int]]  # applies the next one, and says its weight and its tokens
 
-    def __init__(self, admitted: Admitted, reload: bool) -> None:
-        self.admitted, self.reload = admitted, reload
-        self.weight = sum(len(delta.tokens) for delta in admitted.deltas)
-        self.weight += _REMOVAL_TOKENS * (len(admitted.removed) + len(admitted.evicted))
-        self._at = 0  # among removed, evicted, then deltas
-        self._done = 0  # tokens of the delta at hand
 
-    def step(self, history: History) -> tuple[bool, int, int]:
-        """Applies the next piece: (whether that was all, what it weighed, tokens among it)."""
-        admitted = self.admitted
-        if self.reload or admitted.cleared:
-            history.clear(dead=admitted.cleared)
-            self.reload, self.admitted = False, Admitted(False, admitted.removed, admitted.evicted, admitted.deltas)
-        at, self._at = self._at, self._at + 1
-        if at < len(admitted.removed):
-            history.remove_request(admitted.removed[at])
-            return self._finished, _REMOVAL_TOKENS, 0
-        at -= len(admitted.removed)
-        if at < len(admitted.evicted):
-            history.remove(admitted.evicted[at], rescued=False)
-            return self._finished, _REMOVAL_TOKENS, 0
-        at -= len(admitted.evicted)
-        if at >= len(admitted.deltas):
-            return True, 0, 0
-        delta = admitted.deltas[at]
-        start, end = self._done, min(len(delta.tokens), self._done + PIECE_TOKENS)
-        last = end == len(delta.tokens)
-        history.extend(delta.text, delta.offset + start, delta.tokens[start:end], delta.final and last)
-        if last:
-            self._done = 0
-        else:
-            self._done, self._at = end, self._at - 1
-        return self._finished, end - start, end - start
+def _weight(admitted: Admitted, reload: bool) -> int:
+    """The sum over the pieces of an arrival."""
+    tokens = sum(max(1, len(delta.tokens)) for delta in admitted.deltas)
+    return tokens + _REMOVAL_TOKENS * (len(admitted.removed) + len(admitted.evicted)) + (reload or admitted.cleared)
 
-    @property
-    def _finished(self) -> bool:
-        return self._at >= len(self.admitted.removed) + len(self.admitted.evicted) + len(self.admitted.deltas)
+
+def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) -> Iterator[tuple[int, int]]:
+    """Applies an arrival piece by piece."""
+    history = memory.of(tenant)
+    assert history is not None
+    if reload or admitted.cleared:
+        history.clear(dead=admitted.cleared)
+        yield 1, 0
+    for request in admitted.removed:
+        history.remove_request(request)
+        yield _REMOVAL_TOKENS, 0
+    for text in admitted.evicted:
+        history.remove(text, rescued=False)
+        yield _REMOVAL_TOKENS, 0
+    for delta in admitted.deltas:
+        count = len(delta.tokens)
+        for start in range(0, max(1, count), PIECE_TOKENS):
+            piece = delta.tokens[start : start + PIECE_TOKENS]
+            history.extend(delta.text, delta.offset + start, piece, delta.final and start + PIECE_TOKENS >= count)
+            yield max(1, len(piece)), len(piece)
 
 
 class Inbox:
     """Arrivals by tenant. One thread puts, the engine's thread applies, a piece of each tenant in turn."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, memory: Histories) -> None:
+        """
+        Args:
+            memory: the engine's histories, which ``apply`` changes.
+        """
+        self._memory, self._lock = memory, threading.Lock()
         self._waiting: dict[str, deque[_Arrival]] = {}  # whoever was served last comes last
         self._weights: dict[str, int] = {}
         self.applied_tokens = 0
 
     def put(self, tenant: str, admitted: Admitted, reload: bool = False) -> None:
         """Adds what the ledger admitted; ``reload``: all that was there before goes first, and may come again."""
-        arrival = _Arrival(admitted, reload)
+        weight = _weight(admitted, reload)
+        if not weight:
+            return
         with self._lock:
+            arrival = _Arrival(weight, _pieces(admitted, reload, self._memory, tenant))
             self._waiting.setdefault(tenant, deque()).append(arrival)
-            self._weights[tenant] = self._weights.get(tenant, 0) + arrival.weight
+            self._weights[tenant] = self._weights.get(tenant, 0) + weight
 
     def weight(self, tenant: str) -> int:
         """How much waits of a tenant, as a number of tokens."""
@@ -81,30 +84,29 @@ class Inbox:
         """How much waits of all tenants; from any thread."""
         return sum(list(self._weights.values()))
 
-    def apply(self, memory: Histories, max_tokens: int) -> bool:
+    def apply(self, max_tokens: int) -> bool:
         """Applies about ``max_tokens``; whether more waits."""
         while max_tokens > 0:
             with self._lock:
                 tenant = next(iter(self._waiting), None)
                 if tenant is None:
                     return False
-                queue = self._waiting.pop(tenant)
-                self._waiting[tenant] = queue
-            history = memory.of(tenant)
-            assert history is not None
-            max_tokens -= self._apply_piece(tenant, queue, history, min(max_tokens, PIECE_TOKENS))
+                queue = self._waiting[tenant] = self._waiting.pop(tenant)
+            max_tokens -= self._apply_piece(tenant, queue, min(max_tokens, PIECE_TOKENS))
         return bool(self._waiting)
 
-    def _apply_piece(self, tenant: str, queue: deque[_Arrival], history: History, most: int) -> int:
+    def _apply_piece(self, tenant: str, queue: deque[_Arrival], most: int) -> int:
         """Small arrivals together, long ones in pieces."""
         total = 0
         while queue and total < most:
-            finished, weight, tokens = queue[0].step(history)
-            total += max(1, weight)
+            arrival = queue[0]
+            weight, tokens = next(arrival.pieces)
+            total += weight
             self.applied_tokens += tokens
+            arrival.weight -= weight
             with self._lock:
                 self._weights[tenant] -= weight
-                if finished:
+                if not arrival.weight:
                     queue.popleft()
                 if not queue:
                     del self._waiting[tenant]

@@ -8,19 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cache_service.access import CacheAccess
 from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
 from cache_service.mirror.tail import Tail
-from cache_service.namespace import Identity, namespace
+from cache_service.namespace import Identity
 from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
 from cache_service.store.breaker import Guard
-from cache_service.store.redis_store import MAX_BLOCK_S, RedisStore
-from configs.slices import CacheOptions
-from decoding.sources.history import PUBLIC, Histories
+from cache_service.store.redis_store import MAX_BLOCK_S
+from decoding.request import PUBLIC
 from decoding.tree import Int32Array
+
+if TYPE_CHECKING:
+    from decoding.sources.history import Histories
 
 logger = logging.getLogger(__name__)
 
@@ -58,36 +62,22 @@ class Mirror:
     ``apply`` takes from the inbox. Whatever Redis does, no method raises and none but ``start`` and ``close`` waits.
     """
 
-    def __init__(
-        self,
-        options: CacheOptions,
-        url: str,
-        secret: bytes,
-        identity: Identity,
-        tenants: Sequence[str],
-        memory: Histories,
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, access: CacheAccess, identity: Identity, memory: Histories, wake: Callable[[], None]) -> None:
         """
         Args:
-            options: times and sizes.
-            url: of Redis, see ``cache_service/store/addresses.py``.
-            secret: of the cluster; hides tenants' names, and parts clusters that share a Redis.
+            access: of Redis, and whose texts are shared; the public corpus comes along, but nothing is written to it.
             identity: of model and tokenizer.
-            tenants: whose texts are shared; the public corpus comes along, but nothing is written to it.
             memory: the engine's histories.
             wake: called by a thread of the mirror when there is something to apply.
 
         Raises:
             ValueError: an address that cannot be, or an empty secret.
         """
-        self._options, self._memory, self._wake, self._vocab_size = options, memory, wake, identity.vocab_size
-        self._tenants = frozenset(tenants) - {PUBLIC}
-        names = dict.fromkeys((PUBLIC, *tenants))
-        self._namespaces = {name: namespace(secret, name, identity.model_revision, identity.tokenizer_revision) for name in names}
-        self._store = RedisStore(url, options.prefix, options.timeout_s)
+        options = self._options = access.options
+        self._memory, self._wake, self._vocab_size = memory, wake, identity.vocab_size
+        self._namespaces, self._store = access.namespaces(identity), access.store()
         self._outbox = Outbox(int(options.outbox_mib * 2**20))
-        self._inbox = Inbox()
+        self._inbox = Inbox(memory)
         self._tail = Tail(self._store, identity, self._namespaces, self._inbox, self._outbox, options.ttl_s)
         self._reading = Guard("reading what others generated", options.retry_s)
         self._writing = Guard("writing what was generated here", options.retry_s)
@@ -117,7 +107,7 @@ class Mirror:
             caught_up = self._tail.catch_up(deadline_s)
 
         while not caught_up and time.monotonic() < deadline_s and not self._reading.attempt(catch_up):
-            while self._inbox.apply(self._memory, 1 << 20):
+            while self._inbox.apply(1 << 20):
                 pass
         tokens = sum(history.num_tokens for name in self._namespaces if (history := self._memory.of(name)) is not None)
         if caught_up:
@@ -129,12 +119,12 @@ class Mirror:
 
     def publish(self, tenant: str, text: int, offset: int, tokens: Sequence[int] | Int32Array, final: bool) -> None:
         """Says what was generated: tokens of a text from an offset on. Nothing is waited for."""
-        assert tenant in self._tenants, "a tenant that this mirror was not told of"
+        assert tenant in self._namespaces and tenant != PUBLIC, "a tenant that this mirror was not told of"
         self._outbox.put(tenant, CacheDelta(text, offset, np.asarray(tokens, np.int32), final))
 
     def apply(self, max_tokens: int = 4096) -> bool:
         """Puts about ``max_tokens`` of what has arrived into the histories, in turns of tenants; whether more waits."""
-        return self._inbox.apply(self._memory, max_tokens)
+        return self._inbox.apply(max_tokens)
 
     def counts(self) -> MirrorCounts:
         """A look at the counters; any thread may take it."""

@@ -202,22 +202,13 @@ class Outbox:
             if any(share.texts for share in self._shares.values()):
                 self._filled.set()
 
-    def forget(self, tenant: str) -> None:
-        """Drops a tenant's texts, and what is still to come of those that have begun: the tenant was deleted."""
-        with self._lock:
-            self._forgotten.add((tenant, None))
-            share = self._shares.get(tenant)
-            if share is not None:
-                for text in {**share.texts, **share.open}:
-                    share.drop(text)
-
-    def forget_request(self, tenant: str, request: int) -> None:
-        """The same for the texts of one request, by its hash."""
+    def forget(self, tenant: str, request: int | None = None) -> None:
+        """Drops a tenant's texts, or those of one request by its hash, and what is still to come of those that have begun."""
         with self._lock:
             self._forgotten.add((tenant, request))
             share = self._shares.get(tenant)
             if share is not None:
-                for text in [text for text in {**share.texts, **share.open} if text >> 16 == request]:
+                for text in [text for text in {**share.texts, **share.open} if request in (None, text >> 16)]:
                     share.drop(text)
 
     def _bound(self, share: _Share) -> None:

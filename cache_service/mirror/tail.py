@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cache_service.keeper.snapshot import CorruptSnapshotError, Snapshot, decode_snapshot
+from cache_service.keeper.snapshot import CorruptSnapshotError, read_snapshot
 from cache_service.mirror.inbox import Inbox
 from cache_service.mirror.outbox import Outbox
 from cache_service.namespace import Identity
@@ -164,8 +164,6 @@ class Tail:
         place = self.places[tenant]
         place.cursor = id
         try:
-            if data is None:
-                raise CorruptRecordError("an entry without a record")
             batch = decode_batch(data, self._identity.vocab_size)
         except CorruptRecordError as error:
             self.corrupt_records += 1
@@ -189,7 +187,7 @@ class Tail:
         if admitted.cleared:
             self._outbox.forget(tenant)
         for request in admitted.removed:
-            self._outbox.forget_request(tenant, request)
+            self._outbox.forget(tenant, request)
 
     def _reload(self, tenant: str, snapshot_id: str, afresh: bool) -> bool:
         """Goes on from the newest snapshot, ``afresh`` without what is known; whether that was possible."""
@@ -199,7 +197,7 @@ class Tail:
             return False
         id, data = loaded
         try:
-            snapshot = self._decode(data)
+            snapshot = read_snapshot(data, self._identity)
         except CorruptSnapshotError as error:
             self.corrupt_snapshots += 1
             place.useless = snapshot_id
@@ -216,10 +214,3 @@ class Tail:
         self.reloads += place.cursor != START
         place.restart(id)
         return True
-
-    def _decode(self, data: bytes) -> Snapshot:
-        snapshot = decode_snapshot(data)
-        known = self._identity.vocab_size, self._identity.tokenizer_revision
-        if (snapshot.vocab_size, snapshot.tokenizer_revision) != known:
-            raise CorruptSnapshotError("it is of another tokenizer")
-        return snapshot

@@ -11,27 +11,34 @@ Keys, all with the hash tag ``{PREFIX}``, so that a cluster keeps them in one sl
 ``{PREFIX}:lease:NAME``        string  who holds the lease
 =============================  ======  =========================================================================================
 
-What a user of Redis must be allowed for it: ``cache_service/store/acl.py``.
+What a user of Redis must be allowed for it: ``docs/sharing.md``.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import redis
 from redis.cluster import RedisCluster
+from redis.exceptions import RedisClusterException
+from redis.sentinel import MasterNotFoundError
 
 from cache_service.store import scripts
-from cache_service.store.redis_link import RedisLink, answers_of, translated
+from cache_service.store.addresses import Client, connect
 from cache_service.store.stream_ids import id_of, text_of
 
 MAX_ENTRIES = 100_000  # of a stream, should nobody trim it
 MAX_BLOCK_S = 0.5  # longest wait of one read; a server that is silent for that and the timeout is away
 CHUNK_BYTES = 1 << 20  # of a snapshot: longer values hold up the server's one thread
 ORPHAN_S = 3600  # pieces of a snapshot that was never finished go after that
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +69,70 @@ class Counts:
     epoch: int
 
 
-class RedisStore(RedisLink):
-    """Streams and snapshots of tenants. Safe to use from several threads; a method is one or a few round trips.
+def translated(method: Callable[Concatenate[RedisStore, _P], _R]) -> Callable[Concatenate[RedisStore, _P], _R]:
+    """What the client library raises besides ``RedisError`` and ``OSError`` becomes one of them."""
+
+    @functools.wraps(method)
+    def wrapped(store: RedisStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(store, *args, **kwargs)
+        except RedisClusterException as error:  # not a RedisError: no node of a cluster answers
+            raise redis.ConnectionError(f"cluster: {error}") from error
+        except MasterNotFoundError as error:  # its words are the settings of each connection, for pages
+            raise redis.ConnectionError("no sentinel answers, or none knows a master of that name") from error
+        except redis.InvalidResponse:
+            store._drop_connections()
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # an answer that redis-py or we cannot read
+            store._drop_connections()
+            raise redis.InvalidResponse(f"not the answer of a Redis: {type(error).__name__}") from error
+
+    return wrapped
+
+
+class RedisStore:
+    """Streams and snapshots of tenants in one Redis. Safe to use from several threads; a method is one or a few round trips.
 
     Every method raises ``redis.RedisError`` or ``OSError`` where Redis is away, slow, full, refuses or answers nonsense, and
     nothing is tried twice: what to do then is the caller's to say.
     """
+
+    def __init__(self, url: str, prefix: str, timeout_s: float) -> None:
+        """Reads the address; nothing is sent yet.
+
+        Raises:
+            ValueError: an address that cannot be.
+        """
+        if not prefix or "{" in prefix or "}" in prefix:
+            raise ValueError(f"cache.prefix: {prefix!r} must not be empty or hold braces")
+        self._url, self._timeout_s = url, timeout_s
+        self._tag = f"{{{prefix}}}"
+        self._lock = threading.Lock()
+        self._closed = False
+        self._clients: dict[float, Client] = {}  # by how long they may block
+        if "+cluster:" not in url.partition("//")[0]:
+            self._client()  # a bad address is an error now; a cluster is asked first when it is needed
+
+    @translated
+    def ping(self) -> None:
+        """Returns if Redis answers."""
+        if self._run("EVAL", "return 1", 0) != 1:
+            raise redis.InvalidResponse("not the answer of a Redis")
+
+    def close(self) -> None:
+        """Closes all connections for good; what another thread is waiting for ends with ``redis.ConnectionError``."""
+        with self._lock:
+            self._closed = True
+        self._drop_connections()
 
     # -- streams ---------------------------------------------------------------------------------------------------------------
 
     @translated
     def append(self, entries: Sequence[tuple[str, bytes]]) -> list[str]:
         """Adds (namespace, data) entries in one round trip; returns their ids. After an error some of them may be there."""
-        pipe = self._client().pipeline(transaction=False)
-        for namespace, data in entries:
-            pipe.execute_command("XADD", self._key(namespace, "log"), "MAXLEN", "~", MAX_ENTRIES, "*", "b", data)
-        return [id_of(answer) for answer in answers_of(pipe)]
+        options = ("MAXLEN", "~", MAX_ENTRIES, "*", "b")
+        added = self._run_all([("XADD", self._key(namespace, "log"), *options, data) for namespace, data in entries])
+        return [id_of(answer) for answer in added]
 
     @translated
     def read(self, cursors: Mapping[str, str], block_s: float, count: int) -> dict[str, list[tuple[str, bytes | None]]]:
@@ -107,13 +162,15 @@ class RedisStore(RedisLink):
     @translated
     def heads(self, namespaces: Sequence[str]) -> dict[str, Head]:
         """Where each namespace stands, in one round trip."""
-        pipe = self._client().pipeline(transaction=False)
-        for namespace in namespaces:
-            pipe.execute_command("EVAL", scripts.HEAD, 3, *self._keys(namespace, "log", "snap", "epoch"))
+        answers = self._run_all([("EVAL", scripts.HEAD, 3, *self._keys(name, "log", "snap", "epoch")) for name in namespaces])
         found = {}
-        for namespace, (first, last, snapshot, epoch) in zip(namespaces, answers_of(pipe), strict=True):
+        for namespace, (first, last, snapshot, epoch) in zip(namespaces, answers, strict=True):
             found[namespace] = Head(id_of(first), id_of(last), id_of(snapshot), int(epoch))
         return found
+
+    def head(self, namespace: str) -> Head:
+        """Where one namespace stands."""
+        return self.heads([namespace])[namespace]
 
     @translated
     def trim(self, namespace: str, before_id: str, exact: bool) -> int:
@@ -184,11 +241,10 @@ class RedisStore(RedisLink):
     @translated
     def save_counts(self, counts: Mapping[str, Counts]) -> None:
         """Writes down how much is kept, by namespace, in one round trip."""
-        pipe = self._client().pipeline(transaction=False)
-        for namespace, kept in counts.items():
-            key = self._key(namespace, "counts")
-            pipe.execute_command("HSET", key, "texts", kept.texts, "tokens", kept.tokens, "epoch", kept.epoch)
-        answers_of(pipe)
+        self._run_all([
+            ("HSET", self._key(namespace, "counts"), "texts", kept.texts, "tokens", kept.tokens, "epoch", kept.epoch)
+            for namespace, kept in counts.items()
+        ])  # fmt: skip
 
     @translated
     def load_counts(self, namespace: str) -> Counts | None:
@@ -201,21 +257,11 @@ class RedisStore(RedisLink):
     @translated
     def keep(self, namespaces: Sequence[str], ttl_s: float) -> None:
         """Lets Redis forget namespaces for which this is not called again within ``ttl_s``, as nobody serves them any more."""
-        client = self._client()
         pointers = [self._key(namespace, "snap") for namespace in namespaces]
-        names = client.pipeline(transaction=False)
-        for pointer in pointers:
-            names.execute_command("HGET", pointer, "name")
-        pipe = client.pipeline(transaction=False)
-        for namespace, pointer, name in zip(namespaces, pointers, answers_of(names), strict=True):
-            keys = [
-                pointer,
-                *self._keys(namespace, "log", "epoch", "counts"),
-                *([] if name is None else [f"{pointer}:{text_of(name)}"]),
-            ]
-            for key in keys:
-                pipe.execute_command("EXPIRE", key, max(1, round(ttl_s)))
-        answers_of(pipe)
+        names = self._run_all([("HGET", pointer, "name") for pointer in pointers])
+        keys = [key for namespace in namespaces for key in self._keys(namespace, "log", "snap", "epoch", "counts")]
+        keys += [f"{pointer}:{text_of(name)}" for pointer, name in zip(pointers, names, strict=True) if name is not None]
+        self._run_all([("EXPIRE", key, max(1, round(ttl_s))) for key in keys])
 
     @translated
     def acquire(self, name: str, holder: str, ttl_s: float) -> bool:
@@ -257,3 +303,44 @@ class RedisStore(RedisLink):
             int(self._run("MEMORY USAGE", log) or 0),
             int(self._run("HGET", snap, "bytes") or 0),
         )
+
+    # -- connections ----------------------------------------------------------------------------------------------------------
+
+    def _client(self, block_s: float = 0.0) -> Client:
+        with self._lock:
+            if self._closed:
+                raise redis.ConnectionError("this store is closed")
+            if block_s not in self._clients:
+                self._clients[block_s] = connect(self._url, self._timeout_s, block_s)
+            return self._clients[block_s]
+
+    def _run(self, *words: Any, block_s: float = 0.0) -> Any:
+        client: Any = self._client(block_s)
+        return client.execute_command(*words)
+
+    def _run_all(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """The answers to several commands in one round trip.
+
+        The first error is raised as it is: redis-py would add the command, tokens and all, to it.
+        """
+        pipe: Any = self._client().pipeline(transaction=False)
+        for words in commands:
+            pipe.execute_command(*words)
+        answers: list[Any] = pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def _drop_connections(self) -> None:
+        """Nonsense may go on after the part that was read: the next command gets a connection of its own."""
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()
+
+    def _key(self, namespace: str, kind: str) -> str:
+        return f"{self._tag}:{namespace}:{kind}"
+
+    def _keys(self, namespace: str, *kinds: str) -> list[str]:
+        return [self._key(namespace, kind) for kind in kinds]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.admission.controller import CURRENT, AdmissionController, Ticket, Upload
+from cluster.admission.controller import CURRENT, AdmissionController, Ticket
 from cluster.http.errors import ApiError
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/compare"})
@@ -76,40 +77,38 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or not path.startswith(_KEYED):
             await self._app(scope, receive, send)
             return
+        authorization = Headers(scope=scope).get("authorization")
         try:
             if scope["method"] == "POST" and path in GENERATING:
-                await self._generate(scope, receive, send)
+                await self._generate(authorization, scope, receive, send)
             else:
-                await self._visit(scope, receive, send)
-        except _RefusedError as refused:
-            error = refused.error
+                await self._visit(authorization, scope, receive, send)
+        except ApiError as error:  # of admission: the application answers with its own
+            self._admission.refuse(error)
             if error.status == 429:
                 with contextlib.suppress(ApiError):  # its key is gone by now
-                    await asyncio.sleep(self._admission.kept_back_s(Headers(scope=scope).get("authorization")))
+                    await asyncio.sleep(self._admission.kept_back_s(authorization))
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_s, authorization = self._admission.now_s(), Headers(scope=scope).get("authorization")
-        with _refusing():
-            self._admission.check(authorization)
-            with self._admission.upload(authorization) as upload:
-                body = await self._body(scope, receive, upload)
-                if body is None:
-                    return  # the client has left
-                ticket = self._admission.enter(authorization, arrived_s)
+    async def _generate(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = time.monotonic()
+        self._admission.check(authorization)
+        with self._admission.upload(authorization) as received:
+            body = await self._body(scope, receive, received)
+            if body is None:
+                return  # the client has left
+            ticket = self._admission.enter(authorization, arrived_s)
         await self._answer(ticket, scope, _Replay(body, receive), send)
 
-    async def _visit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorization = Headers(scope=scope).get("authorization")
+    async def _visit(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as held:
-            with _refusing():
-                visit = self._admission.visit(authorization)
-                if scope["method"] in _WITH_BODY:  # held until it is answered: nothing else counts it
-                    body = await self._body(scope, receive, held.enter_context(self._admission.upload(authorization)))
-                    if body is None:
-                        return
-                    receive = _Replay(body, receive)
-            await self._app(scope, receive, _with_headers(send, visit.headers))
+            headers = self._admission.visit(authorization)
+            if scope["method"] in _WITH_BODY:  # held until it is answered: nothing else counts it
+                body = await self._body(scope, receive, held.enter_context(self._admission.upload(authorization)))
+                if body is None:
+                    return
+                receive = _Replay(body, receive)
+            await self._app(scope, receive, _with_headers(send, headers))
 
     async def _answer(self, ticket: Ticket, scope: Scope, replay: _Replay, send: Send) -> None:
         """Has the application answer, until it has, or the client has left."""
@@ -126,7 +125,7 @@ class AdmissionMiddleware:
             async with asyncio.timeout(None) as stay:
                 watch = asyncio.create_task(replay.until_gone(stay))
                 try:
-                    await self._app(scope, replay, _with_headers(noted, ticket.headers))
+                    await self._app(scope, replay, _with_headers(noted, lambda: self._admission.headers(ticket)))
                 finally:
                     watch.cancel()
         except TimeoutError:
@@ -134,41 +133,43 @@ class AdmissionMiddleware:
                 raise  # not ours
         finally:
             CURRENT.reset(token)
-            ticket.close(answered)
+            self._admission.leave(ticket, answered)
 
-    async def _body(self, scope: Scope, receive: Receive, upload: Upload) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, received: Callable[[int], None]) -> bytes | None:
         """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""
-        with contextlib.suppress(ValueError):  # a length that is no number: what comes is counted
-            self._check_size(int(Headers(scope=scope).get("content-length", "0")), self._admission.max_request_bytes)
+        limits = self._admission.limits
         try:
-            async with asyncio.timeout(self._admission.body_timeout_s):
-                return await self._received(receive, upload)
+            with contextlib.suppress(ValueError):  # a length that is no number: what comes is counted
+                _check_size(int(Headers(scope=scope).get("content-length", "0")), limits.max_request_bytes)
+            async with asyncio.timeout(limits.body_timeout_s):
+                return await _pieces(receive, limits.max_request_bytes, received)
         except TimeoutError:
-            message = f"the body was not there within {self._admission.body_timeout_s:g} s (limits.body_timeout_s): send it again"
-            raise self._admission.refuse(ApiError(408, message, code="body_timeout", headers=_CLOSE)) from None
+            message = f"the body was not there within {limits.body_timeout_s:g} s (limits.body_timeout_s): send it again"
+            raise ApiError(408, message, code="body_timeout", headers=_CLOSE) from None
         except ApiError as error:
             error.headers |= _CLOSE  # the rest of the body is not waited for
             raise
 
-    async def _received(self, receive: Receive, upload: Upload) -> bytes | None:
-        most = self._admission.max_request_bytes
-        pieces: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            self._check_size(size, most)
-            upload.add(len(pieces[-1]))
-            if not message.get("more_body", False):
-                return b"".join(pieces)
 
-    def _check_size(self, size: int, most: int) -> None:
-        if size > most:
-            message = f"the body has more than the {most} bytes that this server takes (limits.max_request_bytes): shorten it"
-            raise self._admission.refuse(ApiError(413, message, code="request_too_large", headers=_CLOSE))
+async def _pieces(receive: Receive, most: int, received: Callable[[int], None]) -> bytes | None:
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        _check_size(size, most)
+        received(len(pieces[-1]))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        message = f"the body has more than the {most} bytes that this server takes (limits.max_request_bytes): shorten it"
+        raise ApiError(413, message, code="request_too_large")
 
 
 class _Replay:
@@ -190,22 +191,6 @@ class _Replay:
             pass
         self._gone.set()
         stay.reschedule(asyncio.get_running_loop().time())
-
-
-class _RefusedError(Exception):
-    """A request was not let in; what else is raised is the application's."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    try:
-        yield
-    except ApiError as error:
-        raise _RefusedError(error) from None
 
 
 def _with_headers(send: Send, headers: Callable[[], dict[str, str]]) -> Send:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cache_service.namespace import hash_key
 from cluster.http.errors import ApiError
-from cluster.http.types.completion_fields import CacheChoice
+from cluster.http.types.openai import CacheChoice
 from configs.keys_file import with_keys_file
 from configs.schema import ConfigError
 from configs.slices import TenancyOptions, TenantOptions

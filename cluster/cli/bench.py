@@ -15,7 +15,7 @@ bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_h
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
 _BENCHES = {
     "strategies": "Every strategy on the same prompts, beside generate, its prompt lookup and its assisted generation",
-    "load": "Strategies under load: 1 to 32 clients, Poisson arrivals, a load step, beside transformers' batching",
+    "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
     "draft-models": "Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper",
     "paper": "The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers",
     "scaling": "One worker against lookahead, tensor and pipeline parallelism, each plain and with every strategy",
@@ -38,7 +38,7 @@ for _name, _words in _BENCHES.items():
 
 def simulate(context: typer.Context) -> None:
     """What replicas, GPUs and strategies would make of some traffic: a simulation, no measurement; --help says more."""
-    become_experiment("simulate", context.args)
+    become_experiment("simulation", context.args)
 
 
 def become_experiment(module: str, arguments: Sequence[str]) -> None:

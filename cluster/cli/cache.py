@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from cluster.cli.cache_files import KINDS, DocumentFileError, batches, documents
-from cluster.cli.terminal import fail, fail_input, server_message
+from cluster.cli.client import ADMIN_KEY, checked, connected
+from cluster.cli.terminal import fail, fail_input, print_rows, progress
 
 if TYPE_CHECKING:
     import httpx
 
-ADMIN_KEY = "OUTRIDER_ADMIN_KEY"  # name of the environment variable
+KINDS = (".txt", ".md", ".jsonl")
+PART_CHARACTERS = 1 << 18  # longer documents travel in parts; JSON writes a character in 6 bytes at most
 BATCH_BYTES = 1 << 20  # of one preload request: it is shown as progress, and stays far below what the server takes
-_TIMEOUT_S = 600.0  # a snapshot of many tokens takes a while to make
+_ROUTES = "/admin/cache"
 
 cache = typer.Typer(
     help=f"The memory that a running server's replicas share. {ADMIN_KEY} holds an admin key (tenancy.admin_keys).",
@@ -36,13 +34,14 @@ TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Name of a ten
 @cache.command()
 def stats(url: Url = _URL, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
     """Show how much is kept of each tenant, how each replica gets on with Redis, and how many prompt tokens were reused."""
-    with _client(url) as client:
+    with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         found = _object(client.get("/stats"))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        _print_rows(found["tenants"])
-        _print_rows([replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]])
+        replicas = [replica | {"failures": _kinds(replica["failures"])} for replica in found["replicas"]]
+        for rows in (found["tenants"], replicas):  # the columns are what the server tells
+            print_rows(rows, list(rows[0]) if rows else (), left=("tenant", "namespace", "breaker", "failures"))
         typer.echo(f"tokens of requests that may reuse others': {found['prefix_queries']}, reused: {found['prefix_hits']}")
     if found["error"] is not None:
         fail(f"{url}: {found['error']}")
@@ -58,11 +57,11 @@ def export(
     part = file.with_name(f"{file.name}.part")  # a broken download must not look like a snapshot
     try:
         with (
-            _client(url) as client,
+            connected(url, ADMIN_KEY, below=_ROUTES) as client,
             part.open("wb") as target,
             client.stream("GET", "/export", params={"tenant": tenant}) as body,
         ):
-            for piece in body.iter_bytes():
+            for piece in checked(body).iter_bytes():
                 target.write(piece)
         part.replace(file)
     except OSError as error:
@@ -83,7 +82,7 @@ def import_(
         data = file.read_bytes()
     except OSError as error:
         fail_input(f"{file} could not be read: {error.strerror}")
-    with _client(url) as client:
+    with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         texts = _object(client.post("/import", params={"tenant": tenant}, content=data))["texts"]
     typer.echo(f"{texts} texts added to {tenant}")
 
@@ -101,13 +100,14 @@ def preload(
         if file.suffix not in KINDS or not file.is_file():
             fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     done = {"documents": 0, "tokens": 0, "texts": 0}
-    try:
-        with _client(url) as client, _progress(files) as advance:
-            for batch in batches(documents(files, advance), BATCH_BYTES):
+    with connected(url, ADMIN_KEY, below=_ROUTES) as client, progress(counts_bytes=True) as bars:
+        bar = bars.add_task("", total=sum(file.stat().st_size for file in files))
+        try:
+            for batch in batches(documents(files, lambda size: bars.advance(bar, size)), BATCH_BYTES):
                 answer = _object(client.post("/preload", content=batch, headers={"Content-Type": "application/json"}))
                 done = {name: count + answer[name] for name, count in done.items()}
-    except DocumentFileError as error:
-        fail_input(f"{error}; what came before is loaded, and loading it again changes nothing")
+        except DocumentFileError as error:
+            fail_input(f"{error}; what came before is loaded, and loading it again changes nothing")
     typer.echo(f"{done['documents']} documents with {done['tokens']} tokens, {done['texts']} new texts")
 
 
@@ -123,15 +123,15 @@ def delete(
     if not yes and not typer.confirm(f"forget {what}, on all replicas and for good?", err=True):
         fail("nothing was deleted")
     path = f"/tenants/{quote(tenant, safe='')}" + ("" if request is None else f"/requests/{quote(request, safe='')}")
-    with _client(url) as client:
-        client.delete(path)
+    with connected(url, ADMIN_KEY, below=_ROUTES) as client:
+        checked(client.delete(path))
     typer.echo(f"{what}: deleted; replicas forget within two seconds")
 
 
 @cache.command()
 def verify(url: Url = _URL) -> None:
     """Read and check everything that is stored. Exit code 1 when something is broken."""
-    with _client(url) as client:
+    with connected(url, ADMIN_KEY, below=_ROUTES) as client:
         problems = _object(client.get("/verify"))["problems"]
     for problem in problems:
         typer.echo(" ".join(f"{name}={value}" for name, value in problem.items()))
@@ -140,59 +140,12 @@ def verify(url: Url = _URL) -> None:
     typer.echo("all records and snapshots are sound")
 
 
-class _RefusedError(Exception):
-    """An answer other than 200; the message is the server's."""
-
-
-@contextlib.contextmanager
-def _client(url: str) -> Iterator[httpx.Client]:
-    """A client of the admin routes. What goes wrong with it ends the command."""
-    import httpx
-
-    key = os.environ.get(ADMIN_KEY)
-    if not key or not key.isascii():
-        fail_input(f"{ADMIN_KEY} holds no key: export the one whose hash is in tenancy.admin_keys (outrider new-key makes one)")
-
-    def refuse(response: httpx.Response) -> None:
-        if response.status_code != 200:
-            response.read()
-            raise _RefusedError(server_message(response))
-
-    try:
-        with httpx.Client(
-            base_url=f"{url.rstrip('/').removesuffix('/v1')}/admin/cache",
-            headers={"Authorization": f"Bearer {key.strip()}"},
-            timeout=httpx.Timeout(_TIMEOUT_S, connect=5.0),
-            event_hooks={"response": [refuse]},
-        ) as client:
-            yield client
-    except _RefusedError as error:
-        fail(f"{url}: {error}")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url} ({error or type(error).__name__}); give its address with --url")
-
-
 def _object(response: httpx.Response) -> dict[str, Any]:
     """The JSON object of an answer."""
-    try:
-        found = response.json()
-    except ValueError:
-        found = None
+    found = checked(response).json()
     if not isinstance(found, dict):
-        raise _RefusedError("this is not an Outrider server: its answer is not a JSON object")
+        raise ValueError("no JSON object")
     return found
-
-
-@contextlib.contextmanager
-def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; what it yields is called with the number of bytes that are done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("", total=sum(file.stat().st_size for file in files))
-        yield lambda size: progress.advance(task, size)
 
 
 def _kinds(failures: dict[str, int]) -> str:
@@ -200,23 +153,84 @@ def _kinds(failures: dict[str, int]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in failures.items())
 
 
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    """A row a tenant, or a replica; the columns are what the server tells."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    if not rows:
-        return
-    texts = ("tenant", "namespace", "breaker", "failures")
-    table = Table(*(Column(name.replace("_", " "), justify="left" if name in texts else "right") for name in rows[0]))
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+class DocumentFileError(ValueError):
+    """A file that documents cannot be read from; the message names it, and the line."""
 
 
-def _shown(value: object) -> str:
-    if value is None or value == "":
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def documents(files: Sequence[Path], advance: Callable[[int], object]) -> Iterator[str]:
+    """The documents of text files (one each) and of JSON lines (``text`` or else ``output`` of each record), without blank ones.
+
+    Args:
+        files: names end in ``.txt``, ``.md`` or ``.jsonl``.
+        advance: called with the number of bytes that were read.
+
+    Raises:
+        DocumentFileError: a file cannot be read, is not UTF-8, or has a line that is no such record.
+    """
+    for file in files:
+        try:
+            with file.open("rb") as source:
+                pieces = source if file.suffix == ".jsonl" else [source.read()]
+                for number, piece in enumerate(pieces, start=1):
+                    text = _record(piece, f"{file}:{number}") if file.suffix == ".jsonl" else _decoded(piece, str(file))
+                    if text.strip():
+                        yield text
+                    advance(len(piece))
+        except OSError as error:
+            raise DocumentFileError(f"{file} could not be read: {error.strerror}") from None
+
+
+def batches(texts: Iterable[str], limit: int) -> Iterator[bytes]:
+    """Bodies ``{"documents": [...]}`` of ``limit`` bytes at most, unless a single part of a document is longer."""
+    waiting: list[bytes] = []
+    size = 0
+    for text in texts:
+        for part in _parts(text):
+            item = json.dumps(part, ensure_ascii=False).encode()
+            if waiting and size + len(item) > limit:
+                yield _body(waiting)
+                waiting, size = [], 0
+            waiting.append(item)
+            size += len(item) + 2
+    if waiting:
+        yield _body(waiting)
+
+
+def _body(items: list[bytes]) -> bytes:
+    return b'{"documents": [' + b", ".join(items) + b"]}"
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text in order, in parts that end with a line where there is one."""
+    start = 0
+    while len(text) - start > PART_CHARACTERS:
+        end = text.rfind("\n", start, start + PART_CHARACTERS) + 1 or start + PART_CHARACTERS
+        yield text[start:end]
+        start = end
+    if text[start:]:
+        yield text[start:]
+
+
+def _record(line: bytes, where: str) -> str:
+    text = _decoded(line, where)
+    if not text.strip():
+        return ""
+    try:
+        entry = json.loads(text)
+    except ValueError as error:
+        raise DocumentFileError(f"{where}: not JSON: {error}") from None
+    document = (entry["text"] if "text" in entry else entry.get("output")) if isinstance(entry, dict) else None
+    if not isinstance(document, str):
+        raise DocumentFileError(f"{where}: a record must be an object with a string `text` or `output`")
+    try:
+        document.encode()
+    except UnicodeEncodeError:
+        raise DocumentFileError(f"{where}: the text holds half of a surrogate pair") from None
+    return document
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise DocumentFileError(f"{where}: not UTF-8 text") from None

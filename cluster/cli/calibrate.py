@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cluster.cli.launch.preflight import LaunchError, check_model
-from cluster.cli.terminal import fail, fail_input
+from cluster.cli.terminal import fail, fail_input, progress
 
 if TYPE_CHECKING:
     from configs.schema import Config
     from engine.measures.calibration import Calibration, CalibrationFile
-    from engine.measures.latency import Case, Report
+    from engine.measures.latency import Case
 
 _SLACK = 1.2  # a step of the critical decoding length takes so many times as long as one of a single row
 
@@ -50,8 +48,9 @@ def calibrate(config: Path | None, overrides: list[str], out: Path, as_json: boo
             "rank with the whole model, give a configuration with parallelism.mode none"
         )
     name, file = _load(settings)
-    with _progress(f"timing the steps of {name}") as report:
-        found = file.measure(report)
+    with progress() as bars:
+        bar = bars.add_task(f"timing the steps of {name}", total=None)
+        found = file.measure(lambda done, total: bars.update(bar, completed=done, total=total))
     kept = file.keep(found)
     told = summary(name, found) | {"kept": str(file.path) if kept else None, "figure": None}
     figure = _draw(told, out / f"latency-{name}-{told['dtype']}.svg")
@@ -120,24 +119,12 @@ def _load(config: Config) -> tuple[str, CalibrationFile]:
     return loaded.served_name.replace("/", "-"), CalibrationFile(cache_folder(), runner, info)
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Report]:
-    """A bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(what)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
-
-
 def _draw(told: dict[str, Any], out: Path) -> Path | None:
-    """The figure, drawn by ``experiments.latency_figure`` in a process of its own; None, with a line, where that cannot be."""
+    """The figure, drawn by ``report.latency_figure`` in a process of its own; None, with a line, where that cannot be."""
     if find_spec("matplotlib") is None or find_spec("experiments") is None:
         typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
         return None
-    command = [sys.executable, "-m", "experiments.latency_figure", "-", "--out", str(out)]
+    command = [sys.executable, "-m", "experiments.report.latency_figure", "-", "--out", str(out)]
     done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -1,55 +1,100 @@
-"""``outrider chat``: a conversation in the terminal with a running server."""
+"""``outrider chat``: a conversation in the terminal, with a running server or with a model in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import signal
+import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cluster.cli.terminal import fail, server_message
+from cluster.cli.client import RefusedError, checked
+from cluster.cli.terminal import fail, fail_input
 
 if TYPE_CHECKING:
     import httpx
 
+    from actors.offline import OfflineEngine
+
 Message = dict[str, str]
+_URL = "http://127.0.0.1:8000"
+_HELP = "Ctrl-C stops an answer, /docs FILE adds a document to the next question, /exit ends the chat"
 
 
-class ChatError(RuntimeError):
-    """The server refused, or broke off; the message is its own."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of an answer."""
+
+    text: str
+    drafted: bool = False  # by something else than the model's own step; known only where it was asked for
+    tokens: int = 0  # of the answer, once it is known
+
+
+class Partner(Protocol):
+    """Who answers."""
+
+    def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
+        """The pieces of one answer; closed before its end, it is stopped.
+
+        Raises:
+            RefusedError: there is no answer; the message says why.
+            httpx.HTTPError: nobody answers any more.
+        """
+        ...
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server listens (server.port).")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Name of a served model; the first one when absent.")] = None,
+    url: Annotated[str | None, typer.Option(help=f"Where a server listens; {_URL} when absent.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of a served model, the first one when absent; without a server, what to load.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     strategy: Annotated[str | None, typer.Option(help="One of the server's strategies; its default when absent.")] = None,
     max_draft_tokens: Annotated[int | None, typer.Option(min=0, help="Most drafted rows in a step; 0: plain decoding.")] = None,
+    show_drafts: Annotated[bool, typer.Option(help="Show in colour what was drafted and accepted.")] = False,
 ) -> None:
-    """Chat with a running server. Ctrl-C stops an answer, /exit ends the chat."""
+    """Chat with a running server or, where none runs and no --url is given, with a model in this process.
+
+    Ctrl-C stops an answer, /docs FILE adds a document to the next question, /exit ends the chat.
+    """
     import httpx
 
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), timeout=httpx.Timeout(600.0, connect=5.0)) as client:
+    speculation = {"strategy": strategy, "max_draft_tokens": max_draft_tokens, "report": show_drafts or None}
+    asked = {name: value for name, value in speculation.items() if value is not None}
+    messages = [{"role": "system", "content": system}] if system else []
+    address = url or _URL
+    with httpx.Client(base_url=address.rstrip("/").removesuffix("/v1"), timeout=httpx.Timeout(600.0, connect=5.0)) as client:
         try:
             served = _served_model(client)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            fail(f"no server answers at {url} ({error}); start one with `outrider serve`, or give its address with --url")
-        except ChatError as error:
-            fail(f"{url}: {error}")
-        typer.echo(f"{model or served} at {url}; Ctrl-C stops an answer, /exit ends the chat")
-        options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
-        speculation = {"strategy": strategy, "max_draft_tokens": max_draft_tokens}
-        if any(value is not None for value in speculation.values()):  # else servers that do not know it can be talked to
-            options["speculation"] = speculation
-        _converse(client, options, [{"role": "system", "content": system}] if system else [])
+            if url is not None or not isinstance(error, httpx.ConnectError):
+                fail(f"no server answers at {address} ({error}); start one with `outrider serve`, or give its address with --url")
+        except RefusedError as error:
+            fail(f"{address}: {error}")
+        else:
+            typer.echo(f"{model or served} at {address}; {_HELP}")
+            options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
+            if asked:  # else servers that do not know it can be talked to
+                options["speculation"] = asked
+            _converse(ServerPartner(client, options), messages)
+            return
+    with contextlib.closing(_load(model, strategy)) as engine:
+        typer.echo(f"{engine.info.served_name} in this process; {_HELP}")
+        _converse(LocalPartner(engine, max_tokens, temperature), messages)
 
 
-def _converse(client: httpx.Client, options: dict[str, Any], messages: list[Message]) -> None:
+def _converse(partner: Partner, messages: list[Message]) -> None:
+    with contextlib.suppress(ImportError):  # lines that are edited and come again by the arrow keys
+        importlib.import_module("readline")
+    documents: list[str] = []
     while True:
         try:
             text = input("\n> ").strip()
@@ -58,18 +103,34 @@ def _converse(client: httpx.Client, options: dict[str, Any], messages: list[Mess
             return
         if text in ("/exit", "/quit"):
             return
+        if text == "/docs" or text.startswith("/docs "):
+            documents += _document(text.removeprefix("/docs").strip())
+            continue
         if not text:
             continue
-        messages.append({"role": "user", "content": text})
-        answer = _answer(client, options, messages)
+        messages.append({"role": "user", "content": "\n\n".join((*documents, text))})
+        answer = _answer(partner, messages)
         if answer:
+            documents.clear()
             messages.append({"role": "assistant", "content": answer})  # a stopped answer too: it was read
         else:
             messages.pop()  # nothing was said: the next question follows the last answer
 
 
-def _answer(client: httpx.Client, options: dict[str, Any], messages: list[Message]) -> str:
-    """Prints an answer as it comes, and returns what came of it."""
+def _document(name: str) -> list[str]:
+    """The text of a file, which goes before the next question; empty, with a line, where it cannot be read."""
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        typer.echo(f"error: /docs {name}: {reason}; give a text file", err=True)
+        return []
+    typer.echo(f"{Path(name).name}, {len(text):,} characters, goes before the next question")
+    return [text]
+
+
+def _answer(partner: Partner, messages: list[Message]) -> str:
+    """Prints an answer as it comes, and how fast it came, and returns what came of it."""
     import httpx
 
     pieces: list[str] = []
@@ -81,55 +142,115 @@ def _answer(client: httpx.Client, options: dict[str, Any], messages: list[Messag
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
+    began, tokens = time.perf_counter(), 0
     try:
-        with contextlib.closing(stream_answer(client, options, messages)) as answer:
+        with contextlib.closing(partner.answer(messages)) as answer:
             for piece in answer:
-                typer.echo(piece, nl=False)
-                pieces.append(piece)
+                typer.echo(typer.style(piece.text, fg="green") if piece.drafted else piece.text, nl=False)
+                pieces.append(piece.text)
+                tokens = piece.tokens or tokens
                 if interrupted:
                     raise KeyboardInterrupt
         typer.echo("")
-    except KeyboardInterrupt:  # closing the stream tells the server to stop
+        if tokens:
+            typer.secho(f"[{tokens} tokens, {tokens / (time.perf_counter() - began):.0f} a second]", dim=True, err=True)
+    except KeyboardInterrupt:  # closing the stream tells who answers to stop
         typer.echo("\n[stopped]")
     except httpx.HTTPError as error:
         typer.echo(f"\nerror: the server does not answer any more ({error or type(error).__name__})", err=True)
-    except ChatError as error:
+    except RefusedError as error:
         typer.echo(f"\nerror: {error}", err=True)
     finally:
         signal.signal(signal.SIGINT, before)
     return "".join(pieces)
 
 
-def stream_answer(client: httpx.Client, options: dict[str, Any], messages: list[Message]) -> Generator[str, None, None]:
-    """The pieces of one streamed answer.
+@dataclass(frozen=True, slots=True)
+class ServerPartner:
+    """A server that speaks OpenAI's HTTP API."""
 
-    Raises:
-        ChatError: the server refuses, or sends an error in the middle.
-        httpx.HTTPError: the connection fails.
-    """
-    body = {**options, "messages": messages, "stream": True}
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            response.read()
-            raise ChatError(server_message(response))
-        for line in response.iter_lines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise ChatError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                if piece := choice["delta"].get("content"):
-                    yield piece
+    client: httpx.Client
+    options: dict[str, Any]  # of each request
+
+    def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
+        """See ``Partner``."""
+        body = {**self.options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            for line in checked(response).iter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise RefusedError(chunk["error"]["message"])
+                for choice in chunk["choices"]:
+                    yield from _pieces(choice)
+                if chunk.get("usage"):
+                    yield Piece("", tokens=chunk["usage"]["completion_tokens"])
+
+
+def _pieces(choice: dict[str, Any]) -> list[Piece]:
+    """The text of a chunk, token by token where it tells who drafted them."""
+    steps = (choice.get("speculation") or {}).get("steps")
+    if steps:
+        return [Piece(token["text"], token["source"] != "model") for step in steps for token in step["tokens"]]
+    content = choice["delta"].get("content")
+    return [Piece(content)] if content else []
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPartner:
+    """A model in this process."""
+
+    engine: OfflineEngine
+    max_tokens: int
+    temperature: float
+
+    def answer(self, messages: list[Message]) -> Generator[Piece, None, None]:
+        """See ``Partner``."""
+        from actors.offline import OfflinePrompt
+        from decoding.request import SamplingParams
+
+        params = SamplingParams(self.max_tokens, temperature=self.temperature)
+        (taken,) = self.engine.submit([OfflinePrompt("chat", "", messages=tuple(messages))], params, chat=True)
+        if isinstance(taken, str):
+            raise RefusedError(taken)
+        tokens = 0
+        try:
+            for outputs in self.engine.outputs():
+                for output in outputs:
+                    tokens += len(output.token_ids)
+                    yield Piece(output.text, tokens=tokens)
+        finally:
+            self.engine.abort("chat")
+
+
+def _load(model: str | None, strategy: str | None) -> OfflineEngine:
+    """The model of ``configs/local.yaml``, or another one, in this process. Ends the command where it cannot be loaded."""
+    from configs.schema import REPOSITORY, ConfigError, load_config
+
+    settings = [*([f"model.path={model}"] if model else []), *([f"speculation.strategy={strategy}"] if strategy else [])]
+    try:
+        config = load_config(REPOSITORY / "configs" / "local.yaml", [*settings, "speculation.strategies=[]"])
+    except ConfigError as error:
+        fail_input(str(error))
+    typer.echo(f"no server at {_URL}: loading {config.model.path} into this process", err=True)
+    from transformers.utils.logging import disable_progress_bar
+
+    from actors.offline import OfflineEngine
+    from engine.errors import ModelLoadError
+
+    disable_progress_bar()
+    try:
+        return OfflineEngine(config.model, config.engine, config.speculation)
+    except (ModelLoadError, ValueError) as error:
+        fail(str(error))
 
 
 def _served_model(client: httpx.Client) -> str:
-    response = client.get("/v1/models", timeout=10.0)
-    if response.status_code != 200:
-        raise ChatError(server_message(response))
+    response = checked(client.get("/v1/models", timeout=10.0))
     try:
         name: str = response.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
-        raise ChatError("this is not an OpenAI-compatible server: /v1/models lists no model") from None
+        raise RefusedError("this is not an OpenAI-compatible server: /v1/models lists no model") from None
     return name

@@ -26,7 +26,7 @@ GIB = 2**30
 MIN_MEMORY_GIB = 4
 MIN_DISK_GIB = 4
 
-BASELINES = "pip install 'outrider[baselines]'"
+BASELINES = "pip install -e '.[baselines]'"
 
 Status = Literal["ok", "optional", "missing"]
 

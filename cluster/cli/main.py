@@ -37,16 +37,29 @@ app.command()(doctor)
 
 @app.command()
 def serve(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings on top of the file, such as server.port=8001.")
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [KEY=VALUE]...",
+            help="A folder, a .gguf file or a name on the hub, and settings on top of the file, such as server.port=8001.",
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A yaml file; the demo model on a CPU when absent.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder of the model, .gguf file, or name; short for model.path=.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A yaml file; configs/local.yaml when absent.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, as in other commands.")] = None,
 ) -> None:
     """Serve a model behind OpenAI's HTTP API until Ctrl-C."""
-    from configs.schema import REPOSITORY, ConfigError, load_config
+    from difflib import get_close_matches
 
-    settings = [*(overrides or []), *([f"model.path={model}"] if model else [])]
+    from configs.schema import REPOSITORY, ConfigError, keys, load_config
+
+    given = arguments or []
+    named = [*(each for each in given if "=" not in each), *([model] if model else [])]
+    if len(named) > 1:
+        fail_input(f"one model is served: {' and '.join(named)} are several; settings are KEY=VALUE")
+    for word in named:
+        if close := get_close_matches(word, keys(), n=1, cutoff=0.8):
+            fail_input(f"{word} is no model; did you mean the setting {close[0]}=VALUE?")
+    settings = [*(each for each in given if "=" in each), *(f"model.path={each}" for each in named)]
     try:
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:
@@ -58,7 +71,8 @@ def serve(
         typer.echo("outrider: starting", err=True)
         from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which takes a moment
 
-        serve_until_stopped(loaded)
+        own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
+        serve_until_stopped(loaded, None if own_choice else "demo_model")
     except LaunchError as error:
         fail(str(error))
 

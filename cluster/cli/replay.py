@@ -13,7 +13,7 @@ import typer
 
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
-from cluster.cli.terminal import fail_input
+from cluster.cli.terminal import fail_input, print_table, progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -55,12 +55,12 @@ def replay(
     for choice in skipped:
         print(f"{choice.label} is skipped: {_needs_logits(choice)}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
-    with _progress() as progress:
+    with progress() as bars:
         for choice in replayable:  # once before, uncounted: code that compiles itself does so here
-            _replay(choice, workloads[0], texts[workloads[0]][:1], budget, world_size, cutter.vocab_size, keep_history, progress)
+            _replay(choice, workloads[0], texts[workloads[0]][:1], budget, world_size, cutter.vocab_size, keep_history, bars)
         for path in workloads:
             for choice in replayable:
-                counts = _replay(choice, path, texts[path], budget, world_size, cutter.vocab_size, keep_history, progress)
+                counts = _replay(choice, path, texts[path], budget, world_size, cutter.vocab_size, keep_history, bars)
                 rows.append({"strategy": choice.label, "workload": path.stem} | figures(counts))
     means = {
         choice.label: statistics.fmean(row["tokens_per_step"] for row in rows if row["strategy"] == choice.label)
@@ -72,7 +72,7 @@ def replay(
         result = settings | {"skipped": [choice.label for choice in skipped], "results": rows, "mean_tokens_per_step": mean}
         print(json.dumps(result, indent=1))
     else:
-        _print(_table(rows, means, len(workloads) > 1))
+        print_table(_table(rows, means, len(workloads) > 1))
 
 
 def figures(counts: ReplayCounts) -> dict[str, Any]:
@@ -122,24 +122,16 @@ def _replay(
     world_size: int,
     vocab_size: int,
     keep_history: bool,
-    progress: Progress,
+    bars: Progress,
 ) -> ReplayCounts:
     from decoding.replay import replay_workload
 
-    task = progress.add_task(f"{path.stem} {choice.label}", total=len(texts))
+    task = bars.add_task(f"{path.stem} {choice.label}", total=len(texts))
     counts = replay_workload(
-        texts, choice.build, budget, vocab_size, time.perf_counter, keep_history, lambda: progress.advance(task), ranks=world_size
+        texts, choice.build, budget, vocab_size, time.perf_counter, keep_history, lambda: bars.advance(task), ranks=world_size
     )
-    progress.remove_task(task)
+    bars.remove_task(task)
     return counts
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 def _table(rows: list[dict[str, Any]], means: dict[str, float], with_means: bool) -> Table:
@@ -164,9 +156,3 @@ def _table(rows: list[dict[str, Any]], means: dict[str, float], with_means: bool
         for label, mean in means.items():
             table.add_row("mean", label, f"{mean:.3f}")
     return table
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,13 +1,16 @@
-"""Errors on the command line: one line, no traceback."""
+"""The terminal: errors of one line and no traceback, progress bars, tables."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
-    import httpx
+    from rich.progress import Progress
+    from rich.table import Table
 
 
 def fail(message: str) -> NoReturn:
@@ -22,10 +25,39 @@ def fail_input(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def server_message(response: httpx.Response) -> str:
-    """What a server says about an error; its status when it says nothing in OpenAI's shape."""
-    try:
-        message: str = response.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {response.status_code} {response.reason_phrase}"
-    return message
+def progress(counts_bytes: bool = False) -> Progress:
+    """Bars on stderr, which are gone in the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    done = DownloadColumn() if counts_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
+
+
+def print_table(table: Table) -> None:
+    """Prints it on stdout; wide where that is no terminal."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], left: Collection[str], digits: int = 1) -> None:
+    """A table, if it has rows. Cells of ``left`` columns begin at the left; fractions have so many digits."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    def shown(value: object) -> str:
+        if value is None or value == "":
+            return "-"
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, int | float):
+            return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+        return escape(str(value))
+
+    if rows:
+        table = Table(*(Column(name.replace("_", " "), justify="left" if name in left else "right") for name in columns))
+        for row in rows:
+            table.add_row(*(shown(row.get(name)) for name in columns))
+        print_table(table)

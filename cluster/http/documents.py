@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Header
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from cluster.http.answers.openai_shapes import Answer
 
+Authorization = Annotated[str | None, Header(include_in_schema=False)]  # told as the scheme of the whole document
 _PRIVATE = "/admin"  # the operator's routes are not the public's
 
 
@@ -92,6 +93,8 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is None:
             routes = [route for route in app.routes if not getattr(route, "path", "").startswith(_PRIVATE)]
             schema = get_openapi(title="Outrider", version=version(), summary=_SUMMARY, routes=routes)
+            for operation in (operation for path in schema["paths"].values() for operation in path.values()):
+                operation.pop("description", None)  # a docstring is for who reads the code
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{}, {"key": []}]  # an API key where the server asks for one
             app.openapi_schema = schema

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.admission.controller import AdmissionController
-from cluster.admission.tenancy import Sharing
+from cluster.admission.controller import AdmissionController, AdmittedRequest
+from cluster.admission.tenancy import Sharing, Tenancy
 from cluster.http.answers.tool_calls import OPENING
+from cluster.http.errors import ApiError
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.chat import text_of
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.serving.generation import Job
+from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
+from cluster.serving.generation import EnginePort, Generation, Job, Listener
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
 from engine.errors import ContextLengthError, RequestError
-from engine.loading.model import ModelInfo
+from engine.loading.model_info import ModelInfo
 from engine.text.chat import bracketed_tokens, marks_tool_calls, render_chat
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
@@ -36,14 +39,44 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
 
 
+@dataclass(slots=True)
+class Answering:
+    """What the routes that generate have in common."""
+
+    threads: TextThreads  # with the tokenizer of the model
+    tenancy: Tenancy  # whose requests share drafts
+    admission: AdmissionController  # each choice counts
+    info: Callable[[], Awaitable[ModelInfo]]  # what is served; raises ApiError (503) while nobody answers
+    listeners: tuple[Listener, ...]  # who follow all generations
+    _info: ModelInfo | None = dataclasses.field(default=None, init=False)  # asked for once
+
+    async def model(self, name: str | None = None) -> ModelInfo:
+        """What is served; raises ``ApiError`` (404) when the caller named something else."""
+        if self._info is None:
+            self._info = await self.info()
+        if name is not None and name != self._info.served_name:
+            message = f"the model {name!r} does not exist; this server has {self._info.served_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self._info
+
+    async def planner(self, prefix: str, body: CompletionFields, authorization: str | None) -> Planner:
+        """Who plans the jobs of a request. Raises ``ApiError`` for a wrong key or another model."""
+        sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
+        return Planner(self.threads, info, f"{prefix}-{uuid.uuid4().hex}", sharing, self.admission)
+
+    def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
+        """The generation of a request that is let in; see ``Generation``."""
+        return Generation(engine, admitted.jobs, n, silent, (*self.listeners, *admitted.listeners), admitted.deadline)
+
+
 class Planner:
     """Tokenizes one request and settles what it leaves open. What all its choices share is computed once."""
 
     def __init__(
         self, threads: TextThreads, info: ModelInfo, answer_id: str, sharing: Sharing, admission: AdmissionController
     ) -> None:
-        self._threads, self._tokenizer, self._info = threads, threads.tokenizer, info
-        self._answer_id, self._sharing, self._admission = answer_id, sharing, admission
+        self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
+        self.answer_id, self._sharing, self._admission, self._limits = answer_id, sharing, admission, admission.limits
 
     async def chat(self, body: ChatCompletionRequest) -> list[Job]:
         """The jobs of a chat, one for each choice.
@@ -55,17 +88,14 @@ class Planner:
         if body.binds_calls is not None and not marks_tool_calls(self._tokenizer, body.shown_tools, OPENING):
             message = f"the model's chat template does not have {OPENING}, by which calls are bound; leave it out"
             raise RequestError(body.binds_calls, message)
-        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        wanted = body.max_completion_tokens or body.max_tokens
-        most = self._most_tokens("messages", ids, field, wanted, self._info.max_model_len)
-        return await self._jobs(body, [(ids, most)])
+        return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
 
     async def completion(self, body: CompletionRequest) -> list[Job]:
         """``n`` jobs for each prompt, in order. Raises as ``chat``."""
         prompts: list[tuple[list[int], int]] = []
         for prompt in body.prompt:
             ids = await self._threads.encode(prompt) if isinstance(prompt, str) else prompt
-            prompts.append((ids, self._most_tokens("prompt", ids, "max_tokens", body.max_tokens, COMPLETION_MAX_TOKENS)))
+            prompts.append((ids, self._most_tokens(body, ids, COMPLETION_MAX_TOKENS)))
         return await self._jobs(body, prompts)
 
     async def echoes(self, body: CompletionRequest) -> list[str]:
@@ -87,7 +117,7 @@ class Planner:
 
     async def _jobs(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> list[Job]:
         """The jobs of all prompts, each with the most tokens of its answer."""
-        self._info.check_strategy(body.drafting.strategy)
+        self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._threads.run(0, self._grammar, body) if bound else None
@@ -95,7 +125,8 @@ class Planner:
         references = await self._references(body)
         jobs: list[Job] = []
         for (ids, _), one in zip(prompts, params, strict=True):
-            jobs += self._choices(self._job(body, ids, one, references), len(jobs), body.n or 1)
+            job = self._bounded(body, self._job(body, ids, one, references))
+            jobs += self._choices(job, len(jobs), body.n or 1)
         return jobs
 
     async def _references(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[Int32Array, ...]:
@@ -105,7 +136,11 @@ class Planner:
         for place, text in enumerate(body.references):
             found.append(np.asarray(await self._threads.encode(text, special_tokens=False), np.int32))
             field = "prediction" if place < first else f"reference_documents[{place - first}]"
-            self._admission.check_references(sum(map(len, found)), field)
+            tokens, most = sum(map(len, found)), self._limits.max_reference_tokens
+            if tokens > most:
+                message = f"{field}: with it there are {tokens} tokens that the answer may repeat, and this server takes {most}"
+                message += " (limits.max_reference_tokens): send less"
+                raise self._admission.refuse(ApiError(400, message, param=field, code="too_many_references"))
         return tuple(found)
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
@@ -119,19 +154,20 @@ class Planner:
         return [
             dataclasses.replace(
                 job,
-                request_id=f"{self._answer_id}/{first + choice}",
+                request_id=f"{self.answer_id}/{first + choice}",
                 params=dataclasses.replace(job.params, seed=seed),
                 siblings=n > 1,
             )
             for choice, seed in enumerate(seeds)
         ]
 
-    def _most_tokens(self, prompt: str, ids: list[int], field: str, wanted: int | None, default: int) -> int:
-        """Of an answer. ``wanted`` is the value of ``field``; without one, ``default`` or what is left of the context."""
+    def _most_tokens(self, body: ChatCompletionRequest | CompletionRequest, ids: list[int], default: int) -> int:
+        """Of an answer: as many as are asked for, else ``default`` or what is left of the context."""
+        prompt, (field, wanted) = body.PROMPT, body.most_tokens
         self._check_ids(prompt, ids)
         if not ids:
             raise RequestError(prompt, "must not be empty")
-        context = self._info.max_model_len
+        context = self.info.max_model_len
         left = context - len(ids)
         if left < 1:
             raise ContextLengthError(prompt, f"the context is {context} tokens, but the prompt has {len(ids)}: shorten it")
@@ -152,11 +188,28 @@ class Planner:
     ) -> Job:
         """The job of a prompt, to which its choices give their numbers."""
         return Job(
-            self._answer_id, np.asarray(ids, np.int32), params, references,
+            self.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs,
         )  # fmt: skip
+
+    def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:
+        """The job within the limits on the lengths of prompts and answers (``limits.max_prompt_tokens``, ``max_output_tokens``).
+
+        Example: with ``max_output_tokens=100`` a chat that names no number of tokens gets 100 at most, and one that asks for 101
+        is refused.
+        """
+        prompt, most = self._limits.max_prompt_tokens, self._limits.max_output_tokens
+        if prompt is not None and len(job.prompt_ids) > prompt:
+            message = f"the prompt has {len(job.prompt_ids)} tokens, and this server takes {prompt}: shorten it"
+            raise ApiError(400, message, param=body.PROMPT, code="context_length_exceeded")
+        if most is None or job.params.max_tokens <= most:
+            return job
+        for field, value in (body.most_tokens, ("min_tokens", body.min_tokens)):
+            if (value or 0) > most:
+                raise RequestError(field, f"{value} tokens are asked for, and this server gives at most {most} in an answer")
+        return dataclasses.replace(job, params=dataclasses.replace(job.params, max_tokens=most))
 
     def _params(self, body: ChatCompletionRequest | CompletionRequest, max_tokens: int, grammar: str | None) -> SamplingParams:
         """The parameters with OpenAI's defaults. Raises ``RequestError`` for those that contradict each other."""
@@ -188,8 +241,8 @@ class Planner:
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        if ids and max(ids) >= self._info.vocab_size:
-            raise RequestError(field, f"token ids must be between 0 and {self._info.vocab_size - 1}, got {max(ids)}")
+        if ids and max(ids) >= self.info.vocab_size:
+            raise RequestError(field, f"token ids must be between 0 and {self.info.vocab_size - 1}, got {max(ids)}")
 
 
 def _length(body: ChatCompletionRequest) -> int:

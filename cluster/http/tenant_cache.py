@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from dataclasses import dataclass
 
-from fastapi import FastAPI, Header
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from cache_service.records import token_width
 from cluster.admission.tenancy import Tenancy
-from cluster.http.documents import ERRORS
+from cluster.http.documents import ERRORS, Authorization
 from cluster.http.errors import ApiError
 from cluster.observe.audit import Auditor
 from cluster.serving.cache_port import CacheAdminPort, answered
 from configs.slices import CacheOptions
-from engine.loading.model import ModelInfo
+from engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -41,74 +41,56 @@ class Deleted(BaseModel):
     deleted: bool
 
 
+@dataclass(frozen=True, slots=True)
 class TenantCacheService:
     """What the routes do. The tenant is that of the key alone: there is no way to name another one."""
 
-    def __init__(
-        self,
-        tenancy: Tenancy,
-        port: CacheAdminPort | None,
-        model: Callable[[], Awaitable[ModelInfo]],
-        options: CacheOptions,
-        auditor: Auditor | None = None,
-    ) -> None:
-        """
-        Args:
-            tenancy: knows the keys.
-            port: the shared memory; None where there is none.
-            model: what is served.
-            options: the slice ``cache`` of the configuration.
-            auditor: keeps answers, too; None where nothing is audited.
-        """
-        self._auditor = auditor
-        self._tenancy, self._port, self._model, self._options = tenancy, port, model, options
+    tenancy: Tenancy  # knows the keys
+    port: CacheAdminPort | None  # the shared memory; None where there is none
+    model: Callable[[], Awaitable[ModelInfo]]  # what is served
+    options: CacheOptions
+    auditor: Auditor | None = None  # keeps answers, too; None where nothing is audited
 
-    async def get(self, authorization: str | None) -> TenantCache:
+    async def get(self, authorization: Authorization = None) -> TenantCache:
         """How much is kept. Raises ``ApiError``: 401 for a wrong key, 503 where Redis does not answer."""
-        caller = self._tenancy.caller_of(authorization)
+        caller = self.tenancy.caller_of(authorization)
         tenant, own = caller.tenant, caller.options.cache_mib
-        if tenant is None or self._port is None:
+        if tenant is None or self.port is None:
             return TenantCache(tenant=tenant)
-        width = token_width((await self._model()).vocab_size)
+        width = token_width((await self.model()).vocab_size)
         with answered():
-            (stats,) = await self._port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
+            (stats,) = await self.port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
         return TenantCache(
             tenant=tenant,
             texts=stats.texts,
             tokens=stats.tokens,
             bytes=stats.tokens * width,
-            quota_bytes=int((self._options.tenant_mib if own is None else own) * _MIB),
-            ttl_s=self._options.ttl_s,
+            quota_bytes=int((self.options.tenant_mib if own is None else own) * _MIB),
+            ttl_s=self.options.ttl_s,
         )
 
-    async def delete(self, authorization: str | None) -> Deleted:
+    async def delete(self, authorization: Authorization = None) -> Deleted:
         """Forgets all texts of the tenant, everywhere, and what is kept for audits, also where nothing is shared.
 
         Raises:
             ApiError: 400, the request is nobody's; 404, nothing is shared; 401 and 503 as ``get``.
         """
-        tenant = self._tenancy.tenant_of(authorization)
+        tenant = self.tenancy.tenant_of(authorization)
         if tenant is None:
             message = "a request without a tenant's API key has no texts here: send Authorization: Bearer KEY"
             raise ApiError(400, message, code="no_tenant")
-        if self._auditor is not None:
-            self._auditor.forget(tenant)
-        if self._port is None:
+        if self.auditor is not None:
+            self.auditor.forget(tenant)
+        if self.port is None:
             message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
             raise ApiError(404, message, code="cache_disabled")
         with answered():
-            await self._port.delete_tenant(tenant, vouched=True)
+            await self.port.delete_tenant(tenant, vouched=True)
         logger.info("tenant %s deleted all its texts", tenant)
         return Deleted(tenant=tenant, deleted=True)
 
 
 def add_tenant_cache_routes(app: FastAPI, service: TenantCacheService) -> None:
     """Gives an application the routes."""
-
-    @app.get("/v1/cache", responses=ERRORS)
-    async def get(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> TenantCache:
-        return await service.get(authorization)
-
-    @app.delete("/v1/cache", responses=ERRORS)
-    async def delete(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> Deleted:
-        return await service.delete(authorization)
+    app.get("/v1/cache", responses=ERRORS)(service.get)
+    app.delete("/v1/cache", responses=ERRORS)(service.delete)

@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from dataclasses import dataclass
 
-from fastapi import FastAPI, Header
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from cluster.admission.tenancy import Tenancy
-from cluster.http.documents import ERRORS
+from cluster.http.documents import Authorization
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.chat import text_of
+from cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
 from cluster.http.types.strict import MAX_TOKEN_IDS
-from cluster.http.types.text import Detokenized, DetokenizeRequest, TokenizeRequest, Tokens
 from engine.errors import RequestError
-from engine.loading.model import ModelInfo
+from engine.loading.model_info import ModelInfo
 from engine.text.chat import render_chat
 
 
+class Tokens(BaseModel):
+    """The answer to ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]  # at most MAX_TOKEN_IDS
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    """The answer to ``/detokenize``. Special tokens are spelled, as all others are."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
 class TextService:
     """What the routes do."""
 
-    def __init__(
-        self,
-        threads: TextThreads,
-        tenancy: Tenancy,
-        model: Callable[[str | None], Awaitable[ModelInfo]],
-    ) -> None:
-        """
-        Args:
-            threads: with the tokenizer of the model.
-            tenancy: knows the keys.
-            model: what is served; raises ``ApiError`` (404) for another name than its own.
-        """
-        self._threads, self._tenancy, self._model = threads, tenancy, model
+    threads: TextThreads  # with the tokenizer of the model
+    tenancy: Tenancy  # knows the keys
+    model: Callable[[str | None], Awaitable[ModelInfo]]  # what is served; raises ApiError (404) for another name than its own
 
-    async def tokenize(self, body: TokenizeRequest, authorization: str | None) -> Response:
+    async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
         """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
 
         Raises:
             ApiError: 401, 404; RequestError: 400, the messages cannot be rendered, or the tokens are too many.
         """
-        self._tenancy.tenant_of(authorization)
-        info = await self._model(body.model)
+        self.tenancy.tenant_of(authorization)
+        info = await self.model(body.model)
         size = len(body.prompt or "") + sum(len(text_of(message.content)) for message in body.messages or ())
-        text = await self._threads.run(size, self._tokenized, body, info.max_model_len)
+        text = await self.threads.run(size, self._tokenized, body, info.max_model_len)
         return Response(text, media_type="application/json")
 
-    async def detokenize(self, body: DetokenizeRequest, authorization: str | None) -> Detokenized:
+    async def detokenize(self, body: DetokenizeRequest, authorization: Authorization = None) -> Detokenized:
         """The text of some tokens, special ones included."""
-        self._tenancy.tenant_of(authorization)
-        info = await self._model(body.model)
+        self.tenancy.tenant_of(authorization)
+        info = await self.model(body.model)
         if body.tokens and max(body.tokens) >= info.vocab_size:
             raise RequestError("tokens", f"token ids must be between 0 and {info.vocab_size - 1}, got {max(body.tokens)}")
-        decode = self._threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
-        (text,) = await self._threads.run(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
+        decode = self.threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
+        (text,) = await self.threads.run(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
         return Detokenized(prompt=text)
 
     def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> str:
-        tokenizer = self._threads.tokenizer
+        tokenizer = self.threads.tokenizer
         if body.messages is not None:
             tools = [tool.shown() for tool in body.tools or ()]
             ids = render_chat(tokenizer, [message.turn() for message in body.messages], tools, body.add_generation_prompt)
@@ -70,19 +76,3 @@ class TextService:
             raise RequestError(field, f"{len(ids)} tokens, and at most {MAX_TOKEN_IDS} can be told: send it in parts")
         names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)] if body.return_token_strs else None
         return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=names).model_dump_json()
-
-
-def add_text_routes(app: FastAPI, service: TextService) -> None:
-    """Gives an application the routes."""
-
-    @app.post("/tokenize", responses=ERRORS | {200: {"model": Tokens}}, response_model=None)
-    async def tokenize(
-        body: TokenizeRequest, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
-    ) -> Response:
-        return await service.tokenize(body, authorization)
-
-    @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(
-        body: DetokenizeRequest, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
-    ) -> Detokenized:
-        return await service.detokenize(body, authorization)

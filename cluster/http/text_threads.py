@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from transformers import PreTrainedTokenizerFast
-
 from cluster.admission.controller import CURRENT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SHORT = 1 << 16  # characters, or tokens: what is longer does not hold up what is not
 _THREADS = 2  # of each kind

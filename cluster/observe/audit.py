@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
+import functools
 import logging
 import random
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.http.errors import ApiError
-from cluster.observe.audit_results import Audit, Difference, ReplayError, Result, Served
+from cluster.observe.difference import first_difference
 from cluster.serving.generation import EnginePort, Job
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions
 from decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
@@ -32,6 +34,63 @@ _LATEST = 2**31 - 1  # priority of a replay: the lowest that a request can have
 _BACKLOG = 8  # sampled choices that wait for the engine to be idle
 _PATIENCE_S = 60.0  # for that
 _LOOK_S = 0.5  # between two looks at how busy the engine is
+
+
+class Result(enum.StrEnum):
+    """What came of one audit."""
+
+    IDENTICAL = "identical"
+    DIFFERENT = "different"
+    SKIPPED = "skipped"  # plain decoding need not give the same tokens: the strategy is lossy, or draws on its own
+    FAILED = "failed"  # it could not be computed again
+    DROPPED = "dropped"  # the engine had no time for it
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A choice that was served to its end."""
+
+    job: Job
+    token_ids: tuple[int, ...]  # [m]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the tokens part. A token is None where that side had ended, for the reason that it gives."""
+
+    position: int  # in the output, from 0
+    served: int | None
+    plain: int | None
+    served_logprob: float | None = None  # of the model, after what both have in common; None where it is not known
+    plain_logprob: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How much likelier the model finds plain decoding's token than the one served, as a difference of log-probabilities.
+
+        Where the model is not served exactly, near-ties may part: the gap is then within the rounding of the logits. A large one,
+        or any where it is, is a fault.
+        """
+        if self.served_logprob is None or self.plain_logprob is None:
+            return None
+        return self.plain_logprob - self.served_logprob
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One choice and what came of its audit."""
+
+    request_id: str
+    strategy: str | None  # that drafted; None: the server's own
+    tokens: int  # served
+    result: Result
+    difference: Difference | None = None
+    detail: str | None = None  # why it was skipped or failed, or how the ends differ
+
+
+class ReplayError(RuntimeError):
+    """A choice could not be computed again; the message says why."""
 
 
 def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
@@ -73,15 +132,24 @@ class Auditor:
         self._differences: deque[tuple[Job, Audit]] = deque(maxlen=LAST_DIFFERENCES)
         self._deletions: Counter[str | None] = Counter()  # by tenant
 
-    def wants(self, job: Job) -> bool:
-        """Whether a choice may be audited once it was served: it is drafted for, and its tenant's or not private to nobody."""
+    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+        """A ``Listener`` that takes note of choices that are drafted for, and their tenant's or not private to nobody."""
         drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
         some = self._options.keep > 0 or self._options.sample > 0
-        return drafted and some and (self._options.private or job.tenant is not None)
+        if not (drafted and some and (self._options.private or job.tenant is not None)):
+            return None
+        tokens = list(job.emitted)
 
-    def served(self, job: Job, token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Takes note of a choice that ``wants`` was true for and that was served to its end."""
-        one = Served(dataclasses.replace(job, references=()), tuple(token_ids), reason)  # references only ever draft
+        def hear(output: StepOutput) -> None:
+            tokens.extend(output.token_ids)
+            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                kept = dataclasses.replace(job, references=())  # they only ever draft
+                self.keep(Served(kept, tuple(tokens), output.finish_reason))
+
+        return hear
+
+    def keep(self, one: Served) -> None:
+        """Keeps a choice that was served to its end, and has some of them audited."""
         self._kept.append(one)
         if random.random() >= self._options.sample:
             return
@@ -131,7 +199,7 @@ class Auditor:
     async def audit(self, served: Served) -> Audit:
         """Computes a choice again, counts what came of it, and logs a difference."""
         job, deletions = served.job, self._deletions[served.job.tenant]
-        tell = _Teller(job.request_id, job.strategy, len(served.token_ids))
+        tell = functools.partial(Audit, job.request_id, job.strategy, len(served.token_ids))
         try:
             async with self._one_at_a_time:
                 why_not = await self._why_not(job)
@@ -158,24 +226,24 @@ class Auditor:
             return f"{name} draws by itself: the text has the model's distribution, and is not the seed's of plain decoding"
         return None
 
-    async def _compare(self, served: Served, tell: _Teller) -> Audit:
+    async def _compare(self, served: Served, tell: Callable[..., Audit]) -> Audit:
         """Plain decoding beside what was served, up to the first token that differs."""
         params = dataclasses.replace(served.job.params, logprobs=2)
-        position, reason = 0, None
+        plain, reason = list[TokenLogprob](), None
         async with contextlib.aclosing(self._engine.generate(self._plain(served.job, params))) as outputs:
             async for output in outputs:
-                for token, logprob in zip(output.token_ids, output.logprobs or (), strict=True):
-                    expected = served.token_ids[position] if position < len(served.token_ids) else None
-                    if token != expected:
-                        return tell(Result.DIFFERENT, await self._differing(served, position, expected, logprob))
-                    position += 1
+                plain += output.logprobs or ()
                 reason = _ended(output)
-        if position < len(served.token_ids):
-            return tell(Result.DIFFERENT, Difference(position, served.token_ids[position], None), f"plain ended with {reason}")
-        if reason is not served.finish_reason:
+        position = first_difference(served.token_ids, [one.token_id for one in plain])
+        if position is None:
+            if reason is served.finish_reason:
+                return tell(Result.IDENTICAL)
             detail = f"served ended with {served.finish_reason}, plain with {reason}"
-            return tell(Result.DIFFERENT, Difference(position, None, None), detail)
-        return tell(Result.IDENTICAL)
+            return tell(Result.DIFFERENT, Difference(len(plain), None, None), detail)
+        token = served.token_ids[position] if position < len(served.token_ids) else None
+        if position == len(plain):
+            return tell(Result.DIFFERENT, Difference(position, token, None), f"plain ended with {reason}")
+        return tell(Result.DIFFERENT, await self._differing(served, position, token, plain[position]))
 
     async def _differing(self, served: Served, position: int, token: int | None, plain: TokenLogprob) -> Difference:
         """The difference with what the model thinks of both tokens."""
@@ -209,7 +277,7 @@ class Auditor:
             tenant = served.job.tenant
             deletions = self._deletions[tenant]
             try:
-                if await self._comes_about(self._is_idle) and self._deletions[tenant] == deletions:
+                if await self._until_idle() and self._deletions[tenant] == deletions:
                     await self.audit(served)
                 else:
                     self._counts[Result.DROPPED] += 1
@@ -217,31 +285,16 @@ class Auditor:
                 logger.exception("a background audit failed")
                 self._counts[Result.FAILED] += 1
 
-    async def _is_idle(self) -> bool:
-        """Whether a replay takes nothing from a request: slots are free, and nobody waits for one."""
-        counts = [replica.counts for replica in await self._engine.describe()]
-        return any(one.free_slots for one in counts) and not any(one.waiting for one in counts)
-
-    @staticmethod
-    async def _comes_about(condition: Callable[[], Awaitable[bool]]) -> bool:
+    async def _until_idle(self) -> bool:
+        """Whether a replay comes to take nothing from a request, in time: slots are free, and nobody waits for one."""
         deadline = time.monotonic() + _PATIENCE_S
-        while not await condition():
+        while True:
+            counts = [replica.counts for replica in await self._engine.describe()]
+            if any(one.free_slots for one in counts) and not any(one.waiting for one in counts):
+                return True
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_S)
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Teller:
-    """Makes the audit of one choice."""
-
-    request_id: str
-    strategy: str | None
-    tokens: int
-
-    def __call__(self, result: Result, difference: Difference | None = None, detail: str | None = None) -> Audit:
-        return Audit(self.request_id, self.strategy, result, self.tokens, difference, detail)
 
 
 def _ended(output: StepOutput) -> FinishReason | None:

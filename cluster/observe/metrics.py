@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi import Request
+from fastapi.responses import Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from actors.replica import Description
+from actors.description import Description
+from cluster.admission.controller import AdmissionCounts
 from cluster.admission.tenancy import Tenancy
-from cluster.http.documents import ERRORS
 from cluster.observe.audit import Auditor
-from cluster.observe.metric_families import FAMILIES
-from cluster.observe.metric_family import Family, Told
-from engine.measures.histogram import Histogram, HistogramCounts
-from engine.measures.metrics import resident_bytes
+from cluster.observe.metric_families import FAMILIES, Family, Told
+from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
 _ADMISSION = "door"  # stands for the engine in what only the API knows
@@ -45,87 +43,31 @@ HISTOGRAMS: dict[str, str] = {
 }
 
 
-class AdmissionState(Protocol):
-    """What the limits of the API tell."""
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """Requests that were refused since the start, by the error's code."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that were let in and are not answered to the end."""
-        ...
-
-    @property
-    def upload_bytes(self) -> int:
-        """Of bodies that are being received."""
-        ...
-
-
-class AdmissionCollector(Collector):
+@dataclass(frozen=True, slots=True)
+class ApiCounts:
     """What the API itself has counted; it belongs to no engine."""
 
-    def __init__(
-        self,
-        choices: HistogramCounts | None = None,
-        model: str | None = None,
-        audits: Mapping[str, int] | None = None,
-        admission: AdmissionState | None = None,
-    ) -> None:
-        """
-        Args:
-            choices: of the requests that were let in.
-            model: the name that is served; None while it is not known.
-            audits: by result; None where there are none.
-            admission: None where nothing limits it.
-        """
-        self._choices, self._model, self._audits, self._admission = choices, model, audits or {}, admission
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, some of them without samples."""
-        asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
-        if self._choices is not None and self._model is not None:
-            asked.add_metric((self._model, _ADMISSION), _buckets(self._choices), self._choices.total)
-        yield asked
-        audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
-        for result, count in self._audits.items():
-            audits.add_metric((result,), count)
-        yield audits
-        refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
-        for code, count in ({} if self._admission is None else self._admission.refused).items():
-            refused.add_metric((code,), count)
-        yield refused
-        in_flight = GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.")
-        if self._admission is not None:
-            in_flight.add_metric((), self._admission.in_flight)
-        yield in_flight
-        uploads = GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.")
-        if self._admission is not None:
-            uploads.add_metric((), self._admission.upload_bytes)
-        yield uploads
-        memory = GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.")
-        held = resident_bytes()
-        if held is not None:
-            memory.add_metric((), held)
-        yield memory
+    choices: HistogramCounts | None = None  # of the requests that were let in
+    model: str | None = None  # the name that is served; None while it is not known
+    audits: Mapping[str, int] = field(default_factory=dict)  # by result
+    admission: AdmissionCounts | None = None  # None where nothing limits it
 
 
-class EngineCollector(Collector):
-    """The metrics of some replicas at one moment.
+class Metrics(Collector):
+    """The metrics of some replicas, and of the API, at one moment.
 
     The label ``engine`` is a replica's own name for this life: where one is replaced its series end and new ones begin at 0, so
     that no counter falls. Sums over engines are as Prometheus makes them of rates.
     """
 
-    def __init__(self, replicas: Sequence[Description], configured: int) -> None:
+    def __init__(self, replicas: Sequence[Description], configured: int, api: ApiCounts) -> None:
         """
         Args:
             replicas: what those that answered say of themselves.
             configured: how many there should be.
+            api: what the API tells.
         """
-        self._answering, self._configured = len(replicas), configured
+        self._answering, self._configured, self._api = len(replicas), configured, api
         told = [Told(replica, replica.metrics) for replica in replicas if replica.metrics is not None]
         self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
 
@@ -136,16 +78,13 @@ class EngineCollector(Collector):
         yield from map(self._family, FAMILIES)
         for name, help in HISTOGRAMS.items():
             yield self._histogram(name, help)
+        yield from _of_api(self._api)
 
     def _family(self, family: Family) -> Metric:
-        labelled = (*_LABELS, *family.labels)
-        metric: CounterMetricFamily | GaugeMetricFamily
-        if family.kind == "counter":
-            metric = CounterMetricFamily(family.name, family.help, labels=labelled)
-        else:
-            metric = GaugeMetricFamily(family.name, family.help, labels=labelled)
+        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        metric = kind(family.name, family.help, labels=(*_LABELS, *family.labels))
         for labels, one in self._told:
-            for more, value in family.samples(one):
+            for more, value in family.samples(one).items():
                 metric.add_metric((*labels, *more), value)
         return metric
 
@@ -157,64 +96,60 @@ class EngineCollector(Collector):
         return metric
 
 
+def _of_api(api: ApiCounts) -> Iterator[Metric]:
+    """All metrics of the API, some of them without samples."""
+    asked = HistogramMetricFamily("vllm:request_params_n", "Choices that a request asks for.", labels=_LABELS)
+    if api.choices is not None and api.model is not None:
+        asked.add_metric((api.model, _ADMISSION), _buckets(api.choices), api.choices.total)
+    yield asked
+    held = api.admission
+    audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
+    refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
+    for metric, counts in ((audits, api.audits), (refused, held.refused if held else {})):
+        for label, count in counts.items():
+            metric.add_metric((label,), count)
+        yield metric
+    in_flight, upload_bytes = (held.in_flight, held.upload_bytes) if held else (None, None)
+    yield GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.", in_flight)
+    yield GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.", upload_bytes)
+    yield GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.", resident_bytes())
+
+
 def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound: bounds 1 and 5 with the counts 2, 1, 1 are 2 up to 1.0, 3 up to 5.0, 4 up to +Inf."""
     bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
 
 
-def exposition(replicas: Sequence[Description], configured: int, admission: AdmissionCollector | None = None) -> bytes:
-    """The text that Prometheus scrapes. Arguments as for ``EngineCollector``; ``admission`` tells what the API counts."""
-    return generate_latest(EngineCollector(replicas, configured)) + generate_latest(admission or AdmissionCollector())
+def exposition(replicas: Sequence[Description], configured: int, api: ApiCounts | None = None) -> bytes:
+    """The text that Prometheus scrapes. Arguments as for ``Metrics``."""
+    return generate_latest(Metrics(replicas, configured, api or ApiCounts()))
 
 
+@dataclass(slots=True)
 class MetricsService:
     """What the route does."""
 
-    def __init__(
-        self,
-        tenancy: Tenancy,
-        replicas: Callable[[], Awaitable[Sequence[Description]]],
-        configured: int,
-        is_open: bool,
-        auditor: Auditor | None = None,
-        admission: Callable[[], AdmissionState] | None = None,
-    ) -> None:
-        """
-        Args:
-            tenancy: knows the operator's keys.
-            replicas: what the engine replicas that answer say of themselves.
-            configured: how many there should be.
-            is_open: nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin.
-            auditor: counts audits; None where nothing is audited.
-            admission: what the limits tell; None where there are none.
-        """
-        self._auditor, self._admission = auditor, admission
-        self._choices = Histogram(_CHOICES)
-        self._model: str | None = None
-        self._tenancy, self._replicas, self._configured, self._is_open = tenancy, replicas, configured, is_open
+    tenancy: Tenancy  # knows the operator's keys
+    replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
+    configured: int  # replicas that there should be
+    is_open: bool  # nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin
+    admission: Callable[[], AdmissionCounts]
+    auditor: Auditor | None = None  # counts audits; None where nothing is audited
+    _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
+    _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
 
     def asked(self, choices: int, model: str) -> None:
         """Counts a request for so many choices of each prompt."""
         self._choices.observe(choices)
         self._model = model
 
-    async def expose(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
-        if not self._is_open:
-            self._tenancy.check_admin(request.headers.get("authorization"))
+        if not self.is_open:
+            self.tenancy.check_admin(request.headers.get("authorization"))
+        replicas, audits = await self.replicas(), {} if self.auditor is None else self.auditor.counts()
+        api = ApiCounts(self._choices.read(), self._model, audits, self.admission())
         # In a thread: it takes some milliseconds, in which other requests go on.
-        replicas, audits = await self._replicas(), None if self._auditor is None else self._auditor.counts()
-        told = AdmissionCollector(
-            self._choices.read(), self._model, audits, None if self._admission is None else self._admission()
-        )
-        text = await asyncio.to_thread(exposition, replicas, self._configured, told)
+        text = await asyncio.to_thread(exposition, replicas, self.configured, api)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-
-def add_metrics_route(app: FastAPI, service: MetricsService) -> None:
-    """Gives an application the route."""
-
-    @app.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
-    async def metrics(request: Request) -> Response:
-        return await service.expose(request)

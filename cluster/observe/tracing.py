@@ -11,9 +11,8 @@ counters. Its queue is 0-100 ms, its prefill 100-300 ms, its decoding 300-900 ms
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from actors.replica import Description
-from cluster.serving.generation import EnginePort, Job
+from cluster.serving.generation import Job
 from configs.schema import Config, ConfigError
 from decoding.request import FinishReason, SpecStats, StepOutput
 from decoding.tree import Int32Array
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _NS = 1_000_000_000
+_COUNTED = ("steps", "drafted", "accepted", "cached_tokens")  # of SpecStats
 _EXPORT_TIMEOUT_S = 5.0  # of one batch, and of what is left when the server ends
 
 
@@ -76,10 +75,6 @@ class Tracing:
 
         return traced
 
-    def traced(self, engine: EnginePort) -> EnginePort:
-        """The engine, with the times of each choice told to the span of the request that it belongs to."""
-        return _TracedEngine(engine, self)
-
     async def close(self) -> None:
         """Sends what is left."""
         await asyncio.to_thread(self._provider.shutdown)
@@ -115,11 +110,22 @@ class Tracing:
             span.set_attributes(_totals(asked))
             span.end()
 
-    def begin(self, job: Job) -> _Asked | None:
-        """The request that a choice belongs to, which learns of it; None where nobody asked over HTTP."""
+    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+        """A ``Listener`` that tells the times of a choice to the span of its request; None where nobody asked over HTTP."""
         asked = self._asked.get()
         if asked is None or not asked.span.is_recording():
             return None
+        self._begin(asked, job)
+
+        def hear(output: StepOutput) -> None:
+            asked.completion_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self._finish(asked, job, output)
+
+        return hear
+
+    def _begin(self, asked: _Asked, job: Job) -> None:
+        """Tells the span of a request of one more choice."""
         asked.choices += 1
         params, answer_id = job.params, job.request_id.rpartition("/")[0]
         if not any(job.prompt_ids is prompt for prompt in asked.prompts):
@@ -136,9 +142,18 @@ class Tracing:
                 "outrider.strategy": job.strategy or self._strategy,
             }
         )
-        return asked
 
-    def end(self, asked: _Asked, job: Job, stats: SpecStats) -> None:
+    def _finish(self, asked: _Asked, job: Job, output: StepOutput) -> None:
+        """Tells it how a choice ended."""
+        asked.reasons.append(str(output.finish_reason))
+        if output.finish_reason is FinishReason.ERROR:
+            from opentelemetry.trace import Status, StatusCode
+
+            asked.span.set_status(Status(StatusCode.ERROR))  # without the message: it may hold what the client sent
+        if output.stats is not None:
+            self._write_times(asked, job, output.stats)
+
+    def _write_times(self, asked: _Asked, job: Job, stats: SpecStats) -> None:
         """Writes the children of a choice whose last output has just come."""
         from opentelemetry.trace import set_span_in_context
 
@@ -160,44 +175,8 @@ class Tracing:
                     "gen_ai.latency.e2e": (end_ns - asked.began_ns) / _NS,
                 }
             )
-        counts = asked.counts
-        counts.steps, counts.drafted = counts.steps + stats.steps, counts.drafted + stats.drafted
-        counts.accepted += stats.accepted
-        counts.cached_tokens += stats.cached_tokens
-
-
-class _TracedEngine:
-    """An ``EnginePort`` whose choices are told to the spans of their requests."""
-
-    def __init__(self, engine: EnginePort, tracing: Tracing) -> None:
-        self._engine, self._tracing = engine, tracing
-
-    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
-        """See ``EnginePort.generate``."""
-        asked = self._tracing.begin(job)
-        async with contextlib.aclosing(self._engine.generate(job)) as outputs:
-            async for output in outputs:
-                if asked is not None:
-                    asked.completion_tokens += len(output.token_ids)
-                    if output.finish_reason is not None:
-                        _finish(self._tracing, asked, job, output)
-                yield output
-
-    async def describe(self) -> list[Description]:
-        """See ``EnginePort.describe``."""
-        return await self._engine.describe()
-
-
-def _finish(tracing: Tracing, asked: _Asked, job: Job, output: StepOutput) -> None:
-    """Tells the request's span how a choice ended."""
-    assert output.finish_reason is not None
-    asked.reasons.append(str(output.finish_reason))
-    if output.finish_reason is FinishReason.ERROR:
-        from opentelemetry.trace import Status, StatusCode
-
-        asked.span.set_status(Status(StatusCode.ERROR))  # without the message: it may hold what the client sent
-    if output.stats is not None:
-        tracing.end(asked, job, output.stats)
+        for name in _COUNTED:
+            setattr(asked.counts, name, getattr(asked.counts, name) + getattr(stats, name))
 
 
 def _totals(asked: _Asked) -> dict[str, Any]:
@@ -206,7 +185,7 @@ def _totals(asked: _Asked) -> dict[str, Any]:
         return {}
     prompt, completion = sum(map(len, asked.prompts)), asked.completion_tokens
     usage = {"prompt_tokens": prompt, "input_tokens": prompt, "completion_tokens": completion, "output_tokens": completion}
-    own = {name: getattr(asked.counts, name) for name in ("steps", "drafted", "accepted", "cached_tokens")}
+    own = {name: getattr(asked.counts, name) for name in _COUNTED}
     return {
         **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
         **{f"outrider.{name}": count for name, count in own.items()},
@@ -230,7 +209,7 @@ def open_tracing(config: Config) -> Tracing | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"server.otlp_endpoint needs OpenTelemetry, and {error.name} is missing: pip install 'outrider[tracing]', or leave "
+            f"server.otlp_endpoint needs OpenTelemetry, and {error.name} is missing: pip install -e '.[tracing]', or leave "
             "server.otlp_endpoint out"
         ) from error
     address = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import redis
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.cache_access import CacheAccess, identity_of
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
-from actors.replica import Description
-from cache_service.keeper.admin import Problem, TenantStats, UnknownTenantError
+from actors.description import Description, identity_of
+from cache_service.access import CacheAccess
+from cache_service.keeper.admin import UnknownTenantError
 from cache_service.namespace import Identity
 from cluster.cli.launch.preflight import SECRET_ADVICE, SECRET_VARIABLE, redis_address
 from cluster.http.errors import ApiError
+from cluster.serving.cache_port import CacheAdminPort
 from cluster.serving.handles import for_threads
 from configs.schema import ConfigError
 from configs.slices import CacheOptions
@@ -78,35 +78,14 @@ def _identity(engine: DeploymentHandle[Any]) -> Identity | None:
     return identity_of(description.info)
 
 
-class HandleCacheAdmin:
-    """The ``CacheAdminPort`` over a deployment of ``CacheActor``."""
+class HandleCacheAdmin(CacheAdminPort):
+    """The memory over a deployment of ``CacheActor``."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
-    async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:
-        """See ``CacheAdminPort``, as for the others."""
-        return cast("Sequence[TenantStats]", await self._call("stats", tenant, vouched))
-
-    async def export(self, tenant: str) -> bytes:
-        return cast("bytes", await self._call("export", tenant))
-
-    async def import_(self, tenant: str, data: bytes) -> int:
-        return cast("int", await self._call("import_", tenant, data))
-
-    async def preload(self, documents: Sequence[Sequence[int]]) -> int:
-        return cast("int", await self._call("preload", documents))
-
-    async def delete_tenant(self, tenant: str, vouched: bool = False) -> None:
-        await self._call("delete_tenant", tenant, vouched)
-
-    async def delete_request(self, tenant: str, request_id: str) -> None:
-        await self._call("delete_request", tenant, request_id)
-
-    async def verify(self) -> Sequence[Problem]:
-        return cast("Sequence[Problem]", await self._call("verify"))
-
-    async def _call(self, verb: str, *arguments: object) -> object:
+    async def call(self, verb: str, *arguments: object) -> Any:
+        """See ``CacheAdminPort.call``."""
         try:
             answer = await self._handle.call.remote(verb, *arguments)
         except (RayError, RayServeException) as error:

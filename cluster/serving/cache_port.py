@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import redis
 
@@ -15,40 +16,44 @@ from cluster.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 
-class CacheAdminPort(Protocol):
+class CacheAdminPort(ABC):
     """The shared memory as the operator sees it. ``tenant`` is a name, ``*`` the public corpus.
 
     Each method raises ``cache_service.keeper.admin.UnknownTenantError``, ``redis.RedisError`` or ``OSError`` where Redis does not
     do what it should, or an ``ApiError``.
     """
 
+    @abstractmethod
+    async def call(self, verb: str, *arguments: object) -> Any:
+        """What a method of ``cache_service.keeper.admin.CacheAdmin`` gives, or raises."""
+
     async def stats(self, tenant: str | None = None, vouched: bool = False) -> Sequence[TenantStats]:
         """What is kept: an entry a tenant, or that of one alone. ``vouched``: it is a tenant, though it was none at the start."""
-        ...
+        return await self.call("stats", tenant, vouched)
 
     async def export(self, tenant: str) -> bytes:
         """A snapshot of now. Raises ``ValueError`` where the stored one cannot be read."""
-        ...
+        return await self.call("export", tenant)
 
     async def import_(self, tenant: str, data: bytes) -> int:
         """Adds a snapshot's texts and says how many. Raises ``ValueError``: no sound snapshot, or one of another tokenizer."""
-        ...
+        return await self.call("import_", tenant, data)
 
     async def preload(self, documents: Sequence[Sequence[int]]) -> int:
         """Adds documents, as token ids, to the public corpus; how many texts were new. Raises ``ValueError`` for a bad id."""
-        ...
+        return await self.call("preload", documents)
 
-    async def delete_tenant(self, tenant: str, vouched: bool = False) -> object:
+    async def delete_tenant(self, tenant: str, vouched: bool = False) -> None:
         """Forgets all texts of a tenant, everywhere. ``vouched`` as of ``stats``."""
-        ...
+        await self.call("delete_tenant", tenant, vouched)
 
-    async def delete_request(self, tenant: str, request_id: str) -> object:
+    async def delete_request(self, tenant: str, request_id: str) -> None:
         """Forgets the texts of one answer, everywhere. ``request_id`` is the ``id`` of the response."""
-        ...
+        await self.call("delete_request", tenant, request_id)
 
     async def verify(self) -> Sequence[Problem]:
         """Reads and checks all that is stored, and says what is wrong with it."""
-        ...
+        return await self.call("verify")
 
 
 @contextlib.contextmanager

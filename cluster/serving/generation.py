@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.replica import Description
+from actors.description import Description
 from cluster.http.errors import ApiError
-from decoding.request import FinishReason, SamplingParams, StepOutput
+from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from decoding.tree import Int32Array
 
 
@@ -36,6 +37,11 @@ class Job:
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
 
+    def request(self, references: tuple[Int32Array, ...]) -> Request:
+        """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Request(**fields | {"references": references})
+
 
 class EnginePort(Protocol):
     """The engine replicas as the API sees them."""
@@ -56,24 +62,73 @@ class EnginePort(Protocol):
         ...
 
 
+# Asked about each job when it begins: what it gives hears the outputs of that job, the first, empty one included.
+Listener = Callable[[Job], Callable[[StepOutput], object] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Until when an answer has to be there."""
+
+    at_s: float  # of time.monotonic
+    error: Callable[[], ApiError]  # what is raised then
+
+
+async def heard(
+    engine: EnginePort, job: Job, listeners: Sequence[Listener], deadline: Deadline | None = None
+) -> AsyncGenerator[StepOutput, None]:
+    """``EnginePort.generate``, listened to. Raises the deadline's error when it has passed."""
+    hearers = [hear for listener in listeners if (hear := listener(job)) is not None]
+    async with contextlib.aclosing(engine.generate(job)) as outputs:
+        while True:
+            try:
+                output = await _next(outputs, deadline)
+            except StopAsyncIteration:
+                return
+            for hear in hearers:
+                hear(output)
+            yield output
+
+
+async def _next(outputs: AsyncIterator[StepOutput], deadline: Deadline | None) -> StepOutput:
+    if deadline is None:
+        return await anext(outputs)
+    try:
+        async with asyncio.timeout(deadline.at_s - time.monotonic()) as limit:
+            return await anext(outputs)
+    except TimeoutError:
+        if not limit.expired():
+            raise  # not ours
+    raise deadline.error()
+
+
 class Generation:
     """The choices of one request while they are computed: ``async with`` starts them, leaving it frees their slots."""
 
-    def __init__(self, engine: EnginePort, jobs: Sequence[Job], n: int = 1, silent: bool = False) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        jobs: Sequence[Job],
+        n: int = 1,
+        silent: bool = False,
+        listeners: Sequence[Listener] = (),
+        deadline: Deadline | None = None,
+    ) -> None:
         """
         Args:
             engine: computes them.
             jobs: one for each choice, ``n`` of each prompt side by side.
             n: choices of a prompt, which counts once in the usage.
             silent: what the jobs emit is left out: only their prompts are scored.
+            listeners: who follows the jobs.
+            deadline: of the answer; None where there is none.
         """
-        self.jobs, self._silent = tuple(jobs), silent
-        self._n, self.num_choices = n, len(jobs)
+        self._silent, self._n, self.num_choices = silent, n, len(jobs)
         self.prompt_tokens = sum(len(job.prompt_ids) for job in jobs[::n])
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}  # of the prompts, by choice; of choices that have ended
         self.energy_j: float | None = 0.0  # of choices that have ended; None where one of them was not measured
-        self._streams = [engine.generate(job) for job in jobs]
+        self._streams = [heard(engine, job, listeners, deadline) for job in jobs]
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Generation:
@@ -83,7 +138,8 @@ class Generation:
                 await self._open.enter_async_context(contextlib.aclosing(stream))
             async with asyncio.TaskGroup() as group:
                 for stream in self._streams:
-                    group.create_task(self._accepted(stream))
+                    group.create_task(_accepted(stream))
+                    await asyncio.sleep(0)  # others' turns come between two choices: sending one takes milliseconds
         except ExceptionGroup as refusals:
             await self._open.aclose()
             raise refusals.exceptions[0] from None
@@ -122,9 +178,9 @@ class Generation:
                 self.energy_j = None if energy_j is None or self.energy_j is None else self.energy_j + energy_j
             yield index, output
 
-    @staticmethod
-    async def _accepted(stream: AsyncIterator[StepOutput]) -> None:
-        await anext(stream)
+
+async def _accepted(stream: AsyncIterator[StepOutput]) -> None:
+    await anext(stream)
 
 
 async def _merge(streams: Sequence[AsyncIterator[StepOutput]]) -> AsyncIterator[tuple[int, StepOutput]]:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.replica import Description
+from actors.description import Description
 from cluster.http.errors import ApiError
 from cluster.serving.generation import Job
 from cluster.serving.handles import for_this_loop, for_threads

@@ -2,15 +2,13 @@
 
 By default Serve gives each handle a thread with an event loop of its own, and every request and every item of a stream crosses
 from one to the other. In the caller's own loop they do not, which saves milliseconds until a first token; but such a handle
-serves that loop alone. Streams save some more over gRPC, which all replicas speak, than as calls of Ray's; but Serve's gRPC is
-not encrypted, so that where Ray encrypts (``RAY_USE_TLS``) they are calls of Ray's. Serve's ``RAY_SERVE_THROUGHPUT_OPTIMIZED``
-turns both defaults round. So each handle says what it needs.
+serves that loop alone. Streams save some more over gRPC, which all replicas speak and which is encrypted where Ray's calls are,
+than as calls of Ray's. Serve's ``RAY_SERVE_THROUGHPUT_OPTIMIZED`` turns both defaults round. So each handle says what it needs.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -29,8 +27,7 @@ def for_this_loop(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
     Raises:
         RuntimeError: no event loop runs.
     """
-    encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-    return _with_router(handle, in_own_loop=False).options(stream=True, _by_reference=encrypted)
+    return _with_router(handle, in_own_loop=False).options(stream=True, _by_reference=False)
 
 
 def _with_router(handle: DeploymentHandle[Any], in_own_loop: bool) -> DeploymentHandle[Any]:

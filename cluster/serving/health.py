@@ -3,54 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
+import redis
 from fastapi.responses import JSONResponse, Response
 
-from actors.lookahead.executor import GroupState
-from actors.replica import Description
-from cluster.http.documents import STATES
-from cluster.serving.readiness import Readiness
+from actors.description import Description, GroupState
+from cluster.http.errors import ApiError
+from cluster.serving.cache_port import CacheAdminPort
+from engine.loading.model_info import ModelInfo
 
 
+@dataclass(slots=True)
 class HealthService:
-    """What the routes do."""
+    """What the routes do.
 
-    def __init__(self, replicas: Callable[[], Awaitable[Sequence[Description]]], configured: int, readiness: Readiness) -> None:
-        """
-        Args:
-            replicas: what those that answer say of themselves; raises ``ApiError`` (503) while none does.
-            configured: how many there should be.
-            readiness: whether all has been there.
-        """
-        self._replicas, self._configured, self._readiness = replicas, configured, readiness
+    To be ready, everything has to have been there once. What is lost later, and started anew, does not make the server unready:
+    it is enough then that one engine replica answers.
+    """
+
+    describe: Callable[[], Awaitable[Sequence[Description]]]  # what the engine replicas that answer say of themselves
+    configured: int  # how many there should be
+    cache: CacheAdminPort | None = None  # the shared memory; None where there is none
+    others: Callable[[], Awaitable[Sequence[Description]]] | None = None  # replicas of the baseline, of which one has to answer
+    _complete: bool = field(default=False, init=False)
 
     async def health(self) -> Response:
         """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers."""
-        return JSONResponse(_state(await self._replicas(), self._configured))
+        return JSONResponse(_state(await self._answering(), self.configured))
 
     async def ready(self) -> Response:
-        """200 once every replica has loaded its model and warmed up, and all else is there, as long as one answers; else 503.
+        """200 once every replica has loaded its model and warmed up, and all else is there, as long as one answers; else 503."""
+        return JSONResponse({"status": "ready", "replicas": await self.replicas(), "of": self.configured})
 
-        A replica that is lost later, and started anew, does not make the server unready: the others answer.
-        """
-        replicas = await self._readiness.replicas()
-        return JSONResponse({"status": "ready", "replicas": replicas, "of": self._configured})
+    async def info(self) -> ModelInfo:
+        """The model that is served. Raises ``ApiError`` (503) while no replica answers."""
+        return (await self._answering())[0].info
+
+    async def replicas(self) -> int:
+        """How many engine replicas answer. Raises ``ApiError`` (503 ``not_ready``) while something is missing."""
+        answering = len(await self.describe())
+        if not self._complete:
+            missing = await self._missing(answering)
+            if missing:
+                raise _not_ready(", ".join(missing))
+            self._complete = True
+        if not answering:
+            raise _not_ready(self._engines(0))
+        return answering
+
+    async def _answering(self) -> Sequence[Description]:
+        """At least one."""
+        replicas = await self.describe()
+        if not replicas:
+            raise ApiError(503, "no engine replica is answering; it may be starting", code="engine_unavailable")
+        return replicas
+
+    async def _missing(self, answering: int) -> list[str]:
+        """What has not been there yet, in words."""
+        missing = [] if answering >= self.configured else [self._engines(answering)]
+        if self.others is not None and not await self.others():
+            missing.append("no baseline replica is there")
+        if self.cache is not None and not await _serves(self.cache):
+            missing.append("the cache service is not there")
+        return missing
+
+    def _engines(self, answering: int) -> str:
+        return f"{answering} of {self.configured} engine replicas are there"
 
 
-def add_health_routes(app: FastAPI, service: HealthService) -> None:
-    """Gives an application the routes."""
+def _not_ready(missing: str) -> ApiError:
+    return ApiError(503, f"{missing}: try again later", code="not_ready", headers={"Retry-After": "1"})
 
-    @app.get("/health", responses=STATES, response_model=None)
-    @app.get("/ping", responses=STATES, response_model=None)
-    @app.post("/ping", responses=STATES, response_model=None)
-    async def health() -> Response:
-        return await service.health()
 
-    @app.get("/ready", responses=STATES, response_model=None)
-    async def ready() -> Response:
-        return await service.ready()
+async def _serves(cache: CacheAdminPort) -> bool:
+    """Whether the service is there. While Redis is away it is, too: that makes drafts fewer and no request fail."""
+    try:
+        await cache.stats()
+    except ApiError:
+        return False
+    except (redis.RedisError, OSError):
+        return True
+    return True
 
 
 def _state(replicas: Sequence[Description], configured: int) -> dict[str, Any]:

@@ -51,61 +51,38 @@ def prior() -> Float64Array:
 
 
 @compiled
-def count(
-    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, weight: float, limit: float,
-    seen: Float64Array, accepted: Float64Array, chances: Float64Array,
-) -> None:  # fmt: skip
+def learn(
+    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, seen: Float64Array,
+    accepted: Float64Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
+) -> float:  # fmt: skip
     """Counts the children of reached rows, of which those reached themselves were accepted.
 
     Args:
         parents: [n] of each row of the tree.
         features: [n] of each row; the root's is not read.
         reached: [m] the root and the accepted rows, in order of depth.
+        prior: [NUM_FEATURES]; with it ``seen``, ``accepted`` and ``chances``, which change.
+        expected: [NUM_KINDS] how many rows the prior expects to be accepted; with it ``hits``, how many were.
+
+    Returns:
+        The most that is expected of a kind now.
     """
-    step = 0
-    for row in range(1, len(parents)):
-        while step + 1 < len(reached) and reached[step + 1] < row:
-            step += 1
-        hit = step + 1 < len(reached) and reached[step + 1] == row
-        below = False
-        for at in range(len(reached)):
-            below = below or parents[row] == reached[at]
-        if not below:
-            continue
-        entry = features[row]
-        seen[entry] += 1.0
-        accepted[entry] += 1.0 if hit else 0.0
-        if seen[entry] > limit:
-            seen[entry] *= 0.5
-            accepted[entry] *= 0.5
-        chances[entry] = (accepted[entry] + weight * prior[entry]) / (seen[entry] + weight)
-
-
-@compiled
-def judge(
-    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, expected: Float64Array,
-    accepted: Float64Array,
-) -> None:  # fmt: skip
-    """Adds, by kind of feature, how many children of reached rows the prior expects to be accepted, and how many were."""
     for row in range(1, len(parents)):
         below = hit = False
         for at in range(len(reached)):
             below = below or parents[row] == reached[at]
             hit = hit or row == reached[at]
-        if below:
-            kind = features[row] // KIND_FEATURES
-            expected[kind] += prior[features[row]]
-            accepted[kind] += 1.0 if hit else 0.0
-
-
-@compiled
-def learn(
-    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, weight: float, limit: float,
-    seen: Float64Array, accepted: Float64Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
-) -> float:  # fmt: skip
-    """``count`` and ``judge`` in one call; the most that is expected of a kind now."""
-    count(parents, features, reached, prior, weight, limit, seen, accepted, chances)
-    judge(parents, features, reached, prior, expected, hits)
+        if not below:
+            continue
+        entry, count = features[row], 1.0 if hit else 0.0
+        expected[entry // KIND_FEATURES] += prior[entry]
+        hits[entry // KIND_FEATURES] += count
+        seen[entry] += 1.0
+        accepted[entry] += count
+        if seen[entry] > _HALVE_AT:
+            seen[entry] *= 0.5
+            accepted[entry] *= 0.5
+        chances[entry] = (accepted[entry] + _PRIOR_WEIGHT * prior[entry]) / (seen[entry] + _PRIOR_WEIGHT)
     return float(expected.max())
 
 
@@ -155,8 +132,8 @@ class AcceptanceTable:
         if len(parents) == 1:
             return
         most = learn(
-            parents, features, np.array((0, *accepted_rows), np.int32), self._prior, _PRIOR_WEIGHT, _HALVE_AT, self._seen,
-            self._accepted, self._chances, self._expected, self._hits,
+            parents, features, np.array((0, *accepted_rows), np.int32), self._prior, self._seen, self._accepted, self._chances,
+            self._expected, self._hits,
         )  # fmt: skip
         if most > _TRIAL:
             self._verdict()

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafters.base import SOURCES
 from decoding.request import Request, StepReport
 from decoding.sources.history import Histories, History
 from decoding.sources.log.chains import BLOCK, MAX_MATCH, Int64Array
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 MODEL = "model"  # the target's own token: nobody had drafted it
 DOCUMENT, PROMPT, OUTPUT, TRIE, PUBLIC = "document", "prompt", "output", "trie", "public"

@@ -25,7 +25,7 @@ from decoding.budget.features import (
     share_bucket,
 )
 from decoding.jit import compiled
-from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
+from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, LogTokens, follower, gather, unigram_bucket
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree
@@ -127,7 +127,6 @@ Measures = tuple[Float64Array, Float64Array, float, Int64Array]
 # The most rows below the root and edges from it, and [n] non-decreasing the least chance of a row behind so many others; further
 # behind it is the last one's.
 Limits = tuple[int, int, Float64Array]
-LogTokens = tuple[Int32Array, Int32Array, Int32Array]  # of the three logs
 
 
 @compiled

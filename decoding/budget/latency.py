@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,16 @@ import numpy as np
 
 if TYPE_CHECKING:  # that file imports numba, and a curve is read without it
     from decoding.budget.candidates import Float64Array
+    from decoding.request import Request
 
     # Rows and the seconds of so many or more, [n] each, seconds a row beyond the last; of a load what it adds and what it adds to
     # each row; the least that a step takes.
     CurveParts = tuple[Float64Array, Float64Array, float, float, float, float]
 
 _FLOOR = 0.25  # of a step of one row: the least that any step is said to take, as the fit for contexts may go below
-_FIELDS = ("rows", "rows_s", "context", "sequence_s", "entry_s", "row_entry_s")
+_FIELDS: dict[str, type] = {
+    "rows": int, "rows_s": float, "context": int, "sequence_s": float, "entry_s": float, "row_entry_s": float,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class StepLoad:
     rows: int  # committed tokens that it computes: the root of each request that decodes, and the chunks of prefills
     context: int  # KV entries that lie before those rows, added over the requests
     prefill_rows: int = 0  # of ``rows``, those of prefills
+    propose_s: float | None = None  # seconds that it took to draft for the step before; None where nobody knows
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> StepLoad:
+        """Of a step in which these requests decode, and no others."""
+        return cls(len(requests), len(requests), sum(request.num_tokens - 1 for request in requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class LatencyCurve:
             raise ValueError(f"rows must be at least two numbers that ascend from 1, got {list(rows)}")
         if len(rows) != len(seconds) or not all(math.isfinite(each) and each > 0 for each in seconds):
             raise ValueError(f"rows_s must be {len(rows)} positive numbers, one for each of rows, got {list(seconds)}")
-        for name in _FIELDS[2:]:
+        for name in ("context", "sequence_s", "entry_s", "row_entry_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -113,10 +122,8 @@ class LatencyCurve:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and lists; ``from_json`` reads them."""
-        return {
-            "rows": list(self.rows), "rows_s": list(self.rows_s), "context": self.context, "sequence_s": self.sequence_s,
-            "entry_s": self.entry_s, "row_entry_s": self.row_entry_s,
-        }  # fmt: skip
+        values = {name: getattr(self, name) for name in _FIELDS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: object) -> LatencyCurve:
@@ -131,23 +138,19 @@ class LatencyCurve:
             raise ValueError(f"{missing[0]} is missing")
         if unknown := [name for name in data if name not in _FIELDS]:
             raise ValueError(f"{unknown[0]} is no field of a latency curve: those are {', '.join(_FIELDS)}")
-        return cls(
-            tuple(int(value) for value in _numbers("rows", data["rows"], int)),
-            tuple(float(value) for value in _numbers("rows_s", data["rows_s"], int, float)),
-            int(_number("context", data["context"], int)),
-            float(_number("sequence_s", data["sequence_s"], int, float)),
-            float(_number("entry_s", data["entry_s"], int, float)),
-            float(_number("row_entry_s", data["row_entry_s"], int, float)),
-        )
+        values: dict[str, Any] = {}
+        for name, kind in _FIELDS.items():
+            value = data[name]
+            if name not in ("rows", "rows_s"):
+                values[name] = _number(name, value, kind)
+            elif isinstance(value, list):
+                values[name] = tuple(_number(name, each, kind) for each in value)
+            else:
+                raise ValueError(f"{name} must be a list of numbers, got {value!r}")
+        return cls(**values)
 
 
-def _numbers(name: str, value: object, *kinds: type) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list of numbers, got {value!r}")
-    return [_number(name, each, *kinds) for each in value]
-
-
-def _number(name: str, value: object, *kinds: type) -> Any:
-    if type(value) not in kinds:  # not isinstance: True is an int to it
-        raise ValueError(f"{name} must hold {'whole numbers' if kinds == (int,) else 'numbers'}, got {value!r}")
-    return value
+def _number(name: str, value: Any, kind: type) -> Any:
+    if type(value) not in (int, kind):  # not isinstance: True is an int to it
+        raise ValueError(f"{name} must hold {'whole numbers' if kind is int else 'numbers'}, got {value!r}")
+    return kind(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,47 +16,7 @@ _START_STEPS, _DECAY = 10.0, 0.998  # steps that the first guess counts for, and
 _PRICED_ROWS = 64  # rows of a request behind which further ones cost no more
 
 
-@dataclass(frozen=True, slots=True)
-class StepSharing:
-    """How a step is shared by ranks that hold the model each, and what that makes of its rows.
-
-    The step takes as long as its largest part. Trees are partitioned as runs of leaves with their ancestors
-    (``DraftTree.partition``): no part is smaller than the longest path, and the first rows of a run repeat a path that begins at
-    the root. Of a path of the tree's depth half is assumed to be repeated, on each rank but one. Every rank computes the root of
-    each tree, and what was accepted on another rank in the step before.
-
-    Example: 60 drafted rows of depth 8 are 60 rows of one rank, 15 + 8 * 3/4 / 2 = 18 rows of each of four. A chain of 60 is 60
-    rows of one of them.
-    """
-
-    ranks: int = 1
-    spine: int = 0  # tokens of all requests that the step before accepted, computed again where that was elsewhere
-
-    def rows(self, drafted: Float64Array, deepest: Float64Array) -> Float64Array:
-        """[n] rows, besides those that all ranks compute, of the rank that computes the most.
-
-        Args:
-            drafted: [n] rows of all trees, roots not counted.
-            deepest: [n] depths of all trees, added.
-        """
-        if self.ranks == 1:
-            return drafted
-        repeated = deepest * ((self.ranks - 1) / self.ranks / 2)
-        partitioned: Float64Array = np.maximum(deepest, drafted / self.ranks + repeated) + self.spine
-        return partitioned
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetCounts:
-    """What a budget has decided since its start."""
-
-    asked: int = 0  # times that a request was asked for rows
-    offered: int = 0  # rows that were found likely enough to be looked at
-    granted: int = 0  # of these, rows that were drafted
-    least_chance: float = 0.0  # of the latest step: a row of a lower chance does not pay
-
-
-_ALONE, _NO_DEPTHS = StepSharing(), np.zeros(0, np.int32)
+_NO_DEPTHS = np.zeros(0, np.int32)
 
 
 def rows_to_draft(
@@ -65,8 +24,9 @@ def rows_to_draft(
     load: StepLoad,
     chances: Sequence[Float64Array],
     token_s: float,
-    depths: Sequence[Int32Array] | None = None,
-    sharing: StepSharing = _ALONE,
+    depths: Sequence[Int32Array] = (),
+    ranks: int = 1,
+    spine: int = 0,
 ) -> tuple[list[int], float]:
     """How many rows pay for each request of a step, and how long the step then takes.
 
@@ -85,15 +45,13 @@ def rows_to_draft(
         chances: of the rows of each request, non-increasing; of at least one request.
         token_s: seconds that a token takes of late, on average.
         depths: of the same rows, each behind its parent; needed where ranks share the step.
-        sharing: of the step.
+        ranks: that share the step, see ``decoding.budget.step_price.largest_part``.
+        spine: tokens of all requests that the step before accepted.
     """
-    assert sharing.ranks == 1 or depths is not None, "what ranks share depends on the depths"
-    shared = np.concatenate(depths, dtype=np.int32) if sharing.ranks > 1 and depths is not None else _NO_DEPTHS
+    shared = np.concatenate(depths, dtype=np.int32) if ranks > 1 else _NO_DEPTHS
     ends, counts = np.array([*itertools.accumulate(map(len, chances))], np.int64), np.empty(len(chances), np.int64)
     joined = np.concatenate(chances) if len(chances) > 1 else chances[0]
-    seconds = fill_counts(
-        curve.parts(load), load.rows, joined, shared, token_s, sharing.ranks, sharing.spine, ends, counts
-    )  # fmt: skip
+    seconds = fill_counts(curve.parts(load), load.rows, joined, shared, token_s, ranks, spine, ends, counts)
     return counts.tolist(), seconds
 
 
@@ -134,22 +92,19 @@ class Pricing:
         Args:
             curve: of the steps of one rank.
         """
-        self._curve, self._ranks = curve, 1
+        self.curve, self._ranks = curve, 1
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
         self._load, self._decoding, self._decode_s = StepLoad(1, 1, 0), 1, 0.0
         self._prices = np.zeros(_PRICED_ROWS)  # see ``price_rows``
         self._now: TokenTime | None = None  # of the planned step
         self.level = 1  # powers of two below the requests in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
 
-    def scale(self, ranks: int) -> None:
-        """From now on so many ranks share each step."""
-        self._ranks, self._now = ranks, None
-
-    def plan(self, load: StepLoad) -> None:
-        """The step that the next calls are about."""
+    def plan(self, load: StepLoad, ranks: int = 1) -> None:
+        """The step that the next calls are about, and how many ranks share it."""
         self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
+        self._ranks = ranks
         self.level = max(1, load.sequences).bit_length()
-        self._decode_s = self._own(price_rows(self._curve.parts(load), load.rows, self._ranks, self._prices))
+        self._decode_s = self._own(price_rows(self.curve.parts(load), load.rows, self._ranks, self._prices))
 
     def least_chances(self) -> Float64Array:
         """[n] non-decreasing: a row of a request that stands behind so many others of it does not pay below that chance.
@@ -163,10 +118,10 @@ class Pricing:
     ) -> tuple[list[int], list[float]]:
         """How many rows pay for each request, and the seconds that they are expected to save.
 
-        See ``rows_to_draft`` and ``StepSharing``. What the rows cost together is divided among them alike.
+        See ``rows_to_draft``. What the rows cost together is divided among them alike.
         """
-        sharing, token_s = StepSharing(self._ranks, spine), self._time().seconds
-        counts, seconds = rows_to_draft(self._curve, self._load, chances, token_s, depths, sharing)
+        token_s = self._time().seconds
+        counts, seconds = rows_to_draft(self.curve, self._load, chances, token_s, depths, self._ranks, spine)
         decode_s = self._own(seconds)
         row_s = (decode_s - self._decode_s) / max(1, sum(counts))
         self._decode_s = decode_s
@@ -187,7 +142,7 @@ class Pricing:
         count = max(1, load.sequences - self._decoding)
         context = load.context * count // load.sequences  # the mean of all: whose entries they are is not known
         prefills = StepLoad(count, load.prefill_rows, context, load.prefill_rows)
-        return max(seconds - seconds_of(float(load.prefill_rows), self._curve.parts(prefills)), 0.0)
+        return max(seconds - seconds_of(float(load.prefill_rows), self.curve.parts(prefills)), 0.0)
 
     def _time(self) -> TokenTime:
         if self._now is not None:
@@ -196,7 +151,7 @@ class Pricing:
         held = self._times.get(key)
         if held is None:
             count = self._decoding
-            step = self._curve.seconds(np.array([count], np.float64), StepLoad(count, count, self._curve.context * count))
+            step = self.curve.seconds(np.array([count], np.float64), StepLoad(count, count, self.curve.context * count))
             held = self._times[key] = TokenTime(float(step[0]) / count)
         self._now = held
         return held

@@ -10,7 +10,8 @@ from decoding.budget.backoff import EXPLORED_ROWS, Backoff, Explorer
 from decoding.budget.candidates import Float64Array
 from decoding.budget.expansion import Rows
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.row_budget import BudgetCounts, Pricing
+from decoding.budget.row_budget import Pricing
+from decoding.step_output import BudgetCounts
 
 _NEAR = 0.9  # of the least chance that pays: rows of less are not looked at
 _ASKING_GAIN = 0.05  # how fast the seconds of asking follow the latest
@@ -30,25 +31,23 @@ class Selection:
     prospect (``Explorer``). When the number of requests falls by a quarter, all are asked again at once.
     """
 
-    def __init__(self, curve: LatencyCurve) -> None:
-        self._pricing, self._explorer = Pricing(curve), Explorer()
+    def __init__(self, latency: Callable[[], LatencyCurve]) -> None:
+        """The curve is asked for before each step: a better one may have been measured."""
+        self._latency = latency
+        self._pricing, self._explorer = Pricing(latency()), Explorer()
         self._number, self._busiest, self._asked = 0, 1, 0
-        self._ranks, self._asking_s = 1, 0.0  # seconds of asking one request
+        self._asking_s = 0.0  # seconds of asking one request
         self._requests_asked = self._offered = self._granted = 0  # since the start, see ``BudgetCounts``
         self._least_chance = 0.0
 
-    def scale(self, ranks: int) -> None:
-        """From now on so many ranks share each step."""
-        self._pricing.scale(ranks)
-        self._ranks = ranks
-
     def rows(
-        self, load: StepLoad, backoffs: Sequence[Backoff], everyone: Sequence[Backoff], accepted: int, grow: Grow
+        self, load: StepLoad, ranks: int, backoffs: Sequence[Backoff], everyone: Sequence[Backoff], accepted: int, grow: Grow
     ) -> list[Rows]:
         """The rows of each request, none where none pays.
 
         Args:
             load: of the step.
+            ranks: that share it.
             backoffs: of the requests that may draft, at least one.
             everyone: backoffs of all live requests.
             accepted: tokens that the last step of all of them accepted.
@@ -61,7 +60,8 @@ class Selection:
             self._busiest = count
             for backoff in everyone:
                 backoff.end()
-        self._pricing.plan(load)
+        self._pricing.curve = self._latency()
+        self._pricing.plan(load, ranks)
         explored = self._explorer.pick(backoffs, self._number)
         asked = [at for at, backoff in enumerate(backoffs) if backoff.asked() or at == explored]
         rows = [_NO_ROWS] * count
@@ -72,7 +72,7 @@ class Selection:
         self._least_chance = float(least[0])
         least *= _NEAR
         grown = [grow(at, ANY_CHANCE if at == explored else least) for at in asked]
-        depths = [one.depths[1:] for one in grown] if self._ranks > 1 else ()
+        depths = [one.depths[1:] for one in grown] if ranks > 1 else ()
         self._requests_asked += len(asked)
         counts, saved = self._pricing.rows_to_draft([one.chances for one in grown], depths, accepted)
         for at, one, paying, saved_s in zip(asked, grown, counts, saved, strict=True):
@@ -89,7 +89,7 @@ class Selection:
         return BudgetCounts(self._requests_asked, self._offered, self._granted, self._least_chance)
 
     def timed(self, seconds: float) -> None:
-        """Counts how long the last proposal took."""
+        """Counts how long the proposal before took."""
         if self._asked:
             self._asking_s += (seconds / self._asked - self._asking_s) * _ASKING_GAIN
             self._asked = 0

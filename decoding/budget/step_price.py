@@ -65,6 +65,28 @@ def price_rows(curve: CurveParts, base: int, ranks: int, prices: Float64Array) -
 
 
 @compiled
+def largest_part(drafted: float, deepest: float, ranks: int, spine: int) -> float:
+    """Rows, besides the roots, which all ranks compute, of the rank that computes the most: so long the step takes.
+
+    Trees are partitioned as runs of leaves with their ancestors (``DraftTree.partition``): no part is smaller than the longest
+    path, and the first rows of a run repeat a path that begins at the root. Of a path of the tree's depth half is assumed to be
+    repeated, on each rank but one.
+
+    Example: 60 drafted rows of depth 8 are 60 rows of one rank, 15 + 8 * 3/4 / 2 = 18 rows of each of four. A chain of 60 is 60
+    rows of one of them.
+
+    Args:
+        drafted: rows of all trees, roots not counted.
+        deepest: depths of all trees, added.
+        ranks: that hold the model each and share the step.
+        spine: tokens of all requests that the step before accepted, computed again where that was elsewhere.
+    """
+    if ranks == 1:
+        return drafted
+    return max(deepest, drafted / ranks + deepest * ((ranks - 1) / ranks / 2)) + spine
+
+
+@compiled
 def fill_counts(
     curve: CurveParts, base: int, chances: Float64Array, depths: Int32Array, token_s: float, ranks: int, spine: int,
     ends: Int64Array, counts: Int64Array,
@@ -74,6 +96,7 @@ def fill_counts(
     Args:
         chances: of the rows of all requests, those of a request side by side and non-increasing.
         depths: of the same rows; not read where one rank computes the step.
+        ranks: see ``largest_part``; also ``spine``.
         ends: [requests] where the rows of each request end.
         counts: [requests] filled.
     """
@@ -83,7 +106,7 @@ def fill_counts(
     taken = np.empty(len(chances), np.int64)  # the request of each row, the likeliest row first
     best = 0
     expected = deepest = 0.0
-    best_s = seconds_of((float(spine) if ranks > 1 else 0.0) + base, curve)
+    best_s = seconds_of(largest_part(0.0, 0.0, ranks, spine) + base, curve)
     best_gain = -best_s
     for drafted in range(1, len(chances) + 1):
         owner = -1
@@ -92,14 +115,12 @@ def fill_counts(
                 owner = one
         taken[drafted - 1] = owner
         expected += chances[heads[owner]]
-        rows = float(drafted)
         if ranks > 1:
             depth = depths[heads[owner]]
             deepest += max(depth - deep[owner], 0)
             deep[owner] = max(depth, deep[owner])
-            rows = max(deepest, drafted / ranks + deepest * ((ranks - 1) / ranks / 2)) + spine
         heads[owner] += 1
-        seconds = seconds_of(rows + base, curve)
+        seconds = seconds_of(largest_part(float(drafted), deepest, ranks, spine) + base, curve)
         gain = expected * token_s - seconds
         if gain > best_gain:
             best, best_gain, best_s = drafted, gain, seconds

@@ -1,61 +1,48 @@
-"""Drafters by name. A strategy is chosen here, at build time, and nowhere else."""
+"""Drafters by name: the names that requests and configurations use become drafters here, and nowhere else."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from decoding.budget.paying import PayingDrafter
-from decoding.drafters.auto import AutoDrafter
-from decoding.drafters.autoregressive import AutoregressiveDrafter
-from decoding.drafters.base import SOURCES, Drafter
-from decoding.drafters.by_request import ByRequest
-from decoding.drafters.jacobi import JacobiDrafter
-from decoding.drafters.llma import LlmaDrafter
-from decoding.drafters.ngrammys import NgrammysDrafter
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafters.recycling import RecyclingDrafter
-from decoding.drafters.suffix import SuffixDrafter
-from decoding.drafters.trie import TrieDrafter
-from decoding.drafters.with_model.bild import BildDrafter
-from decoding.drafters.with_model.mjsd import MjsdDrafter
-from decoding.drafters.with_model.spectr import SpectrDrafter
-from decoding.drafters.with_model.speculative import SpeculativeDrafter
 from decoding.request import PLAIN
 from decoding.strategy_choice import parse_strategy
 
+if TYPE_CHECKING:
+    from decoding.drafters.base import Drafter
+
 __all__ = [
     "LOSSLESS",
-    "SOURCES",
     "STRATEGIES",
     "WITH_DRAFT_MODEL",
-    "ByRequest",
-    "Drafter",
     "build_drafter",
     "build_drafters",
     "check_drafters",
 ]
 
+# Each names its class, which is imported where it drafts: who only needs the names imports nothing. A class will do, too.
+Maker = str | Callable[..., "Drafter"]
 # Those that draft without a model of their own: they work with any target.
-STRATEGIES: dict[str, Callable[..., Drafter]] = {
-    PLAIN: AutoregressiveDrafter,
-    "prompt_lookup": PromptLookupDrafter,
-    "llma": LlmaDrafter,
-    "jacobi": JacobiDrafter,
-    "ngrammys": NgrammysDrafter,
-    "recycling": RecyclingDrafter,
-    "suffix": SuffixDrafter,
-    "trie": TrieDrafter,
-    "auto": AutoDrafter,
+STRATEGIES: dict[str, Maker] = {
+    PLAIN: "decoding.drafters.autoregressive:AutoregressiveDrafter",
+    "prompt_lookup": "decoding.drafters.prompt_lookup:PromptLookupDrafter",
+    "llma": "decoding.drafters.llma:LlmaDrafter",
+    "jacobi": "decoding.drafters.jacobi:JacobiDrafter",
+    "ngrammys": "decoding.drafters.ngrammys:NgrammysDrafter",
+    "recycling": "decoding.drafters.recycling:RecyclingDrafter",
+    "suffix": "decoding.drafters.suffix:SuffixDrafter",
+    "trie": "decoding.drafters.trie:TrieDrafter",
+    "auto": "decoding.drafters.auto:AutoDrafter",
 }
-# Those that draft with a second, smaller model, which they are given (``Drafter.attach``).
-WITH_DRAFT_MODEL: dict[str, Callable[..., Drafter]] = {
-    "speculative": SpeculativeDrafter,
-    "spectr": SpectrDrafter,
-    "bild": BildDrafter,
-    "mjsd": MjsdDrafter,
+# Those that draft with a second, smaller model, which they are given (``Drafter.draft_model``).
+WITH_DRAFT_MODEL: dict[str, Maker] = {
+    "speculative": "decoding.drafters.with_model.speculative:SpeculativeDrafter",
+    "spectr": "decoding.drafters.with_model.spectr:SpectrDrafter",
+    "bild": "decoding.drafters.with_model.bild:BildDrafter",
+    "mjsd": "decoding.drafters.with_model.mjsd:MjsdDrafter",
 }
 _OWN_BUDGET = (PLAIN, "auto", *WITH_DRAFT_MODEL)  # that decide themselves how many rows they draft
 # Those that preserve the target's distribution. Of these only spectr, and speculative with sampling=rejection, are not verified
@@ -76,7 +63,9 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
     makers = {**STRATEGIES, **WITH_DRAFT_MODEL}
     if strategy not in makers:
         raise ValueError(f"strategy {strategy!r} is not known{_nearest(strategy, makers)}; known: {', '.join(makers)}")
-    known = inspect.signature(makers[strategy]).parameters
+    named = makers[strategy]
+    maker = named if callable(named) else pkgutil.resolve_name(named)
+    known = inspect.signature(maker).parameters
     given = dict(options)
     for name, value in options.items():
         if name not in known:
@@ -87,7 +76,8 @@ def build_drafter(strategy: str, options: Mapping[str, Any]) -> Drafter:
             given[name] = float(value)
         elif type(value) is not expected:
             raise ValueError(f"option {name!r} of {strategy} must be of type {expected.__name__}, got {value!r}")
-    return makers[strategy](**given)
+    drafter: Drafter = maker(**given)
+    return drafter
 
 
 def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[str], most_rows: int | None = None) -> Drafter:
@@ -118,10 +108,14 @@ def build_drafters(strategy: str, options: Mapping[str, Any], others: Sequence[s
         drafter = choice.build()
         if choice.name not in (strategy, PLAIN):
             drafters[choice.name] = drafter
+    from decoding.budget.paying import PayingRows
+    from decoding.drafters.by_request import ByRequest
+
+    paying = {}
     if most_rows is not None:
-        for name in drafters.keys() - set(_OWN_BUDGET):
-            drafters[name] = PayingDrafter(drafters[name], most_rows)
-    return drafters[strategy] if len(drafters) == 1 else ByRequest(drafters)
+        bounded = drafters.keys() - set(_OWN_BUDGET)
+        paying = {name: PayingRows(most_rows, drafters[name].looks_ahead) for name in bounded}
+    return ByRequest(drafters, paying) if paying or len(drafters) > 1 else drafters[strategy]
 
 
 def check_drafters(drafter: Drafter, strategies: Sequence[str], draft_model: str | None, exact: bool, shared: bool) -> None:

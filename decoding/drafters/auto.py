@@ -12,15 +12,15 @@ from decoding.budget.candidates import Float64Array
 from decoding.budget.expansion import Pool, Rows, grow
 from decoding.budget.features import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
 from decoding.budget.latency import StepLoad
-from decoding.budget.row_budget import BudgetCounts
 from decoding.budget.selection import ANY_CHANCE, Selection
-from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.drafters.base import Drafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.sources.history import Histories, History
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
 from decoding.sources.successors import LearningSteps, SuccessorTables
-from decoding.tree import DraftTree, Int32Array
+from decoding.step_output import BudgetCounts
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last one is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
@@ -82,7 +82,7 @@ class AutoDrafter(Drafter):
     expected to pay on this device.
 
     Where ranks share a step, a row costs what it adds to the largest part of the tree
-    (``decoding.budget.row_budget.StepSharing``), so that more rows pay, and with them there are more frequent tokens, more
+    (``decoding.budget.step_price.largest_part``), so that more rows pay, and with them there are more frequent tokens, more
     occurrences below a node, and rows of a lower chance.
 
     Nothing of a tenant reaches another. A request without a tenant is private: it drafts from its own texts, what was ranked for
@@ -114,11 +114,8 @@ class AutoDrafter(Drafter):
         Raises:
             ValueError: a value outside its range.
         """
-        if max_depth < 1:
-            raise ValueError(f"max_depth must be at least 1, got {max_depth}")
-        for name, value in (("history_tokens", history_tokens), ("frequent_tokens", frequent_tokens), ("bigrams", bigrams)):
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        check_least(1, max_depth=max_depth)
+        check_least(0, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams)
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
         self._all_rows, self._recycling = all_rows, recycling
         self.memory = Histories(history_tokens) if history_tokens else None
@@ -127,9 +124,7 @@ class AutoDrafter(Drafter):
         self._bigrams = _NOTHING
         self._tables, self._pool = AcceptanceTables(), Pool.empty()[:]
         self._weights = _WEIGHT_BASE ** np.minimum(np.arange(_WEIGHT_LENGTHS + 1), _WEIGHT_LENGTHS)
-        self._ranks, self._caps, self._least_chance = 1, _CAPS, _LEAST_CHANCE
         self._selection: Selection | None = None
-        self._load: StepLoad | None = None
         self._learning, self._proposed = LearningSteps(), 1  # requests of the last proposal
         self._states: dict[str, _RequestState] = {}
 
@@ -140,8 +135,7 @@ class AutoDrafter(Drafter):
         if self._num_bigrams:
             self._bigrams = target.bigram_table(self._num_bigrams)
         if not self._all_rows:
-            self._selection = Selection(target.latency())
-            self._selection.scale(self._ranks)
+            self._selection = Selection(target.latency)
         self._compile()
 
     def _compile(self) -> None:
@@ -152,47 +146,30 @@ class AutoDrafter(Drafter):
         self.finish(request)
         compile_log()
 
-    @property
-    def top_k(self) -> int:
-        """What an entry of the table holds, before steps that may be learned from."""
-        return self._recycled.width if self._recycled is not None and self._learning.due(self._proposed) else 0
-
-    def scale(self, ranks: int) -> None:
-        """More rows pay where ranks share a step, there are more to choose from, and time has another price."""
-        self._ranks = ranks
-        self._caps, self._least_chance = _CAPS + (ranks - 1) * _MORE, _LEAST_CHANCE / ranks
-        if self._selection is not None:
-            self._selection.scale(ranks)
-
-    def plan(self, load: StepLoad) -> None:
-        """What a row costs depends on what the step computes besides."""
-        self._load = load
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """One tree per request; fewer rows than the budgets where more do not pay."""
         count = self._proposed = len(requests)
+        if self._recycled is not None:  # before steps that may be learned from, what an entry of the table holds
+            self.top_k = self._recycled.width if self._learning.due(count) else 0
+        if self._selection is not None and load is not None and load.propose_s is not None:
+            self._selection.timed(load.propose_s)  # asking a request for drafts has to pay, too
         states = [self._state(request) for request in requests]
 
         def grown(at: int, least_chances: Float64Array = ANY_CHANCE) -> Rows:
-            return self._grow(requests[at], states[at], budgets[at], np.maximum(least_chances, self._least_chance))
+            least = np.maximum(least_chances, _LEAST_CHANCE / self.ranks)
+            return self._grow(requests[at], states[at], budgets[at], least)
 
         if self._selection is None or not requests:
             rows = [grown(at) for at in range(count)]
         else:
-            load = self._load or StepLoad(count, count, sum(request.num_tokens - 1 for request in requests))
             backoffs, everyone = [state.backoff for state in states], [state.backoff for state in self._states.values()]
-            rows = self._selection.rows(load, backoffs, everyone, sum(state.accepted for state in states), grown)
-        self._load = None
+            accepted = sum(state.accepted for state in states)
+            rows = self._selection.rows(load or StepLoad.of(requests), self.ranks, backoffs, everyone, accepted, grown)
         return [self._tree(*each) for each in zip(requests, states, rows, budgets, strict=True)]
 
     def budget(self) -> BudgetCounts | None:
         """See ``Drafter``."""
         return None if self._selection is None else self._selection.counts()
-
-    def timed(self, seconds: float) -> None:
-        """Asking a request for drafts has to pay, too."""
-        if self._selection is not None:
-            self._selection.timed(seconds)
 
     def _grow(self, request: Request, state: _RequestState, budget: int, least_chances: Float64Array) -> Rows:
         history = state.history
@@ -213,10 +190,10 @@ class AutoDrafter(Drafter):
             tenant = public = self._nothing
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
-        frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self._ranks]
+        frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
         ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
         logs = state.log.without(-1), tenant.without(owner), public.without(-1)
-        measures = chances, self._weights, _HISTORY_WEIGHT, self._caps
+        measures = chances, self._weights, _HISTORY_WEIGHT, _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         limits = budget, min(self._max_depth, request.remaining - 1), least_chances
         count = grow(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
@@ -267,7 +244,7 @@ class AutoDrafter(Drafter):
         for frequencies in counted:
             counts[: len(frequencies)] += frequencies
         seen = np.flatnonzero(counts)
-        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent * self._ranks]].astype(np.int32)
+        return seen[np.argsort(-counts[seen], kind="stable")[: self._num_frequent * self.ranks]].astype(np.int32)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -12,6 +13,6 @@ from decoding.tree import DraftTree
 class AutoregressiveDrafter(Drafter):
     """Drafts nothing, so that every step emits one token: the baseline of all comparisons."""
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """The root of each request."""
         return [DraftTree.chain(request.root, ()) for request in requests]

@@ -1,29 +1,30 @@
-"""What a drafter is, what it may ask of the target model, and the names of those who propose rows."""
+"""What a drafter is, what it may ask of the target model, and what drafters have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.budget.row_budget import BudgetCounts
 from decoding.request import Acceptance, Request
+from decoding.sources.branches import tree_of
 from decoding.sources.history import Histories
-from decoding.tree import DraftTree, Int32Array
+from decoding.step_output import BudgetCounts
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 if TYPE_CHECKING:
     import torch  # only where there are logits: a strategy's options are checked without it
 
     from decoding.drafters.with_model.draft_model import DraftModel
     from decoding.sampling.ranking import SignedArray
-    from decoding.verify.rules import Rule
 
-# ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
-SOURCES = (
-    "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
-    "history", "draft_model", "grammar",
-)  # fmt: skip
+State = TypeVar("State")
+
+_LOOKED_AT = 8  # continuations to look at for one branch: many say what an earlier one said
 
 
 class StepCounts(Protocol):
@@ -126,70 +127,40 @@ class Drafter(ABC):
 
     needs_logits = False  # whether it drafts from what the target says, so that known outputs alone cannot drive it (see replay)
     looks_ahead = False  # whether it computes guesses for later steps beside its candidates
-    own_rules = False  # whether any of its trees is verified otherwise than by ``verify_exact`` (see ``rule``)
+    own_rules = False  # whether any of its trees is verified otherwise than by ``verify_exact`` (see ``DraftTree.rule``)
+    draft_rows = 0  # how many rows its draft model must hold behind a request's tokens; 0: it drafts without one
     memory: Histories | None = None  # the texts that it drafts from beyond a request's own, by tenant; None: it remembers none
+
+    # How many of the target's most likely tokens after each row ``observe`` may ask for of the next step; 0: none. Read once in
+    # each step, after ``propose``. Where ranks share a step, what is not announced here does not travel: ``observe`` of that step
+    # has then no logits.
+    top_k = 0
+
+    # Set by who drafts with it.
+    draft_model: DraftModel | None = None  # before ``prepare``, where ``draft_rows`` is not 0
+    # Ranks that share the next steps. A step's tree is partitioned among them, so it pays to draft that much wider: options that
+    # bound rows or branches are those of one rank. With one rank it drafts as published. It may change before each ``propose``,
+    # and requests under way go on.
+    ranks = 1
 
     def remembers(self, request: Request) -> bool:
         """Whether the output of a request is kept for others of its tenant, if it has one."""
         return self.memory is not None
 
-    @property
-    def top_k(self) -> int:
-        """How many of the target's most likely tokens after each row ``observe`` may ask for of the next step; 0: none.
-
-        Read once before each step. Where ranks share a step, what is not announced here does not travel: ``observe`` of that step
-        has then no logits.
-        """
-        return 0
-
-    @property
-    def draft_rows(self) -> int:
-        """How many rows its draft model must hold behind a request's tokens; 0: it drafts without one."""
-        return 0
-
-    def attach(self, model: DraftModel) -> None:  # noqa: B027  most draft without one
-        """Called once, before ``prepare``, with a draft model: where ``draft_rows`` is not 0."""
-
     def prepare(self, target: Target) -> None:  # noqa: B027  most need nothing of the target
         """Called once, before the first request, when the target is loaded."""
 
-    def scale(self, ranks: int) -> None:  # noqa: B027  what is one chain cannot be partitioned among ranks
-        """Drafts for so many ranks from now on: a step's tree is partitioned among them, so it pays to draft that much wider.
-
-        Options that bound rows or branches are those of one rank. With one rank, which is how a drafter begins, it drafts as
-        published, and again so when the number comes back to one. Requests under way go on.
-
-        Args:
-            ranks: that share the next steps, at least 1. Called before ``propose`` whenever the number has changed.
-        """
-
-    def plan(self, load: StepLoad) -> None:  # noqa: B027  a strategy as published drafts the same under any load
-        """What the next step computes besides drafted rows. Called before each ``propose`` of the engine; a drafter that was not
-        told goes by the requests that it is asked for."""
-
     @abstractmethod
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """One tree per request, in order.
 
         Args:
             requests: requests whose next tokens are wanted; the root of each tree is the request's last committed token.
             budgets: the most rows to draft for each, the root not counted, window rows counted, on all ranks together; 0 asks
                 for the root alone.
+            load: what the step computes besides drafted rows; a step of these requests alone when absent. A strategy as published
+                drafts the same under any load.
         """
-
-    def rule(self, request: Request) -> Rule | None:
-        """How the tree that was last proposed for a request is to be verified; None: by ``verify_exact``, which keeps the output.
-
-        Asked right after a ``propose``, once for each request that it drafted for.
-        """
-        return None
-
-    def budget(self) -> BudgetCounts | None:
-        """What decides how many rows pay has decided; None for a strategy that drafts as many as it may. From any thread."""
-        return None
-
-    def timed(self, seconds: float) -> None:  # noqa: B027
-        """How long the last ``propose`` took, by the engine's clock."""
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:  # noqa: B027
         """What a step taught, after the emitted tokens were committed. Not called for the step that ends a request.
@@ -202,6 +173,10 @@ class Drafter(ABC):
             acceptance: what was kept of ``tree``.
         """
 
+    def budget(self) -> BudgetCounts | None:
+        """What decides how many rows pay has decided; None for a strategy that drafts as many as it may. From any thread."""
+        return None
+
     def held(self) -> Collection[str]:
         """The ids of requests of which something is held, as far as the strategy can tell: they have not been finished."""
         return ()
@@ -209,3 +184,70 @@ class Drafter(ABC):
     def finish(self, request: Request) -> None:  # noqa: B027
         """Forgets a request, which holds its whole output. Called once for each request that is not ``Request.plain``, whatever
         became of it."""
+
+
+class RequestDrafter(Drafter, Generic[State]):
+    """Drafts for each request by itself, from what it keeps of that request."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    @abstractmethod
+    def begin(self, request: Request) -> State:
+        """What is kept of a request, made when it is drafted for or observed for the first time."""
+
+    @abstractmethod
+    def draft(self, request: Request, state: State, budget: int) -> DraftTree:
+        """The tree of a request, of up to ``budget`` rows below the root."""
+
+    def state(self, request: Request) -> State:
+        """What is kept of a request."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = self.begin(request)
+        return state
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        """See ``Drafter``."""
+        return [self.draft(request, self.state(request), budget) for request, budget in zip(requests, budgets, strict=True)]
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._states
+
+    def finish(self, request: Request) -> None:
+        """See ``Drafter``."""
+        self._states.pop(request.request_id, None)
+
+
+class CopyDrafter(RequestDrafter[State]):
+    """Drafts what followed an occurrence of the text's end. Where ranks share a step, each gets a copy: the tree has as many
+    branches, copies that begin alike share rows, and one that says nothing new is passed over."""
+
+    source: int  # in ``SOURCES``
+
+    @abstractmethod
+    def copies(self, request: Request, state: State, most: int) -> Iterator[Sequence[int] | Int32Array]:
+        """What followed each occurrence, up to ``most`` tokens, the best occurrence first."""
+
+    def draft(self, request: Request, state: State, budget: int) -> DraftTree:
+        """One chain; where ranks share the step, as many branches as there are ranks."""
+        copies = self.copies(request, state, budget)
+        if self.ranks == 1:
+            return DraftTree.chain(request.root, next(copies, ()), self.source)
+        rows = ((np.asarray(copy, np.int32).tolist(), self.source) for copy in islice(copies, _LOOKED_AT * self.ranks))
+        return tree_of(request.root, rows, budget, self.ranks)
+
+
+def check_least(least: int, **options: int) -> None:
+    """Raises ``ValueError`` for the first of some options that is below the least that they may be."""
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_choice(known: Collection[str], **option: str) -> None:
+    """Raises ``ValueError`` for an option that is none of the known values."""
+    for name, value in option.items():
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from decoding.budget.latency import StepLoad
-from decoding.budget.row_budget import BudgetCounts
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.paying import PayingRows
 from decoding.drafters.base import Drafter, Target, TargetRows
 from decoding.request import Acceptance, Request
+from decoding.step_output import BudgetCounts
 from decoding.tree import DraftTree
-
-if TYPE_CHECKING:
-    from decoding.drafters.with_model.draft_model import DraftModel
-    from decoding.verify.rules import Rule
 
 
 class ByRequest(Drafter):
@@ -31,16 +26,18 @@ class ByRequest(Drafter):
     requests.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter], paying: Mapping[str, PayingRows] | None = None) -> None:
         """
         Args:
             drafters: new ones by strategy, at least one. The first is that of requests that ask for none.
+            paying: what bounds the rows of strategies that draft as many as they may; others are left alone.
         """
-        self._drafters = dict(drafters)
+        self._drafters, self._paying = dict(drafters), dict(paying or {})
         self._default = next(iter(self._drafters))
         self._all = tuple(self._drafters.values())
         self.needs_logits = any(drafter.needs_logits for drafter in self._all)
         self.own_rules = any(drafter.own_rules for drafter in self._all)
+        self.draft_rows = max(drafter.draft_rows for drafter in self._all)  # in one slot of a request, which one of them uses
         memories = [drafter.memory for drafter in self._all if drafter.memory is not None]
         self.memory = max(memories, key=lambda memory: memory.capacity, default=None)
         for drafter in self._all:
@@ -48,9 +45,8 @@ class ByRequest(Drafter):
                 drafter.memory = self.memory
         self._live: dict[str, set[str]] = {name: set() for name in self._drafters}  # ids of requests that a drafter has met
         self._asking: dict[str, int] = dict.fromkeys(self._drafters, 0)  # top_k of each in this step
-        self._ranks = 1
-        self._load: StepLoad | None = None
-        self._proposed: list[Drafter] = []  # who drafted last
+        self._alone: str | None = None  # who drafted last, if one alone did: of several, how long each took is not known
+        self._latency: Callable[[], LatencyCurve] | None = None
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -61,37 +57,16 @@ class ByRequest(Drafter):
         """Whether the strategy of the request keeps outputs."""
         return self._drafters[self._name(request)].remembers(request)
 
-    @property
-    def top_k(self) -> int:
-        """The most that a strategy with live requests asks for."""
-        return max(self._asking.values())
-
-    @property
-    def draft_rows(self) -> int:
-        """The most that any of them asks for: they have one draft model, whose slot of a request one of them uses."""
-        return max(drafter.draft_rows for drafter in self._all)
-
-    def attach(self, model: DraftModel) -> None:
-        """To all of them."""
-        for drafter in self._all:
-            drafter.attach(model)
-
     def prepare(self, target: Target) -> None:
         """Prepares all of them: a request may ask for any."""
+        if self._paying:
+            self._latency = target.latency
+            target.latency()  # measured now, if it has to be
         for drafter in self._all:
+            drafter.draft_model = self.draft_model
             drafter.prepare(target)
 
-    def scale(self, ranks: int) -> None:
-        """For all of them."""
-        self._ranks = ranks
-        for drafter in self._all:
-            drafter.scale(ranks)
-
-    def plan(self, load: StepLoad) -> None:
-        """Kept for ``propose``, which adds what was drafted before."""
-        self._load = load
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """One tree per request, in order. A strategy proposes for all of its requests at once."""
         places: dict[str, list[int]] = {name: [] for name in self._drafters}
         for at, request in enumerate(requests):
@@ -99,44 +74,47 @@ class ByRequest(Drafter):
             places[name].append(at)
             self._live[name].add(request.request_id)
         trees: list[DraftTree | None] = [None] * len(requests)
-        load, self._proposed = self._load, []
+        load = load or StepLoad.of(requests)
+        rows = load.rows
         for name, drafter in reversed(self._drafters.items()):
             self._asking[name] = 0
             if not self._live[name]:
                 continue
-            if load is not None:
-                drafter.plan(load)
             mine = places[name]
-            if mine:
-                self._proposed.append(drafter)
-            proposed = drafter.propose([requests[at] for at in mine], [budgets[at] for at in mine])
+            propose_s = load.propose_s if name == self._alone else None
+            told = StepLoad(load.sequences, rows, load.context, load.prefill_rows, propose_s)
+            drafter.ranks = self.ranks
+            proposed = drafter.propose([requests[at] for at in mine], self._bounded(name, mine, budgets, told), told)
             for at, tree in zip(mine, proposed, strict=True):
                 trees[at] = tree
-            if load is not None and mine:
-                load = replace(load, rows=load.rows + sum(map(len, proposed)) - len(proposed))
+            rows += sum(map(len, proposed)) - len(proposed)
             self._asking[name] = drafter.top_k
+        drafted = [name for name, mine in places.items() if mine]
+        self._alone = drafted[0] if len(drafted) == 1 else None
+        self.top_k = max(self._asking.values())  # the most that a strategy with live requests asks for
         return [tree for tree in trees if tree is not None]
 
-    def rule(self, request: Request) -> Rule | None:
-        """By the strategy of the request."""
-        return self._drafters[self._name(request)].rule(request)
-
-    def budget(self) -> BudgetCounts | None:
-        """That of the first strategy which has one."""
-        return next((counts for counts in (drafter.budget() for drafter in self._all) if counts is not None), None)
-
-    def timed(self, seconds: float) -> None:
-        """To who drafted alone: of several, how long each took is not known."""
-        if len(self._proposed) == 1:
-            self._proposed[0].timed(seconds)
+    def _bounded(self, name: str, places: Sequence[int], budgets: Sequence[int], load: StepLoad) -> list[int]:
+        """The budgets of a strategy's requests, as far as its rows pay."""
+        paying, mine = self._paying.get(name), [budgets[at] for at in places]
+        if paying is None or self._latency is None or not mine:
+            return mine
+        rows = paying.rows(self._latency(), load, len(mine), self.ranks)
+        return [min(budget, rows) for budget in mine]
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """To the strategy of the request."""
         name = self._name(request)
         self._live[name].add(request.request_id)
-        if self._ranks > 1 and self._asking[name] == 0:  # what other ranks ranked was for others, and may be fewer tokens
+        if self.ranks > 1 and self._asking[name] == 0:  # what other ranks ranked was for others, and may be fewer tokens
             target = TargetRows(target.ids, None)
+        if name in self._paying:
+            self._paying[name].observe(tree, acceptance, self.ranks)
         self._drafters[name].observe(request, tree, target, acceptance)
+
+    def budget(self) -> BudgetCounts | None:
+        """That of the first strategy which has one."""
+        return next((counts for counts in (drafter.budget() for drafter in self._all) if counts is not None), None)
 
     def held(self) -> Collection[str]:
         """What any of them holds, and the requests that they have met."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.drafters.base import RequestDrafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request
+from decoding.sources.branches import tree_of
 from decoding.sources.jacobi_window import JacobiBlock, JacobiWindow, Ngram, NgramPool, PromptTokens, WindowRows
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _SOURCE = SOURCES.index("jacobi")
 
@@ -41,14 +42,14 @@ class _Lookahead:
     def propose(self, request: Request, budget: int, ranks: int) -> DraftTree:
         """Candidates, then as much of the window as fits; with the guesses, and in a new window the columns, of so many ranks."""
         self._pool.guesses = self._settings.guesses * ranks
-        tokens, parents = self._candidates(request, budget)
-        candidates = len(tokens)
+        tree = self._candidates(request, budget)
+        candidates = len(tree)
         rows = self._rows = self._window_rows(request, budget, budget + 1 - candidates, self._settings.window * ranks)
-        if rows is not None:
-            tokens.extend(rows.tokens.tolist())
-            parents.extend(np.where(rows.parents < 0, 0, rows.parents + candidates).tolist())
-        sources = np.full(len(tokens), _SOURCE, np.int8)
-        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, candidates)
+        if rows is None:
+            return tree
+        tokens = np.concatenate([tree.tokens, rows.tokens])
+        parents = np.concatenate([tree.parents, np.where(rows.parents < 0, 0, rows.parents + candidates).astype(np.int32)])
+        return DraftTree(tokens, parents, np.full(len(tokens), _SOURCE, np.int8), candidates)
 
     def observe(self, request: Request, tree: DraftTree, ids: Int32Array, acceptance: Acceptance) -> None:
         """Gathers the n-grams of the columns that were computed and moves these on; then learns the emitted tokens."""
@@ -70,26 +71,11 @@ class _Lookahead:
             self._pool.insert_sequence(request.tokens[max(0, self._learned + 1 - self._settings.ngram) :].tolist())
             self._learned = request.num_tokens
 
-    def _candidates(self, request: Request, budget: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the root and of the pool's n-grams below it, merged where they begin alike.
-
-        The most recent n-gram comes first, so that it is the oldest that a small budget cuts.
-        """
-        tokens, parents = [request.root], [-1]
-        children: dict[tuple[int, int], int] = {}
+    def _candidates(self, request: Request, budget: int) -> DraftTree:
+        """The pool's n-grams below the root, the most recent one first, so that it is the oldest that a small budget cuts."""
         depth = min(self._settings.ngram - 1, request.remaining - 1)
-        for ngram in reversed(self._pool.lookup(request.root)):
-            row = 0
-            for token in _until(ngram[:depth], self._end_tokens):
-                child = children.get((row, token))
-                if child is None:
-                    if len(tokens) > budget:
-                        return tokens, parents
-                    child = children[row, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(row)
-                row = child
-        return tokens, parents
+        ngrams = reversed(self._pool.lookup(request.root))
+        return tree_of(request.root, ((_until(ngram[:depth], self._end_tokens), _SOURCE) for ngram in ngrams), budget)
 
     def _window_rows(self, request: Request, budget: int, left: int, widest: int) -> WindowRows | None:
         """The columns to compute with ``left`` rows: whole ones of a full window, all or none while it fills."""
@@ -139,7 +125,7 @@ class _PlainJacobi:
         self._block.advance(ids[rows], acceptance.count)
 
 
-class JacobiDrafter(Drafter):
+class JacobiDrafter(RequestDrafter[_Lookahead | _PlainJacobi]):
     """Lookahead Decoding (arXiv 2402.02057, section 3), the method of the Jacobi window.
 
     Beside the next token, each forward computes a window of guesses (see ``JacobiWindow``): what the target says to a column
@@ -186,53 +172,32 @@ class JacobiDrafter(Drafter):
         Raises:
             ValueError: a value outside its range.
         """
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        super().__init__()
+        check_least(1, window=window, guesses=guesses)
         if ngram < 2:
             raise ValueError(f"ngram must be at least 3, or 2 for plain Jacobi decoding, got {ngram}")
-        if guesses < 1:
-            raise ValueError(f"guesses must be at least 1, got {guesses}")
         self._settings = _Settings(window, ngram, guesses, prompt_as_reference)
         self._end_tokens: frozenset[int] = frozenset()
-        self._ranks = 1
-        self._states: dict[str, _Lookahead | _PlainJacobi] = {}
 
     def prepare(self, target: Target) -> None:
         """Takes note of the model's end tokens."""
         self._end_tokens = frozenset(target.end_token_ids)
 
-    def scale(self, ranks: int) -> None:
-        """More guesses for each token, and more columns for windows that begin from now on."""
-        self._ranks = ranks
+    def begin(self, request: Request) -> _Lookahead | _PlainJacobi:
+        """Its window and pool, or its block."""
+        own = frozenset() if request.params.ignore_eos else self._end_tokens
+        ends = own | set(request.params.stop_token_ids)
+        if self._settings.ngram == 2:
+            return _PlainJacobi(request, self._settings, ends)
+        return _Lookahead(request, self._settings, ends, self.ranks)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One tree per request: candidates and window, or one chain in plain Jacobi decoding."""
-        pairs = zip(requests, budgets, strict=True)
-        return [self._state(request).propose(request, budget, self._ranks) for request, budget in pairs]
+    def draft(self, request: Request, state: _Lookahead | _PlainJacobi, budget: int) -> DraftTree:
+        """Candidates and window, or one chain in plain Jacobi decoding."""
+        return state.propose(request, budget, self.ranks)
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Moves the guesses on by what the target said about them."""
-        self._state(request).observe(request, tree, target.ids, acceptance)
-
-    def held(self) -> Collection[str]:
-        """See ``Drafter``."""
-        return self._states
-
-    def finish(self, request: Request) -> None:
-        """Drops window and pool of the request."""
-        self._states.pop(request.request_id, None)
-
-    def _state(self, request: Request) -> _Lookahead | _PlainJacobi:
-        state = self._states.get(request.request_id)
-        if state is None:
-            own = frozenset() if request.params.ignore_eos else self._end_tokens
-            ends = own | set(request.params.stop_token_ids)
-            if self._settings.ngram == 2:
-                state = _PlainJacobi(request, self._settings, ends)
-            else:
-                state = _Lookahead(request, self._settings, ends, self._ranks)
-            self._states[request.request_id] = state
-        return state
+        self.state(request).observe(request, tree, target.ids, acceptance)
 
 
 def _until(ngram: Ngram, end_tokens: Set[int]) -> Ngram:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.base import CopyDrafter, check_choice, check_least
 from decoding.request import Request
-from decoding.sources.branches import LOOKED_AT, tree_of
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import SOURCES, Int32Array
 
 Positions = npt.NDArray[np.int64]
 
 TIES = ("first", "recent", "random")
 
-_SOURCE = SOURCES.index("llma")
 _END = -1  # stands after each reference; no token has this id
 _STREAM = 1  # of the request's seed, beside the one that draws its tokens
 
@@ -79,7 +76,7 @@ class ReferenceIndex:
         return span[: stops[0]] if len(stops) else span
 
 
-class LlmaDrafter(Drafter):
+class LlmaDrafter(CopyDrafter[ReferenceIndex]):
     """Inference with reference (LLMA, arXiv 2304.04487, sections 2 and 3).
 
     At each step the last ``match_length`` tokens of the output are looked up in the references; of all occurrences the one whose
@@ -89,14 +86,16 @@ class LlmaDrafter(Drafter):
 
     Example: reference ``4 5 6 7``, output ``9 5``: ``5`` matches and ``6 7`` is drafted.
 
-    Where ranks share a step, each gets a copy: the tree has as many branches, from the occurrences that agree the longest, then
-    from those that agree in a token less; copies that begin alike share rows, and one that says nothing new is passed over.
+    Where ranks share a step, further copies are from the other occurrences that agree the longest, then from those that agree in
+    a token less.
 
     Departures from the paper: ties go to the first occurrence, as in the published code, unless ``ties`` asks for the paper's
     random choice. From the published code: an occurrence at the end of a reference is passed over for the next best, agreement is
     measured up to ``max_context`` tokens instead of 5, ``copy_length`` does not count the root, and a copy is not cut at an end
     token, since verification stops there.
     """
+
+    source = SOURCES.index("llma")
 
     def __init__(
         self,
@@ -120,40 +119,23 @@ class LlmaDrafter(Drafter):
         Raises:
             ValueError: a value outside its range.
         """
-        if match_length < 1:
-            raise ValueError(f"match_length must be at least 1, got {match_length}")
-        if copy_length < 1:
-            raise ValueError(f"copy_length must be at least 1, got {copy_length}")
+        super().__init__()
+        check_least(1, match_length=match_length, copy_length=copy_length)
         if max_context < match_length:
             raise ValueError(f"max_context must be at least match_length ({match_length}), got {max_context}")
-        if ties not in TIES:
-            raise ValueError(f"ties must be one of {', '.join(TIES)}, got {ties!r}")
+        check_choice(TIES, ties=ties)
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
-        self._ranks = 1
-        self._indices: dict[str, ReferenceIndex] = {}
 
-    def scale(self, ranks: int) -> None:
-        """A copy for each rank."""
-        self._ranks = ranks
+    def begin(self, request: Request) -> ReferenceIndex:
+        """An index of its references."""
+        return ReferenceIndex(request.references + ((request.prompt_ids,) if self._include_prompt else ()))
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One chain per request; where ranks share the step, as many branches as there are ranks."""
-        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _propose(self, request: Request, budget: int) -> DraftTree:
-        copies = self._copies(request, min(self._copy_length, budget))
-        if self._ranks == 1:
-            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
-        rows = ((copy.tolist(), _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
-        return tree_of(request.root, rows, budget, self._ranks)
-
-    def _copies(self, request: Request, count: int) -> Iterator[Int32Array]:
-        """[<= count] the tokens that follow each occurrence, those that agree the longest first."""
-        output = request.output_ids
+    def copies(self, request: Request, state: ReferenceIndex, most: int) -> Iterator[Int32Array]:
+        """See ``CopyDrafter``: those that agree the longest first."""
+        output, index, count = request.output_ids, state, min(self._copy_length, most)
         if count < 1 or len(output) < self._match_length:
             return
-        index = self._index(request)
         levels = agreements(index.text, index.ends(request.root), output, self._max_context)
         own_levels = self._own(output)
         for length in range(max(len(levels), len(own_levels)), self._match_length - 1, -1):
@@ -164,13 +146,6 @@ class LlmaDrafter(Drafter):
                 else:
                     start = int(own_ends[choice - len(ends)]) + 1
                     yield output[start : start + count]
-
-    def _index(self, request: Request) -> ReferenceIndex:
-        index = self._indices.get(request.request_id)
-        if index is None:
-            prompt = (request.prompt_ids,) if self._include_prompt else ()
-            index = self._indices[request.request_id] = ReferenceIndex(request.references + prompt)
-        return index
 
     def _own(self, output: Int32Array) -> list[Positions]:
         """The agreements of the output's end with what stands before it in the output."""
@@ -186,11 +161,3 @@ class LlmaDrafter(Drafter):
         stream = np.random.Philox(key=request.params.seed, counter=[0, request.num_tokens, _STREAM, 0])
         first = int(stream.random_raw() % count)
         return [*range(first, count), *range(first)]
-
-    def held(self) -> Collection[str]:
-        """See ``Drafter``."""
-        return self._indices
-
-    def finish(self, request: Request) -> None:
-        """Drops the index of the request."""
-        self._indices.pop(request.request_id, None)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 
-from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.drafters.base import RequestDrafter, Target, check_choice, check_least
 from decoding.request import Request
 from decoding.sources.branches import tree_of
 from decoding.sources.ngrams import ContextNgrams
-from decoding.tree import DraftTree, Int32Array
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _CONTEXT, _BIGRAM, _UNIGRAM = (SOURCES.index(name) for name in ("context_ngram", "bigram", "unigram"))
 _ALLOCATIONS = ("mixed", "context", "bigram", "unigram")
@@ -18,7 +16,7 @@ _LAYOUTS = ("tree", "batched")
 _SPARE_WIDTH = 32  # tokens after each that are kept of the bigram table, for the time when ranks share a step
 
 
-class NgrammysDrafter(Drafter):
+class NgrammysDrafter(RequestDrafter[ContextNgrams]):
     """Learning-free batched speculation (N-Grammys, arXiv 2411.03786, section 4): k rows of w tokens.
 
     The allocation ``mixed`` of section 4.3: first the continuations of earlier occurrences of the last q tokens, by count and
@@ -72,22 +70,16 @@ class NgrammysDrafter(Drafter):
         Raises:
             ValueError: a value outside its range.
         """
-        numbers = {"k": k, "w": w, "q": q, "table_width": table_width, "max_occurrences": max_occurrences}
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if allocation not in _ALLOCATIONS:
-            raise ValueError(f"allocation must be one of {', '.join(_ALLOCATIONS)}, got {allocation!r}")
-        if layout not in _LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
+        super().__init__()
+        check_least(1, k=k, w=w, q=q, table_width=table_width, max_occurrences=max_occurrences)
+        check_choice(_ALLOCATIONS, allocation=allocation)
+        check_choice(_LAYOUTS, layout=layout)
         self._k, self._w, self._q, self._max_occurrences = k, w, q, max_occurrences
         self._allocation, self._table_width, self._short_rows = allocation, table_width, short_rows
         self._merged = layout == "tree"
         self.needs_logits = allocation != "context"
-        self._ranks = 1
         self._bigrams: Int32Array | None = None  # [vocab, >= table_width]
         self._unigrams: Int32Array | None = None  # [vocab]
-        self._contexts: dict[str, ContextNgrams] = {}
 
     def prepare(self, target: Target) -> None:
         """Takes the tables that the allocation needs."""
@@ -97,41 +89,25 @@ class NgrammysDrafter(Drafter):
         if self._allocation == "unigram" or (self._allocation == "mixed" and self._k > min(self._table_width, target.vocab_size)):
             self._unigrams = target.unigram_ranking(target.vocab_size)
 
-    def scale(self, ranks: int) -> None:
-        """k rows for each rank."""
-        self._ranks = ranks
+    def begin(self, request: Request) -> ContextNgrams:
+        """An index of its n-grams."""
+        return ContextNgrams(self._q, self._w, self._max_occurrences)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """A tree of at most k rows for each rank per request."""
-        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def held(self) -> Collection[str]:
-        """See ``Drafter``."""
-        return self._contexts
-
-    def finish(self, request: Request) -> None:
-        """Drops the index of the request."""
-        self._contexts.pop(request.request_id, None)
-
-    def _propose(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, state: ContextNgrams, budget: int) -> DraftTree:
+        """A tree of at most k rows for each rank."""
         if budget == 0:
             return DraftTree.chain(request.root, ())
-        rows = self._context_rows(request) if self._allocation in ("mixed", "context") else []
-        rows += self._model_rows(request.root, self._k * self._ranks - len(rows))
+        most, rows = self._k * self.ranks, list[tuple[list[int], int]]()
+        if self._allocation in ("mixed", "context"):
+            rows = [(row, _CONTEXT) for row in state.continuations(request.tokens, most, self._short_rows)]
+        rows += self._model_rows(request.root, most - len(rows))
         return tree_of(request.root, rows, budget, merged=self._merged)
-
-    def _context_rows(self, request: Request) -> list[tuple[list[int], int]]:
-        context = self._contexts.get(request.request_id)
-        if context is None:
-            context = self._contexts[request.request_id] = ContextNgrams(self._q, self._w, self._max_occurrences)
-        context.update(request.tokens)
-        return [(row, _CONTEXT) for row in context.continuations(request.tokens, self._k * self._ranks, self._short_rows)]
 
     def _model_rows(self, root: int, count: int) -> list[tuple[list[int], int]]:
         """Up to ``count`` extended rows, bigrams before unigrams."""
         if self._bigrams is None or count == 0:
             return []
-        table_width = 0 if self._allocation == "unigram" else self._table_width * self._ranks
+        table_width = 0 if self._allocation == "unigram" else self._table_width * self.ranks
         bigrams = self._bigrams[root, : min(count, table_width)]
         unigrams = self._unigrams[: count - len(bigrams)] if self._unigrams is not None else bigrams[:0]
         rows = np.empty((len(bigrams) + len(unigrams), self._w), np.int32)

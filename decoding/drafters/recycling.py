@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Sequence
+from functools import cache
 
-import numpy as np
-
-from decoding.drafters.base import SOURCES, Drafter, Target, TargetRows
+from decoding.budget.latency import StepLoad
+from decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
 from decoding.request import Acceptance, Request
 from decoding.sources.history import Histories, History
 from decoding.sources.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
-from decoding.tree import DraftTree
+from decoding.tree import SOURCES, DraftTree
 
 _SOURCE = SOURCES.index("recycling")
 # The published tree ("2.2.2"): children of each row, the root first, level by level; rows that are not listed have none. A child
@@ -65,19 +65,12 @@ class RecyclingDrafter(Drafter):
         Raises:
             ValueError: a value that is not one of these.
         """
-        for name, value, known in (
-            ("shape", shape, ("ranked", "published")),
-            ("start", start, ("empty", "bigram")),
-            ("scope", scope, ("tenant", "request")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
-        if learn_rows < 1:
-            raise ValueError(f"learn_rows must be at least 1, got {learn_rows}")
+        check_choice(("ranked", "published"), shape=shape)
+        check_choice(("empty", "bigram"), start=start)
+        check_choice(("tenant", "request"), scope=scope)
+        check_least(1, learn_rows=learn_rows)
         self._ranked = shape == "ranked"
-        self._template: tuple[int, ...] = _PUBLISHED
         self._learn_rows, self._start, self._by_request = learn_rows, start, scope == "request"
-        self._ranks = 1
         self._tables: SuccessorTables | None = None
         self.memory = None if self._by_request else Histories(1)
         self._begun: set[str] = set()  # ids of live requests that a history knows
@@ -86,23 +79,13 @@ class RecyclingDrafter(Drafter):
         """Never."""
         return False
 
-    @property
-    def top_k(self) -> int:
-        """As many as an entry holds: every step is learned from."""
-        return 0 if self._tables is None else self._tables.width
-
     def prepare(self, target: Target) -> None:
         """Learns the size of the vocabulary. Before, nothing is drafted."""
         first = target.bigram_table(min(WIDTH, target.vocab_size)) if self._start == "bigram" else None
         self._tables = SuccessorTables(target.vocab_size, first, self._by_request)
+        self.top_k = self._tables.width  # every step is learned from
 
-    def scale(self, ranks: int) -> None:
-        """A fixed tree of 80 rows for each rank, and as many more rows to learn from."""
-        self._ranks = ranks
-        if not self._ranked:
-            self._template = _template(ranks)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """One tree per request."""
         trees = []
         for request, budget in zip(requests, budgets, strict=True):
@@ -111,7 +94,7 @@ class RecyclingDrafter(Drafter):
             elif self._ranked:
                 trees.append(_grow_ranked(self._table(self._tables, request), request.root, budget))
             else:
-                trees.append(_grow_fixed(self._table(self._tables, request), request.root, budget, self._template))
+                trees.append(_grow_fixed(self._table(self._tables, request), request.root, budget, _template(self.ranks)))
         return trees
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
@@ -124,7 +107,7 @@ class RecyclingDrafter(Drafter):
         emitted = [*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token]
         for row, follower in zip(path, emitted, strict=True):
             table.count(int(tree.tokens[row]), follower)
-        rows = _rows_to_learn(tree, path, self._learn_rows * self._ranks)
+        rows = _rows_to_learn(tree, path, self._learn_rows * self.ranks)
         table.learn(tree.tokens[rows], target.top_k(rows, table.width))
 
     def finish(self, request: Request) -> None:
@@ -164,6 +147,7 @@ def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int
     return [*others[: count - len(accepted)][::-1], *accepted]
 
 
+@cache
 def _template(ranks: int) -> tuple[int, ...]:
     """The fixed tree for so many ranks, as ``_PUBLISHED``: its rows, and ``ranks - 1`` times as many of the best estimate.
 
@@ -216,7 +200,7 @@ def _grow_fixed(table: SuccessorTable, root: int, budget: int, template: Sequenc
                 rows.append(len(tokens))
                 tokens.append(entry[rank])
                 parents.append(parent)
-    return _tree(tokens, parents)
+    return DraftTree.of(tokens, parents, _SOURCE)
 
 
 def _grow_ranked(table: SuccessorTable, root: int, budget: int) -> DraftTree:
@@ -239,10 +223,4 @@ def _grow_ranked(table: SuccessorTable, root: int, budget: int) -> DraftTree:
         if entries[row]:
             heapq.heappush(open_rows, (-estimates[row] * rates[order[0]], entered + 1, row, 0))
         entered += 2
-    return _tree(tokens, parents)
-
-
-def _tree(tokens: list[int], parents: list[int]) -> DraftTree:
-    sources = np.full(len(tokens), _SOURCE, np.int8)
-    sources[0] = 0
-    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, len(tokens))
+    return DraftTree.of(tokens, parents, _SOURCE)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice, takewhile
+from collections.abc import Iterator
+from itertools import takewhile
 
-from decoding.drafters.base import SOURCES, Drafter
+from decoding.drafters.base import CopyDrafter, check_choice, check_least
 from decoding.request import Request
-from decoding.sources.branches import LOOKED_AT, tree_of
 from decoding.sources.suffix_automaton import SuffixAutomaton
-from decoding.tree import DraftTree
+from decoding.tree import SOURCES
 
 OCCURRENCES = ("mixed", "latest", "earliest")
-
-_SOURCE = SOURCES.index("suffix")
 
 
 class _Texts:
@@ -56,7 +53,7 @@ class _Texts:
         return (span * (count // len(span) + 1))[:count]
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(CopyDrafter[_Texts]):
     """Longest suffix match with a suffix automaton (SAM-Decoding, arXiv 2411.10666), drafting by match length (SuffixDecoding,
     arXiv 2411.04975, section 4).
 
@@ -69,14 +66,15 @@ class SuffixDrafter(Drafter):
     Example: reference ``7 1 2 3``, prompt ``1 2 4``, output ``5 1 2``: the match ``1 2`` stands in both, the reference comes
     first, and ``3`` is drafted. After the output ``5 1 2 6 1 2`` it is ``6 1 2 6 1 ...``.
 
-    Where ranks share a step, each gets a copy: the tree has as many branches, from the other known occurrence of the longest
-    match, then from shorter matches; copies that begin alike share rows.
+    Where ranks share a step, further copies are from the other known occurrence of the longest match, then from shorter matches.
 
     Departures: one automaton per request and none of other requests' texts. From SAM-Decoding: the latest occurrence in the
     output, and nothing is drafted without a match. From SuffixDecoding: one path, copied, and no frequencies, so that there is no
     ``min_token_prob``; the defaults of the draft length are near SAM-Decoding's instead of 1 and 0, under which a match of one
     token drafts one.
     """
+
+    source = SOURCES.index("suffix")
 
     def __init__(
         self,
@@ -98,52 +96,23 @@ class SuffixDrafter(Drafter):
         Raises:
             ValueError: a value outside its range.
         """
-        if max_spec_tokens < 1:
-            raise ValueError(f"max_spec_tokens must be at least 1, got {max_spec_tokens}")
+        super().__init__()
+        check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
+        check_choice(OCCURRENCES, occurrence=occurrence)
         if not 0.0 <= max_spec_factor < float("inf"):
             raise ValueError(f"max_spec_factor must be at least 0 and finite, got {max_spec_factor}")
         if not abs(max_spec_offset) < float("inf"):
             raise ValueError(f"max_spec_offset must be finite, got {max_spec_offset}")
-        if min_match_length < 1:
-            raise ValueError(f"min_match_length must be at least 1, got {min_match_length}")
-        if occurrence not in OCCURRENCES:
-            raise ValueError(f"occurrence must be one of {', '.join(OCCURRENCES)}, got {occurrence!r}")
         self._max_spec_tokens, self._min_match_length, self._occurrence = max_spec_tokens, min_match_length, occurrence
         self._factor, self._offset = max_spec_factor, max_spec_offset
-        self._ranks = 1
-        self._texts: dict[str, _Texts] = {}
 
-    def scale(self, ranks: int) -> None:
-        """A copy for each rank."""
-        self._ranks = ranks
+    def begin(self, request: Request) -> _Texts:
+        """An automaton of its texts."""
+        return _Texts(request)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One chain per request; where ranks share the step, as many branches as there are ranks."""
-        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _propose(self, request: Request, budget: int) -> DraftTree:
-        if budget < 1:
-            return DraftTree.chain(request.root, (), _SOURCE)
-        copies = self._copies(request, min(self._max_spec_tokens, budget))
-        if self._ranks == 1:
-            return DraftTree.chain(request.root, next(copies, ()), _SOURCE)
-        rows = ((copy, _SOURCE) for copy in islice(copies, LOOKED_AT * self._ranks))
-        return tree_of(request.root, rows, budget, self._ranks)
-
-    def _copies(self, request: Request, most: int) -> Iterator[list[int]]:
-        """[<= most] what followed each match, the longest match first."""
-        texts = self._texts.get(request.request_id)
-        if texts is None:
-            texts = self._texts[request.request_id] = _Texts(request)
-        texts.update(request)
-        for start, length in texts.matches(self._min_match_length, self._occurrence):
+    def copies(self, request: Request, state: _Texts, most: int) -> Iterator[list[int]]:
+        """See ``CopyDrafter``: the longest match first."""
+        state.update(request)
+        for start, length in state.matches(self._min_match_length, self._occurrence) if most > 0 else ():
             wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
-            yield texts.copy(start, min(wanted, most)) if wanted > 0 else []
-
-    def held(self) -> Collection[str]:
-        """See ``Drafter``."""
-        return self._texts
-
-    def finish(self, request: Request) -> None:
-        """Drops the automaton of the request."""
-        self._texts.pop(request.request_id, None)
+            yield state.copy(start, min(wanted, most, self._max_spec_tokens)) if wanted > 0 else []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 
-from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.drafters.base import RequestDrafter, Target, check_choice
 from decoding.request import Request, SamplingParams
+from decoding.sources.branches import tree_of
 from decoding.sources.history import Histories, History
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
-from decoding.sources.log.trie_memory import INPUT, MIXED, OUTPUT, Nodes
-from decoding.sources.log.trie_selection import hierarchical, single
-from decoding.tree import DraftTree, Int32Array
+from decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
+from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
 _SOURCE = SOURCES.index("trie")
@@ -48,7 +46,7 @@ class _OwnTexts:
         self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
 
 
-class TrieDrafter(Drafter):
+class TrieDrafter(RequestDrafter[_OwnTexts]):
     """Multi-branch drafts from a trie of prompt and output branches (Lookahead, arXiv 2312.12728, sections 4.2 and 4.3).
 
     The last ``max_query_length`` tokens are looked up among the branches of the request's prompt, of all outputs of its tenant,
@@ -63,7 +61,7 @@ class TrieDrafter(Drafter):
     ``branch_length`` rows for each, and more occurrences count. A branch is no longer, and the layout ``single`` has only one,
     which cannot be partitioned.
 
-    The trie is implicit, see ``decoding.sources.log.token_log``; ``experiments.frequency_trie.FrequencyTrie`` is the explicit one
+    The trie is implicit, see ``decoding.sources.log.token_log``; ``papers/ablation/frequency_trie.py`` is the explicit one
     that the tests compare it with. Departures from the published code, beside those that mend its defects (listed there):
     frequencies count ``max_occurrences`` occurrences; of equally frequent nodes those nearer to the root come first; an output
     can be drafted from as soon as it is emitted, not ``branch_length`` tokens later; pruning is continuous: at the capacity the
@@ -109,17 +107,14 @@ class TrieDrafter(Drafter):
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-        if layout not in _LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}")
-        if frequencies not in _FREQUENCIES:
-            raise ValueError(f"frequencies must be one of {', '.join(_FREQUENCIES)}, got {frequencies!r}")
+        check_choice(_LAYOUTS, layout=layout)
+        check_choice(_FREQUENCIES, frequencies=frequencies)
+        super().__init__()
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
         self._min_input, self._min_output = min_input, min_output
         self.memory = Histories(capacity) if capacity else None
-        self._ranks = 1
         self._nothing, self._nodes = TokenLog(1), Nodes.empty()[:]
-        self._own: dict[str, _OwnTexts] = {}
         self._end_tokens: tuple[int, ...] = ()
 
     @property
@@ -137,43 +132,32 @@ class TrieDrafter(Drafter):
         self.finish(request)
         compile_log()
 
-    def scale(self, ranks: int) -> None:
-        """``decoding_length`` rows for each rank, from as many more occurrences."""
-        self._ranks = ranks
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        """One tree per request."""
-        return [self._propose(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _propose(self, request: Request, budget: int) -> DraftTree:
-        own = self._own.get(request.request_id)
-        if own is None:
-            own = self._begin(request)
+    def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
+        """The tree of the text's end."""
+        own = state
         history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
-        size = min(self._decoding_length * self._ranks, _MAX_ROWS, budget + 1)
+        size = min(self._decoding_length * self.ranks, _MAX_ROWS, budget + 1)
         depth = min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
             return DraftTree(request.tokens[-1:].copy(), _ROOT_PARENTS, _ROOT_SOURCES, 1)
         context = request.tokens[-MAX_MATCH:]
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
-        outputs, public = history.log, self._nothing if self.memory is None or not request.public else self.memory.public.log
-        public_oldest = public.oldest if public.end else -1
-        occurrences = min(self._max_occurrences * self._ranks, _MOST_OCCURRENCES)
-        logs = (own.log.plain, own.references, outputs.plain, outputs.oldest, public.plain, public_oldest)
+        public = self._nothing if self.memory is None or not request.public else self.memory.public.log
+        logs = own.log.without(-1), history.log.without(-1), public.without(-1)
+        occurrences = min(self._max_occurrences * self.ranks, _MOST_OCCURRENCES)
+        query = self._mode, own.references, self._max_query_length, depth, occurrences
         if self._layout == "single":
-            rows = single(*logs, context, self._max_query_length, depth, self._mode, occurrences, self._nodes, tokens, parents)
+            rows = single(logs, query, context, self._nodes, tokens, parents)
         else:
-            min_output = max(size // 2, 1) if self._min_output < 0 else self._min_output * self._ranks
-            rows = hierarchical(
-                *logs, context, self._max_query_length, depth, depth * self._ranks, self._min_input * self._ranks, min_output,
-                self._mode, occurrences, self._nodes, tokens, parents,
-            )  # fmt: skip
+            min_output = max(size // 2, 1) if self._min_output < 0 else self._min_output * self.ranks
+            quotas = depth * self.ranks, self._min_input * self.ranks, min_output
+            rows = hierarchical(logs, query, quotas, context, self._nodes, tokens, parents)
         tree = DraftTree(tokens[:rows], parents[:rows], _SOURCES[:rows], rows)
         return _side_by_side(tree) if self._layout == "parallel" else tree
 
-    def _begin(self, request: Request) -> _OwnTexts:
-        private = self.memory is None or request.tenant is None
-        own = self._own[request.request_id] = _OwnTexts(request, self._end_tokens, private)
+    def begin(self, request: Request) -> _OwnTexts:
+        """Its prompt and references, and the beginning of its output."""
+        own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.tenant is None)
         self._history(request, own).start(request.text)
         return own
 
@@ -193,23 +177,15 @@ class TrieDrafter(Drafter):
         own.told = request.num_output
         return history
 
-    def held(self) -> Collection[str]:
-        """See ``Drafter``."""
-        return self._own
-
     def finish(self, request: Request) -> None:
         """Completes the request's output in the trie of its tenant, and eliminates its prompt and references."""
-        own = self._own.pop(request.request_id, None)
+        own = self._states.pop(request.request_id, None)
         if own is not None:
             self._tell(request, own, final=True)
 
 
 def _side_by_side(tree: DraftTree) -> DraftTree:
     """The paths to the leaves as disjoint chains, cut to as many rows as the tree has."""
-    tokens, parents = [int(tree.tokens[0])], [-1]
-    for leaf in np.setdiff1d(np.arange(1, len(tree)), tree.parents):
-        path = tree.path(int(leaf))[: len(tree) - len(tokens)]
-        parents.extend([0, *range(len(tokens), len(tokens) + len(path) - 1)][: len(path)])
-        tokens.extend(int(tree.tokens[row]) for row in path)
-    rows: Int32Array = np.asarray(tokens, np.int32)
-    return DraftTree(rows, np.asarray(parents, np.int32), np.full(len(rows), _SOURCE, np.int8), len(rows))
+    leaves = np.setdiff1d(np.arange(1, len(tree)), tree.parents).tolist()
+    branches = ((tree.tokens[tree.path(leaf)].tolist(), _SOURCE) for leaf in leaves)
+    return tree_of(int(tree.tokens[0]), branches, len(tree) - 1, merged=False)

@@ -14,14 +14,12 @@ import numpy.typing as npt
 
 from decoding.jit import compiled
 from decoding.request import SamplingParams
-from decoding.sampling.philox import UInt64Array, fill_raw
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 
 MOST = 512  # tokens that may be left
-UNDECIDED = -1  # the long way is needed: it is close, or the scores or the parameters are unusual
-WIDE = -2  # more tokens may be left, or, with top-p alone, it is close
+UNDECIDED = -1  # the long way is needed: it is close, too many tokens may be left, or the scores are unusual
 CLOSE = 1e-5  # sums of float32 probabilities in different order differ by less than a third of this, whatever the vocabulary
 _NEAR = 7.0  # distance from the highest score: a probability of 1/1100 of the highest one
 _NEAREST = 0.2  # no shorter distance is tried where too many are near
@@ -54,7 +52,7 @@ def collect(scores: Float32Array, least: np.float32, ids: Int64Array) -> int:
 
 @compiled
 def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: int, top_p: float, all_near: bool) -> int:
-    """How many of the most likely tokens, the most likely first, are left; or ``UNDECIDED`` or ``WIDE``.
+    """How many of the most likely tokens, the most likely first, are left; or ``UNDECIDED``.
 
     ``all_near``: tokens that are not among them are certain to fall to min-p or top-k. Otherwise there is top-p alone, and
     ``total`` is the mass of all tokens.
@@ -78,21 +76,21 @@ def _cut(ordered: Float32Array, top: float, total: float, min_p: float, top_k: i
     before = 0.0  # the mass of the tokens that are more likely
     for at in range(count):
         if abs(before / total - top_p) < CLOSE:
-            return UNDECIDED if all_near else WIDE
+            return UNDECIDED
         if before / total > top_p:
             return at
         before += math.exp(ordered[at] - top)
     if all_near:
         return count
-    return at + 1 if before / total > top_p + CLOSE else WIDE
+    return at + 1 if before / total > top_p + CLOSE else UNDECIDED
 
 
 @compiled
 def fill_left(
-    scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, seed: np.uint64,
-    position: np.uint64, ids: Int64Array, left_scores: Float32Array, raw: UInt64Array,
+    scores: Float32Array, top: np.float32, total: float, min_p: float, top_k: int, top_p: float, ids: Int64Array,
+    left_scores: Float32Array,
 ) -> int:  # fmt: skip
-    """Fills the last three arrays with what ``survivors`` returns; how many, or why they cannot be told."""
+    """Fills the last two arrays with what ``survivors`` returns; how many, or ``UNDECIDED``."""
     if abs(top) > _LARGEST:
         return UNDECIDED
     reach = -math.log(min_p) + _MARGIN if min_p > 0.0 else math.inf  # of min-p, from the highest score
@@ -102,7 +100,7 @@ def fill_left(
         distance *= 0.75
         count = collect(scores, np.float32(top - distance), ids)
     if count > len(ids):
-        return WIDE
+        return UNDECIDED
     near = ids[:count].copy()
     order = np.argsort(-scores[near], kind="mergesort")  # stable: equals by id
     all_near = distance >= reach or 0 < top_k <= count
@@ -113,31 +111,25 @@ def fill_left(
         return left
     ids[:left] = np.sort(near[order[:left]])
     left_scores[:left] = scores[ids[:left]]
-    fill_raw(seed, position, ids[:left], raw[:left])
     return left
 
 
 def survivors(
-    scores: Float32Array, top: np.float32, total: float, params: SamplingParams, position: int
-) -> tuple[Int64Array, Float32Array, UInt64Array] | int:
-    """The tokens that are left, ascending, at most ``MOST``, with their scores and 64 random bits of each.
+    scores: Float32Array, top: np.float32, total: float, params: SamplingParams
+) -> tuple[Int64Array, Float32Array] | None:
+    """The tokens that are left, ascending, at most ``MOST``, with their scores; None where they cannot be told.
 
     Args:
         scores: [vocab], all numbers.
         top: the highest of them.
         total: sum of ``exp(score - top)``; used with top-p alone.
         params: with a truncation.
-        position: absolute index of the token to choose.
-
-    Returns:
-        ``UNDECIDED`` or ``WIDE`` where they cannot be told.
     """
-    ids, left, raw = np.empty(MOST, np.int64), np.empty(MOST, np.float32), np.empty(MOST, np.uint64)
-    seed, place = np.uint64(params.seed), np.uint64(position)
-    count = fill_left(scores, top, total, params.min_p, params.top_k, params.top_p, seed, place, ids, left, raw)
-    return count if count < 0 else (ids[:count], left[:count], raw[:count])
+    ids, left = np.empty(MOST, np.int64), np.empty(MOST, np.float32)
+    count = fill_left(scores, top, total, params.min_p, params.top_k, params.top_p, ids, left)
+    return None if count < 0 else (ids[:count], left[:count])
 
 
 def compile_nucleus() -> None:
     """Calls what is compiled once, so that no request waits for the compiler."""
-    survivors(np.zeros(2, np.float32), np.float32(0.0), 2.0, SamplingParams(temperature=1.0, top_k=1), 0)
+    survivors(np.zeros(2, np.float32), np.float32(0.0), 2.0, SamplingParams(temperature=1.0, top_k=1))

@@ -1,9 +1,9 @@
-"""Draw of a token from a row of logits on a CPU, with penalties, warps and noise in one compiled call.
+"""Draw of a token from a row of logits on a CPU, with warps and noise in one compiled call.
 
-It is what ``decoding.sampling.draws`` does with a dozen of numpy's, for rows of float32 or bfloat16 and requests with a
-truncation. Between two forwards the processor has forgotten the code of everything else, so that calls cost more than the numbers
-they look at.
-Where rounding could decide, nothing is decided here.
+It is the result of ``warp`` and noise over the whole vocabulary, for less. Only tokens that min-p, top-k and top-p leave can be
+drawn, most often few, and only they need noise. Where the nucleus is wide, the winner among all tokens is looked at first, and
+the next best while they lie outside it. It is one call, because between two forwards the processor has forgotten the code of
+everything else. Where a decision is so close that the order of a sum's terms could turn it, nothing is decided here.
 """
 
 from __future__ import annotations
@@ -51,17 +51,20 @@ def _fill_scores(address: int, zero: np.signedinteger, shift: int, temperature: 
 
 @compiled
 def _highest(scores: Float32Array) -> tuple[np.float32, bool]:
-    """The highest score, and whether all are finite. Integers of the same bits are compared: see ``ranking``."""
+    """The highest score, and whether it is finite and all are numbers: those of barred tokens are negative infinity.
+
+    Integers of the same bits are compared: see ``ranking``.
+    """
     bits = scores.view(np.int32)
     best, largest = -_SIGN, np.int32(0)
     for at in range(len(bits)):
         number = bits[at]
         size = number & _SIGN
         best = max(best, number if number >= 0 else -size)
-        largest = max(largest, size)
+        largest = max(largest, number if number >= 0 else size - 1)
     key = np.empty(1, np.int32)
     key[0] = best if best >= 0 else -best - _SIGN - 1  # the sign again, and the bits of the size
-    return key.view(np.float32)[0], bool(largest < _INFINITY)
+    return key.view(np.float32)[0], bool(largest < _INFINITY and best > -_INFINITY)
 
 
 @compiled
@@ -148,11 +151,11 @@ def _winner(scores: Float32Array, weights: Float32Array, ids: Int64Array, raw: U
 def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: float, seed: np.uint64, position: np.uint64) -> int:
     """The winner among the most likely tokens that have the mass ``top_p``, without putting any in order.
 
-    The winner among all is looked at first, and the next best while it lies outside.
+    The winner among all is looked at first, and the next best while it lies outside; 1.0 is all.
     """
     ids, weights = np.empty(MOST, np.int64), np.empty(len(scores), np.float32)
     total = fill_weights(scores, top, weights)
-    count = _candidates(scores, weights, top, (top_p + 2.0 * CLOSE) * total, ids)
+    count = _candidates(scores, weights, top, (top_p + 2.0 * CLOSE) * total, ids) if top_p < 1.0 else -1
     if count < 0:
         lanes = np.empty((4, (vocab + 3) // 4), np.uint64)
         fill_stream(seed, position, lanes)
@@ -169,6 +172,8 @@ def _draw_nucleus(scores: Float32Array, vocab: int, top: np.float32, top_p: floa
         if place < 0:
             return UNDECIDED
         token = ids[place] if len(ids) else place
+        if top_p == 1.0:
+            return token
         before = _likelier(scores, weights, token) / total
         if abs(before - top_p) < CLOSE:
             return UNDECIDED
@@ -184,9 +189,10 @@ def _draw_left(
 ) -> int:
     """The winner among what min-p, top-k and top-p leave."""
     ids, left, raw = np.empty(MOST, np.int64), np.empty(MOST, np.float32), np.empty(MOST, np.uint64)
-    count = fill_left(scores, top, 0.0, min_p, top_k, top_p, seed, position, ids, left, raw)
+    count = fill_left(scores, top, 0.0, min_p, top_k, top_p, ids, left)
     if count < 0:
         return UNDECIDED
+    fill_raw(seed, position, ids[:count], raw[:count])
     weights = np.exp(left[:count] - top)
     place = _winner(left[:count], weights, ids[:0], raw[:count], np.zeros(count, np.bool_))
     return UNDECIDED if place < 0 else ids[place]
@@ -219,10 +225,10 @@ def draw_row(logits: torch.Tensor, params: SamplingParams, position: int) -> int
         position: absolute index of the token.
 
     Returns:
-        None where it takes another way: other types and devices, no truncation, too many tokens that are left, a close decision.
+        None where it takes another way: other types and devices, too many tokens that are left, a close decision.
     """
-    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k == 0:
-        return None
+    if logits.dtype == torch.float16:
+        logits = logits.float()
     kind = _KINDS.get(logits.dtype)
     if kind is None or not NATIVE or not logits.is_cpu or logits.stride()[0] != 1:
         return None

@@ -19,11 +19,21 @@ import numpy.typing as npt
 import torch
 
 from decoding.request import SamplingParams, TokenLogprob
-from decoding.sampling.draws import draw, gumbel
 from decoding.sampling.penalties import LogitRules
-from decoding.sampling.philox import raw_stream
+from decoding.sampling.philox import UInt64Array, raw_stream
 from decoding.sampling.ranking import argmax_rows
 from decoding.sampling.row_draw import draw_row
+
+
+def gumbel(raw: UInt64Array) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise from 64-bit random numbers, each by itself."""
+    noise: npt.NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64)
+    noise += 0.5
+    noise *= 2.0**-53  # uniform in (0, 1), both ends excluded
+    for _ in range(2):  # in place: of a large vocabulary, new memory costs more than the logarithms
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
 
 
 def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
@@ -103,13 +113,9 @@ def _choose(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     token = draw_row(logits, params, position)
     if token is not None:
         return token
-    if logits.device.type == "cpu":
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / params.temperature
-        token = draw(scaled.numpy(), params, position)
-        if token is not None:
-            return token
     scores = warp(logits, params).to(device="cpu", dtype=torch.float64).numpy()
-    return int(np.argmax(scores + gumbel_noise(params.seed, position, len(scores))))
+    scores += gumbel_noise(params.seed, position, len(scores))
+    return int(scores.argmax())
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:

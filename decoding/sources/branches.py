@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from decoding.tree import DraftTree
-
-LOOKED_AT = 8  # continuations to look at for one branch: many say what an earlier one said
 
 
 def tree_of(
@@ -44,4 +40,4 @@ def tree_of(
         branches += len(tokens) > before
         if branches == most or len(tokens) > budget:
             break
-    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(sources, np.int8), len(tokens))
+    return DraftTree.of(tokens, parents, sources)

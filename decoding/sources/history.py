@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decoding.budget.candidates import Float64Array
-from decoding.request import request_of
+from decoding.request import PUBLIC, request_of
 from decoding.sources.log.held_pieces import HeldPieces
 from decoding.sources.log.token_log import TokenLog
 from decoding.tree import Int32Array
 
-PUBLIC = "*"  # the tenant whose texts all tenants draft from
 _MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
 _FEWEST_TEXTS = 1024  # known by name before any is forgotten
@@ -61,11 +60,6 @@ class History:
         self._most_texts = _FEWEST_TEXTS
         self._removed: dict[int, None] = {}  # request hashes, the one removed first comes first
         self._held = HeldPieces()
-
-    @property
-    def num_texts(self) -> int:
-        """Texts known by name of which tokens have come."""
-        return sum(entry.length > 0 and not entry.dead for entry in self._texts.values())
 
     @property
     def num_tokens(self) -> int:

@@ -1,17 +1,48 @@
-"""N-grams of a growing context: what followed the earlier occurrences of its last tokens."""
+"""N-grams of a growing text: where its last tokens stood before, and what followed them."""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import numpy as np
 
 from decoding.tree import Int32Array
 
 
+class NgramIndex:
+    """Positions behind the occurrences of the n-grams of a growing sequence, for some n.
+
+    An n-gram counts only once a token follows it, so that a match never is the end of the sequence itself.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._first: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
+        self._later: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in self._first}  # of those that came again
+        self._indexed = 1  # n-grams that end before this position are in the index
+
+    def update(self, tokens: Int32Array) -> None:
+        """Catches up with a sequence of which earlier calls saw a prefix."""
+        offset = max(0, self._indexed - max(self._first))
+        recent = tokens[offset:].tolist()
+        for end in range(self._indexed - offset, len(recent)):
+            for n, first in self._first.items():
+                if n <= end:
+                    ngram = tuple(recent[end - n : end])
+                    if first.setdefault(ngram, end + offset) != end + offset:
+                        self._later[n].setdefault(ngram, []).append(end + offset)
+        self._indexed = max(self._indexed, len(tokens))
+
+    def ends(self, tokens: Int32Array, n: int) -> list[int]:
+        """The positions behind the occurrences of the last ``n`` tokens of a sequence that ``update`` has seen, ascending."""
+        ngram = tuple(tokens[-n:].tolist())
+        first = self._first[n].get(ngram)
+        return [] if first is None else [first, *self._later[n].get(ngram, ())]
+
+
 class ContextNgrams:
-    """Positions of every q-gram of one growing sequence, and the continuations found there (N-Grammys, arXiv 2411.03786, 4.2).
+    """The continuations of a growing sequence's last q tokens (N-Grammys, arXiv 2411.03786, section 4.2).
 
     Example: with q = 1 and w = 2 the sequence ``5 1 2 5 1 2 5 1 3 5`` has three earlier 5s, followed by ``1 2``, ``1 2`` and
     ``1 3``: the rows are ``1 2`` (twice) and then ``1 3`` (once). With equal counts, the row that occurred last comes first.
@@ -28,23 +59,13 @@ class ContextNgrams:
             max_occurrences: occurrences to look at, at least 1.
         """
         self._query, self._length, self._max_occurrences = query, length, max_occurrences
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # q-gram -> positions behind its occurrences, ascending
-        self._indexed = query  # q-grams that end before this position are in the index
-
-    def update(self, tokens: Int32Array) -> None:
-        """Catches up with a sequence of which earlier calls saw a prefix. A q-gram counts once a token follows it."""
-        offset = self._indexed - self._query
-        recent = tokens[offset:].tolist()
-        for end in range(self._indexed, len(tokens)):
-            gram = tuple(recent[end - self._query - offset : end - offset])
-            self._ends.setdefault(gram, []).append(end)
-        self._indexed = max(self._indexed, len(tokens))
+        self._index = NgramIndex((query,))
 
     def continuations(self, tokens: Int32Array, count: int, short: bool) -> list[list[int]]:
-        """What followed the last q tokens of a sequence that ``update`` has seen.
+        """What followed earlier occurrences of the last q tokens.
 
         Args:
-            tokens: [n] the sequence.
+            tokens: [n] the sequence, of which earlier calls saw a prefix.
             count: most rows to return.
             short: occurrences so near to the end that fewer than w tokens follow them come last, the latest first.
 
@@ -52,7 +73,8 @@ class ContextNgrams:
             Distinct rows of w tokens by how often they occurred, then by the latest occurrence; with ``short``, shorter ones
             behind them that begin none of the rows before.
         """
-        ends = self._ends.get(tuple(tokens[-self._query :].tolist()), [])
+        self._index.update(tokens)
+        ends = self._index.ends(tokens, self._query)
         complete = bisect_right(ends, len(tokens) - self._length)
         rows = self._ranked(tokens, ends[max(0, complete - self._max_occurrences) : complete], count)
         if short:

@@ -59,23 +59,6 @@ class SuffixAutomaton:
             state = new
         self._whole = state
 
-    def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """What of another text's end is a substring of this text, one token later.
-
-        Args:
-            state: of the longest end that is a substring; 0 at the beginning.
-            length: of that end in tokens.
-            token: that follows in the other text.
-
-        Returns:
-            State and length after ``token``.
-        """
-        while state and token not in self._next[state]:
-            state = self.link[state]
-            length = self.length[state]
-        after = self._next[state].get(token)
-        return (0, 0) if after is None else (after, length + 1)
-
     def _add(self, transitions: dict[int, int], link: int, length: int, first_end: int, last_end: int) -> None:
         self._next.append(transitions)
         self.link.append(link)

@@ -151,10 +151,10 @@ def _distribution_of_few(logits: torch.Tensor, params: SamplingParams) -> Float6
     top = scores.max()
     if not np.isfinite(top):
         return None
-    found = survivors(scores, top, float(np.exp(scores - top).sum()) if params.top_p < 1.0 else 0.0, params, 0)
-    if isinstance(found, int):
+    found = survivors(scores, top, float(np.exp(scores - top).sum()) if params.top_p < 1.0 else 0.0, params)
+    if found is None:
         return None
-    ids, left, _ = found
+    ids, left = found
     weights = np.exp(left.astype(np.float64) - top)
     distribution = np.zeros(len(scores))
     distribution[ids] = weights / weights.sum()

@@ -20,19 +20,6 @@ def fill_depths(parents: Int32Array, depths: Int32Array) -> None:
 
 
 @compiled
-def fill_mask(parents: Int32Array, mask: BoolArray) -> None:
-    """Fills [n, n] ``mask``: row i sees row j if j is i or an ancestor of i."""
-    n = len(parents)
-    mask[:] = False
-    mask[0, 0] = True
-    for row in range(1, n):
-        parent = parents[row]
-        for column in range(parent + 1):
-            mask[row, column] = mask[parent, column]
-        mask[row, row] = True
-
-
-@compiled
 def keep_rows(
     tokens: Int32Array,
     parents: Int32Array,
@@ -125,7 +112,6 @@ def compile_rows() -> None:
     parents = np.array([-1, 0], np.int32)
     kept = np.empty(2, np.bool_)
     fill_depths(parents, parents.copy())
-    fill_mask(parents, np.empty((2, 2), np.bool_))
     keep_rows(parents, parents, 2, 2, 1, 1, 1, kept)
     one = np.ones(1, np.int64)
     places = np.empty(2, np.int64)

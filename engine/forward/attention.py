@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from engine.errors import ModelLoadError
 from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import AttentionCall, Batch, Segment
 from engine.forward.cpu.row_attention import RowAttention, RowStep
 from engine.kv.kv_cache import SlotCache
 
@@ -28,30 +28,8 @@ class Attending(Protocol):
 
     windows: dict[int, int | None]  # of the layers that called, by index
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Stores the new keys and values of a layer and attends to what each row sees.
-
-        Args:
-            layer: its index.
-            query: [1, heads, rows, head_dim].
-            key: [1, kv_heads, rows, head_dim].
-            value: as key.
-            scaling: of the scores; 1 / sqrt(head_dim) when None.
-            window: a row sees only keys less than this many positions before it.
-            softcap: bound of the scores.
-
-        Returns:
-            [1, rows, heads, head_dim].
-        """
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Stores the new keys and values of a layer and attends to what each row sees: [1, rows, heads, head_dim]."""
         ...
 
 
@@ -89,30 +67,22 @@ class StepContext:
         self._seen: dict[tuple[int, int, int | None], torch.Tensor] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``Attending``."""
-        self.windows[layer] = window
-        if self._compiled is not None and self._compiled.fits(query, key, value):
+        self.windows[call.layer] = call.window
+        if self._compiled is not None and self._compiled.fits(call):
             if self._step is None:
                 self._step = RowStep(self._compiled, self.segments, self.positions)
-            return self._step.attend(layer, query, key, value, scaling, window, softcap)
+            return self._step.attend(call)
+        query = call.query
         output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
         if query.shape[2] > self.rows:
             output[:, self.rows :] = 0
-        attend = _attend_by_row if self._by_row else _attend if softcap is None else _attend_capped
+        attend = _attend_by_row if self._by_row else _attend if call.softcap is None else _attend_capped
         for segment in self.segments:
             rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
-            keys, values = self.cache.write(layer, segment.slot, at, key[0, :, rows], value[0, :, rows])
-            output[:, rows] = attend(self, segment, query[:, :, rows], keys[None], values[None], scaling, window, softcap)
+            kept = self.cache.write(call.layer, segment.slot, at, call.key[0, :, rows], call.value[0, :, rows])
+            output[:, rows] = attend(self, segment, call, query[:, :, rows], kept[0][None], kept[1][None])
         return output
 
     def seen(self, segment: Segment, row: int, window: int | None) -> torch.Tensor:
@@ -177,17 +147,11 @@ def tree_attention(
     tree_step: Attending | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer.
+    """Attention of one layer, as transformers asks for it: see ``AttentionCall``.
 
     Args:
         module: the attention module; its ``layer_idx`` names the layer.
-        query: [1, heads, rows, head_dim].
-        key: [1, kv_heads, rows, head_dim].
-        value: as key.
         attention_mask: absent; visibility comes from ``tree_step``.
-        scaling: of the scores; 1 / sqrt(head_dim) when None.
-        sliding_window: see ``StepContext.mask``.
-        softcap: scores are bounded by it, ``softcap * tanh(score / softcap)``, before they are masked (Gemma 2).
         tree_step: the running step.
 
     Returns:
@@ -205,18 +169,12 @@ def tree_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
-    return tree_step.attend(int(module.layer_idx), query, key, value, scaling, sliding_window, softcap), None  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return tree_step.attend(AttentionCall(layer, query, key, value, scaling, sliding_window, softcap)), None
 
 
 def _attend_by_row(
-    step: StepContext,
-    segment: Segment,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """As ``_attend``, each row by itself over what it sees, side by side: its numbers can depend on nothing else.
 
@@ -225,34 +183,37 @@ def _attend_by_row(
     _, heads, rows, size = query.shape
     group, found = heads // keys.shape[1], []
     for row in range(rows):
-        entries = step.seen(segment, row, window)
-        own, seen, mixed = query[0, :, row].reshape(-1, group, size), keys[0][:, entries], values[0][:, entries]
-        scores = torch.matmul(own, seen.transpose(1, 2)) * (size**-0.5 if scaling is None else scaling)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-        found.append(torch.matmul(weights, mixed).reshape(heads, size))
+        entries = step.seen(segment, row, call.window)
+        own = query[0, :, row].reshape(-1, group, size)
+        found.append(_eager(call, own, keys[0][:, entries], values[0][:, entries]).reshape(heads, size))
     return torch.stack(found)[None]
 
 
+def _eager(
+    call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., rows, head_dim], by the operations and in the types of transformers' eager attention, so that half precision rounds
+    alike; only a float64 model has its softmax in float64."""
+    scores = torch.matmul(query, keys.transpose(-2, -1)) * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return torch.matmul(weights, values)
+
+
 def _attend(
-    step: StepContext,
-    segment: Segment,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """One request's rows, [1, rows, heads, head_dim].
 
     With grouped-query attention, the heads that share keys become further rows of one head, so that the keys are read once;
     torch's own grouped attention reads them once for each head. Plain causality, a prefill, keeps the kernel that skips masked
     blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see
-        ``engine.forward.attention_parts``.
+    ``engine.forward.attention_parts``.
     """
-    assert softcap is None
+    scaling, window = call.scaling, call.window
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
     if segment.start > 0 and (window is None or segment.end <= window) and fits(query, keys):
@@ -277,31 +238,13 @@ def _attend(
 
 
 def _attend_capped(
-    step: StepContext,
-    segment: Segment,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As ``_attend``, with bounded scores, which torch's fused attention cannot do.
-
-    The operations and their types are those of transformers' eager attention, so that half precision rounds alike; only a float64
-    model has its softmax in float64.
-    """
-    assert softcap is not None
+    """As ``_attend``, with bounded scores, which torch's fused attention cannot do."""
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
-    folded = query.reshape(1, -1, group * rows, size)
-    scores = torch.matmul(folded, keys.transpose(2, 3)) * (size**-0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
-    mask = step.mask(segment, window, group, explicit=True)
-    if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-    return torch.matmul(weights, values).reshape(1, heads, rows, size).transpose(1, 2)
+    mask = step.mask(segment, call.window, group, explicit=True)
+    return _eager(call, query.reshape(1, -1, group * rows, size), keys, values, mask).reshape(query.shape).transpose(1, 2)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)

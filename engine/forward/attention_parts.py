@@ -27,12 +27,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether a flash kernel of a GPU takes such inputs.
-
-    Args:
-        query: [1, heads, rows, head_dim].
-        keys: [1, kv_heads, entries, head_dim].
-    """
+    """Whether a flash kernel of a GPU takes such inputs, see ``attend_causal``."""
     if not (query.is_cuda and query.dtype == keys.dtype and query.dtype in _HALF):
         return False
     size = query.shape[3]
@@ -64,95 +59,50 @@ def attend_parts(
     start: int,
     mask: torch.Tensor | None = None,
     scaling: float | None = None,
-    splits: int = 1,
 ) -> torch.Tensor:
-    """Rows behind a context that all of them see.
+    """Rows behind a context of ``start`` entries, at least one, that all of them see: see ``attend_causal``.
 
     A single row without a mask has no block: it sees all entries, its own as well, as one part.
 
     Args:
-        query: [1, heads, rows, head_dim].
-        keys: [1, kv_heads, entries, head_dim]; the last ``rows`` are those of the rows themselves.
-        values: as keys.
-        start: entries of the context, at least 1.
         mask: [rows, entries - start], which is added to the scores: 0 where a row sees an entry behind the context, else minus
             infinity; each row sees one at least. None for plain causality of ``start + rows`` entries.
-        scaling: of the scores; 1 / sqrt(head_dim) when None.
-        splits: equal parts that the context is computed in, by one call; what they leave over goes to the block. torch's flash
-            kernel of GPUs splits long contexts itself where there are few heads and rows.
-
-    Returns:
-        [1, heads, rows, head_dim].
     """
     _, heads, rows, size = query.shape
     kv_heads, entries = keys.shape[1:3]
-    assert start > 0 and splits > 0, (start, splits)
     seen = (rows, rows) if mask is None else mask.shape
-    assert seen == (rows, entries - start), (seen, rows, entries, start)
+    assert start > 0 and seen == (rows, entries - start), (seen, rows, entries, start)
     scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(1, kv_heads, -1, size)  # [1, kv_heads, group * rows, head_dim]
     shared = entries if rows == 1 and mask is None else start
-    splits = min(splits, shared)
-    covered = shared - shared % splits
-    outputs, sums = _attend_context(folded, keys[:, :, :covered], values[:, :, :covered], scale, splits)
-    if splits > 1 or covered < entries:
+    output, sums = _attend_context(folded, keys[:, :, :shared], values[:, :, :shared], scale)
+    if shared < entries:
         exact = torch.promote_types(query.dtype, torch.float32)
-        scores = torch.matmul(folded[0].to(exact), keys[0, :, covered:].to(exact).transpose(1, 2))
-        bias = _block_bias(mask, rows, shared - covered, scores)
+        scores = torch.matmul(folded[0].to(exact), keys[0, :, shared:].to(exact).transpose(1, 2))
+        bias = scores.new_full((rows, rows), float("-inf")).triu_(1) if mask is None else mask
         scores = torch.add(bias, scores.unflatten(1, (heads // kv_heads, rows)), alpha=scale).flatten(1, 2)
-        outputs = _merge(scores, values[0, :, covered:].to(exact), outputs, sums)
-    return outputs.reshape(1, heads, rows, size).to(query.dtype)
+        output = _merge(scores, values[0, :, shared:].to(exact), output[0], sums[0])
+    return output.reshape(1, heads, rows, size).to(query.dtype)
 
 
-def _block_bias(mask: torch.Tensor | None, rows: int, rest: int, like: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores of a block [rows, columns]: the mask, behind a rest of the context that all rows see.
-
-    Args:
-        mask: of ``attend_parts``.
-        rows: that see.
-        rest: entries of the context in the block.
-        like: the scores, [..., columns].
-    """
-    if mask is None:
-        return like.new_full((rows, like.shape[-1]), float("-inf")).triu_(1 + rest)
-    return torch.nn.functional.pad(mask, (rest, 0)) if rest else mask
-
-
-def _merge(scores: torch.Tensor, values: torch.Tensor, outputs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """What some keys and some parts give together.
+def _merge(scores: torch.Tensor, values: torch.Tensor, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, rows, head_dim]: what some keys and a part give together.
 
     Args:
         scores: [kv_heads, rows, columns] of the keys, in the type to compute in.
         values: [kv_heads, columns, head_dim] of the keys, in the same type.
-        outputs: [parts, kv_heads, rows, head_dim].
-        sums: [parts, kv_heads, rows], the log-sum-exps of the parts.
-
-    Returns:
-        [kv_heads, rows, head_dim].
+        output: [kv_heads, rows, head_dim] of the part.
+        sums: [kv_heads, rows], the log-sum-exps of the part.
     """
     columns = scores.shape[2]
-    weights = torch.softmax(torch.cat([scores, sums.movedim(0, 2).to(scores.dtype)], 2), 2)
-    merged = torch.matmul(weights[..., :columns], values)
-    for part, output in enumerate(outputs):
-        merged = torch.addcmul(merged, weights[..., columns + part, None], output)
-    return merged
+    weights = torch.softmax(torch.cat([scores, sums[..., None].to(scores.dtype)], 2), 2)
+    return torch.addcmul(torch.matmul(weights[..., :columns], values), weights[..., columns:], output)
 
 
 def _attend_context(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, splits: int
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [splits, kv_heads, rows, head_dim] and log-sum-exps [splits, kv_heads, rows] of rows that see all keys of a part.
-
-    Args:
-        query: [1, kv_heads, rows, head_dim].
-        keys: [1, kv_heads, entries, head_dim]; the entries are a multiple of ``splits``.
-        values: as keys.
-        scale: of the scores.
-        splits: parts of the entries, which are the batch of one call.
-    """
-    if splits > 1:
-        keys, values = (part[0].unflatten(1, (splits, -1)).transpose(0, 1) for part in (keys, values))
-        query = query.expand(splits, -1, -1, -1)
+    """Output [1, kv_heads, rows, head_dim] and log-sum-exps [1, kv_heads, rows] of rows that see all keys of a part."""
     if not query.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
         return on_cpu[0], on_cpu[1]

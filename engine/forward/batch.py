@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from decoding.request import Request
 from decoding.tree import BoolArray, DraftTree, Int32Array
@@ -32,44 +32,6 @@ class Work:
     rule: Rule | None = None  # how the tree is verified; None: ``verify_exact``
 
 
-class Sequenced(Protocol):
-    """Tokens, and the slot for their KV: a request, or a request and what a draft model put behind it."""
-
-    @property
-    def tokens(self) -> Int32Array:
-        """[n] int32."""
-        ...
-
-    @property
-    def slot(self) -> int | None:
-        """Of the KV."""
-        ...
-
-
-class Span(Protocol):
-    """What is computed of one sequence, as ``Work`` says it."""
-
-    @property
-    def request(self) -> Sequenced:
-        """The sequence."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """Tokens whose KV is in the slot."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """Tokens to compute up to."""
-        ...
-
-    @property
-    def tree(self) -> DraftTree | None:
-        """Below the last of them, whose logits are wanted as those of all its rows."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     """A sequence that is no request."""
@@ -86,6 +48,9 @@ class LineWork:
     start: int
     end: int
     tree: DraftTree | None
+
+
+Span = Work | LineWork
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
@@ -114,6 +79,24 @@ class Batch:
     segments: tuple[Segment, ...]
     logit_rows: npt.NDArray[np.int64]  # [m] rows whose logits are wanted: all of each tree
     logit_starts: tuple[int | None, ...]  # per request, where its tree begins in logit_rows; None without a tree
+
+
+@dataclass(slots=True)  # not frozen, as above: there is one for each layer in each forward
+class AttentionCall:
+    """What one layer asks its attention in a forward."""
+
+    layer: int  # its index
+    query: torch.Tensor  # [1, heads, rows, head_dim]
+    key: torch.Tensor  # [1, kv_heads, rows, head_dim]
+    value: torch.Tensor  # as key
+    scaling: float | None = None  # of the scores; 1 / sqrt(head_dim) when None
+    window: int | None = None  # a row sees only keys less than this many positions before it
+    softcap: float | None = None  # scores are bounded by it, ``softcap * tanh(score / softcap)``, before they are masked
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.query.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
 def pack(works: Sequence[Span]) -> Batch:
@@ -178,3 +161,42 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
         segments.append(Segment(work.request.slot, work.start, offset, rows, mask))
         offset += rows
     return tuple(segments)
+
+
+def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]]:
+    """Parts of a batch, to be computed in order.
+
+    Example: 100 tokens of a prompt and a tree of 5 rows below them, 64 rows a part: the second part has 36 tokens and the tree,
+    and counts the 64 tokens of the first as committed. In parts of 102 rows it has the last three rows of the tree; of the tree's
+    first two, which each of them sees or does not, it is told the positions.
+
+    Args:
+        batch: that nobody has cut yet.
+        rows: the most of a part, at least 1.
+
+    Yields:
+        A part, without ``logit_starts``, and for each of its ``logit_rows`` the place in the batch's.
+    """
+    assert rows >= 1 and not any(segment.before for segment in batch.segments), (rows, batch.segments)
+    for first in range(0, len(batch.token_ids), rows):
+        last = min(first + rows, len(batch.token_ids))
+        wanted = np.flatnonzero((batch.logit_rows >= first) & (batch.logit_rows < last))
+        segments = tuple(
+            _part(batch, segment, max(first, segment.offset), min(last, segment.offset + segment.rows), first)
+            for segment in batch.segments
+            if segment.offset < last and first < segment.offset + segment.rows
+        )
+        part = slice(first, last)
+        yield Batch(batch.token_ids[part], batch.positions[part], segments, batch.logit_rows[wanted] - first, ()), wanted
+
+
+def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) -> Segment:
+    """The rows ``first:last`` of the batch, which are of one segment, in a batch that begins at ``offset``."""
+    done, end = first - segment.offset, last - segment.offset
+    if segment.mask is None:  # each sees all before it: those are as good as committed
+        return Segment(segment.slot, segment.start + done, first - offset, end - done, None)
+    seen = segment.mask[done:end, :done].all(0)
+    common = done if seen.all() else int(seen.argmin())  # rows before, from the first on, that all of these see: a chain
+    before = tuple(batch.positions[segment.offset + common : first].tolist())
+    mask = np.ascontiguousarray(segment.mask[done:end, common:end])
+    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before)

@@ -33,12 +33,7 @@ def with_prompt_rows(works: Sequence[Work], batch: Batch) -> Batch:
 
 
 def score(works: Sequence[Work], logits: torch.Tensor) -> None:
-    """Keeps what a step tells of the prompts, with their requests (``Request.prompt_scores``).
-
-    Args:
-        works: of the step.
-        logits: [n, vocab] of the rows that ``with_prompt_rows`` added.
-    """
+    """Keeps what [n, vocab] logits of the rows that ``with_prompt_rows`` added tell of prompts (``Request.prompt_scores``)."""
     first = 0
     for work in works:
         request, count = work.request, _count(work)

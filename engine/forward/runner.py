@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import Batch, Segment, cut
 from engine.forward.cpu.row_attention import RowAttention, laid_out
-from engine.forward.cpu.row_cut import cut
 from engine.forward.cpu.row_linear import row_linears
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.thin_modules import thin_modules

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AttentionInterface, PreTrainedModel
 
 from configs.slices import EngineOptions
 from engine.errors import ModelLoadError
 from engine.forward import exactness
-from engine.forward.cuda.compiled_layers import compile_layers
+from engine.forward.attention import TREE_ATTENTION, tree_attention
 from engine.forward.cuda.static_runner import StaticRunner, has_graphs
 from engine.forward.runner import ModelRunner
 
@@ -68,3 +69,30 @@ def _made(model: PreTrainedModel, capacity: int, options: EngineOptions, rows: i
     runner = StaticRunner(model, options.max_running, capacity, rows)
     runner.prepare()
     return runner
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
+    """Has torch compile a model's layers when they are first called, for any number of rows; returns how many there are.
+
+    Norms, rotations and products by element become few kernels instead of many: in a CUDA graph what is left of a small operation
+    is the time in which the GPU starts it. The layers have the same code, so one of them is compiled and all of them use it; the
+    attention stays as it is.
+
+    Args:
+        model: see ``ModelRunner``.
+        backend: torch's name of it.
+
+    Raises:
+        ModelLoadError: it has no list of layers.
+    """
+    wanted = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == wanted]
+    if not lists:
+        raise ModelLoadError(f"engine.compile=true is not for {type(model).__name__}: its layers were not found. Leave it out")
+    # What a layer hands its attention is read by that alone: nothing is compiled anew for the number of a layer.
+    AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(tree_attention))
+    # Between two operations that become one, half precision rounds as the model's own code does.
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    for layer in lists[0]:
+        layer.compile(dynamic=True, backend=backend, options=options)
+    return wanted

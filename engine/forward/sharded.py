@@ -77,18 +77,15 @@ class LeadingRunner(ModelRunner):
     """The leader's part of the model: tells the other ranks of each forward, then computes its own share of it."""
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int, shape: KVShape, together: Together, ranks: int) -> None:
-        """
+        """See ``ModelRunner``. All ranks' runners are made at the same time, since each tries a forward, in which all take part.
+
         Args:
-            model: the leader's part. All ranks' runners are made at the same time, since each tries a forward, in which all
-                take part.
+            model: the leader's part.
             slots: sequences held at once.
             capacity: entries of one slot.
             shape: of the heads and layers that are here.
             together: tells all other ranks of moves and a batch; the leader's own share is computed inside the block.
             ranks: of the group.
-
-        Raises:
-            ModelLoadError: see ``ModelRunner``.
         """
         super().__init__(model, slots, capacity, shape, RecordedCache)
         self._together, self.ranks = together, ranks
@@ -125,10 +122,8 @@ def probe_logits(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
 def following_runner(model: PreTrainedModel, slots: int, capacity: int, shape: KVShape) -> ModelRunner:
     """Another rank's part, whose slots hold zeros: what the leader has cleared, nobody tells the others."""
     runner = ModelRunner(model, slots, capacity, shape)
-    zeros = torch.zeros(1, dtype=shape.dtype, device=shape.device).expand(shape.kv_heads, capacity, shape.head_dim)
-    for layer in range(shape.first_layer, shape.first_layer + shape.layers):
-        for slot in range(slots):
-            runner.cache.write(layer, slot, 0, zeros, zeros)
+    for slot in range(slots):
+        runner.cache.zero(slot, capacity)
     return runner
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from engine.forward.cpu.row_linear import DTYPES, has_kernels
+from engine.forward.cpu.threads import Kernel
 
 _PROBE_ROWS = 32
 _REGISTERS = 64  # numbers that torch computes at once: two registers of bfloat16
@@ -39,18 +40,17 @@ class CompiledNorm(torch.nn.Module):
         assert hidden_states.dtype == weight.dtype and hidden_states.shape[-1] == size, hidden_states.shape
         rows = hidden_states.contiguous()
         output = torch.empty_like(rows)
-        kernel, job_type = _norm_kernel(DTYPES[weight.dtype])
-        job = job_type(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self.variance_epsilon)
-        kernel(ctypes.addressof(job))
+        kernel, job = _norm_kernel(DTYPES[weight.dtype])
+        kernel(job(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self.variance_epsilon))
         return output
 
 
 @cache
-def _norm_kernel(dtype: str) -> tuple[Callable[[int], None], Callable[..., ctypes.Structure]]:
+def _norm_kernel(dtype: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.forward.cpu.native_norm import Norm, entry_point
+    from engine.forward.cpu.native_norm import Norm, entry_point  # needs numba
 
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(entry_point(dtype).address), Norm
+    return Kernel(entry_point(dtype).address), Norm
 
 
 class RowActivation(torch.nn.Module):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from decoding.tree import Int32Array
 from engine.kv.prefix_cache import PrefixCache
 
 
@@ -34,6 +36,18 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.entry_size * self.dtype.itemsize
 
 
+class SlotLayout(NamedTuple):
+    """How the entries of all slots lie in memory, for compiled code."""
+
+    layers: int
+    layer_bytes: int  # from one layer to the next
+    heads: int  # KV heads
+    room: int  # entries of a slot
+    wide: int  # bytes of an entry of one head
+    panel: int  # entries whose keys lie side by side
+    piece: int  # bytes of a key that do
+
+
 class SlotCache:
     """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
 
@@ -42,12 +56,7 @@ class SlotCache:
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
-        """
-        Args:
-            shape: per-token sizes.
-            slots: sequences held at once.
-            capacity: entries of one slot; the longest sequence and the draft rows behind it.
-        """
+        """``capacity`` are the entries of one slot: the longest sequence and the draft rows behind it."""
         self.room = -(-capacity // shape.panel) * shape.panel  # entries of a slot that there is memory for
         size = (shape.layers, slots, shape.kv_heads, self.room, shape.entry_size)
         empty = torch.zeros if shape.padding else torch.empty  # what is behind a head's numbers is read
@@ -59,6 +68,9 @@ class SlotCache:
         # [layers, slots, kv_heads, panels, panel, numbers], or pairs of numbers, of keys in panels
         of_pairs = self._keys.view(torch.int32) if shape.dtype == torch.bfloat16 else self._keys
         self._in_panels = of_pairs.view(*size[:3], -1, of_pairs.shape[-1], shape.panel).transpose(-1, -2)
+        wide, layer_bytes = shape.entry_size * shape.dtype.itemsize, self._keys.stride(0) * shape.dtype.itemsize
+        piece = self._in_panels.element_size()
+        self.layout = SlotLayout(shape.layers, layer_bytes, shape.kv_heads, self.room, wide, shape.panel, piece)
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -120,13 +132,21 @@ class SlotCache:
             return
         from engine.forward.cpu.native_attention import move_entries  # needs numba, as slots with panels do
 
-        size, (layer, behind) = self._keys.element_size(), self._keys.stride()[:2]
-        keys, values = (entries.data_ptr() + slot * behind * size for entries in (self._keys, self._values))
-        wide, piece = self.shape.entry_size * size, self._in_panels.element_size()
-        shape, moved = self.shape, np.array(rows, np.int64)
-        move_entries(
-            keys, values, shape.layers, layer * size, shape.kv_heads, self.room, wide, shape.panel, piece, start, moved
-        )  # fmt: skip
+        behind = slot * self._keys.stride(1) * self._keys.element_size()
+        keys, values = (entries.data_ptr() + behind for entries in (self._keys, self._values))
+        move_entries(keys, values, self.layout, start, np.array(rows, np.int64))
+
+    def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> tuple[int, int]:
+        """The slot for a request, and how many of its first tokens it holds, be it as copies: see ``PrefixCache.place``."""
+        found = self.prefixes.place(tokens, scope, free)
+        if found.source is not None:
+            self.copy(found.source, found.slot, found.length, found.start)
+        return found.slot, found.length
+
+    def zero(self, slot: int, length: int) -> None:
+        """Makes the first entries of a slot zeros: unwritten memory may hold numbers that are slow to compute with."""
+        self._in_panels[:, slot][:, :, *self._places(0, length)] = 0
+        self._values[:, slot, :, :length] = 0
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
         """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""

@@ -39,10 +39,6 @@ class PrefixCache:
     """
 
     def __init__(self, slots: int) -> None:
-        """
-        Args:
-            slots: number of slots, all empty.
-        """
         self._held: list[tuple[str, Int32Array] | None] = [None] * slots  # scope, and the tokens of the first entries
 
     def keep(self, slot: int, scope: str | None, tokens: Int32Array) -> None:

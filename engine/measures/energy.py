@@ -27,19 +27,33 @@ class EnergyMeter(ABC):
     """A counter of joules. Threads may share it."""
 
     source: str = "n/a"  # where the figures come from: nvml, rapl, or n/a
+    _devices = ""
+    _faults: tuple[type[Exception], ...] = ()  # by which it is told that the counter cannot be read
     reread_s: float | None = None  # to be read at least so often, or turns of the counter are missed; None: as one likes
 
     def __init__(self) -> None:
         self.idle_w: float | None = None  # what the devices draw with nothing to compute, once ``measure_idle`` was called
+        self._failed, self._lock = False, threading.Lock()
 
     @property
     def works(self) -> bool:
         """Whether there is a counter at all."""
         return self.source != "n/a"
 
-    @abstractmethod
     def read_j(self) -> float | None:
         """Joules since the meter was opened, never fewer than the last time; None where nothing can be read (any more)."""
+        with self._lock:
+            if not self._failed:
+                try:
+                    return self._counted_j()
+                except self._faults as error:
+                    logger.warning("the energy of %s cannot be read any more: %s", self._devices, error)
+                    self._failed = True
+            return None
+
+    @abstractmethod
+    def _counted_j(self) -> float | None:
+        """As ``read_j``. Raises one of ``_faults``."""
 
     def span(self) -> EnergySpan:
         """What is used from here on, for a ``with`` block."""
@@ -98,8 +112,8 @@ class EnergySpan:
 class NoMeter(EnergyMeter):
     """Where no counter can be read."""
 
-    def read_j(self) -> None:
-        """See ``EnergyMeter``: always None."""
+    def _counted_j(self) -> None:
+        return None
 
 
 class RaplMeter(EnergyMeter):
@@ -110,8 +124,8 @@ class RaplMeter(EnergyMeter):
     Example: a range of 1,000,000, read at 900,000 and then at 300,000: 0.4 J were used.
     """
 
-    source = "rapl"
-    reread_s = _REREAD_S
+    source, reread_s = "rapl", _REREAD_S
+    _devices, _faults = "the processor", (OSError, ValueError)
 
     def __init__(self, zones: Sequence[Path]) -> None:
         """
@@ -126,53 +140,29 @@ class RaplMeter(EnergyMeter):
         self._files = [zone / "energy_uj" for zone in zones]
         self._ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
         self._last = [int(file.read_text()) for file in self._files]
-        self._total_uj, self._failed, self._lock = 0, False, threading.Lock()
+        self._total_uj = 0
 
-    def read_j(self) -> float | None:
-        """See ``EnergyMeter``."""
-        with self._lock:
-            if self._failed:
-                return None
-            try:
-                read = [int(file.read_text()) for file in self._files]
-            except (OSError, ValueError) as error:
-                logger.warning("the energy of the processor cannot be read any more: %s", error)
-                self._failed = True
-                return None
-            for now, last, span in zip(read, self._last, self._ranges, strict=True):
-                self._total_uj += now - last if now >= last else now - last + span
-            self._last = read
-            return self._total_uj / 1e6
+    def _counted_j(self) -> float:
+        read = [int(file.read_text()) for file in self._files]
+        for now, last, span in zip(read, self._last, self._ranges, strict=True):
+            self._total_uj += now - last if now >= last else now - last + span
+        self._last = read
+        return self._total_uj / 1e6
 
 
 class NvmlMeter(EnergyMeter):
     """GPUs, by the counter of millijoules that NVML keeps for each since its driver was loaded (Volta and later)."""
 
-    source = "nvml"
+    source, _devices = "nvml", "the GPUs"
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
-        """
-        Args:
-            nvml: the module ``pynvml``, initialized.
-            handles: of the GPUs, each once.
-
-        Raises:
-            pynvml.NVMLError: one of them has no such counter.
-        """
+        """Over the module ``pynvml``, initialized, and handles of GPUs. Raises ``NVMLError`` where one has no such counter."""
         super().__init__()
-        self._nvml, self._handles, self._failed = nvml, list(handles), False
+        self._nvml, self._handles, self._faults = nvml, list(handles), (nvml.NVMLError,)
         self._first_mj = self._sum_mj()
 
-    def read_j(self) -> float | None:
-        """See ``EnergyMeter``."""
-        if self._failed:
-            return None
-        try:
-            return (self._sum_mj() - self._first_mj) / 1e3
-        except self._nvml.NVMLError as error:
-            logger.warning("the energy of the GPUs cannot be read any more: %s", error)
-            self._failed = True
-            return None
+    def _counted_j(self) -> float:
+        return (self._sum_mj() - self._first_mj) / 1e3
 
     def _sum_mj(self) -> int:
         return sum(int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) for handle in self._handles)

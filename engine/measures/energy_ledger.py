@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from decoding.request import Request
-from engine.forward.batch import Work
-from engine.measures.energy import EnergyMeter
+
+if TYPE_CHECKING:
+    from engine.forward.batch import Work
+    from engine.measures.energy import EnergyMeter
 
 READ_S = 0.1  # while requests run the counter is read that often
 FRESH_S = 0.02  # but not again after so short a time when a request ends: the counter would say the same
@@ -37,11 +40,7 @@ class EnergyLedger:
     """
 
     def __init__(self, meter: EnergyMeter, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            meter: of all devices that compute the steps.
-            clock: seconds, by which readings are spaced.
-        """
+        """The meter is of all devices that compute the steps; the clock spaces readings."""
         self._meter, self._clock = meter, clock
         self._rows: dict[str, tuple[Request, int]] = {}  # of the window, by the id of a live request
         self._nobodys_rows = 0  # of the window, of requests that have ended
@@ -50,8 +49,10 @@ class EnergyLedger:
         self._read_j = 0.0
         self._steps_j = 0.0
 
-    def counts(self) -> EnergyCounts:
-        """What was used so far; from any thread."""
+    def counts(self) -> EnergyCounts | None:
+        """What was used so far, None where nothing is metered; from any thread."""
+        if not self._meter.works:
+            return None
         return EnergyCounts(self._meter.source, round(self._steps_j, 3), self._meter.idle_w)
 
     def begin(self) -> None:

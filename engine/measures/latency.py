@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from decoding.budget.latency import LatencyCurve, StepLoad
-from decoding.request import Request, SamplingParams
 from decoding.sampling.ranking import argmax_rows
 from decoding.tree import DraftTree
-from engine.forward.batch import Batch, Work, pack
+from engine.forward.batch import Batch, Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model_tables import TableProgress
 
@@ -29,8 +29,10 @@ _LONG_S, _FEW = 0.5, 8  # where a step takes longer, larger ones than that and t
 _TIMING_S = 2.0  # what all rounds should take
 _LEAST_ROUNDS, _ROUNDS = 2, 8
 _TURN_S, _MOST_OFTEN = 0.02, 4  # a step that takes less is made several times in a round
+_GLANCED = (1, 8, 64)  # rows of the steps of ``glance``
 _PARTS = 1000  # of the whole, for the log
 
+Result = TypeVar("Result")
 Report = Callable[[int, int], None]  # forwards done, forwards in all
 
 
@@ -86,7 +88,32 @@ class Timings:
 
 
 def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None) -> Timings:
-    """Times forwards, the argmax of all rows included, which waits for a GPU.
+    """The times of ``timing``, all at once."""
+    return result_of(timing(runner, wanted, report))
+
+
+def result_of(work: Generator[None, None, Result]) -> Result:
+    """What a generator returns, run to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            result: Result = ended.value
+            return result
+
+
+def glance(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
+    """A rough curve, of a few forwards: for a start that does not wait for ``measure``."""
+    wanted = [case for case in cases(1, runner.cache.capacity, max_model_len) if case.rows in _GLANCED]
+    context = max((case.context for case in wanted if case.rows > 1), default=0)
+    timings = timing(runner, [case for case in wanted if case.context == context], most_rounds=_LEAST_ROUNDS)
+    return fit(result_of(timings).seconds)
+
+
+def timing(
+    runner: ModelRunner, wanted: Sequence[Case], report: Report | None = None, most_rounds: int | None = None
+) -> Generator[None, None, Timings]:
+    """Times forwards, the argmax of all rows included, which waits for a GPU. Between two it may wait as long as one likes.
 
     The steps take turns, so that what else the machine does falls on all alike. A few rounds are made, fewer where they take
     long, and on slow devices the largest steps are left out; in a round, short steps are made several times. One thread on a CPU
@@ -96,15 +123,22 @@ def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | Non
         runner: of the model, while no request has a slot: the slots are written to.
         wanted: at least one, the smallest first; each fits the slots.
         report: is told after each forward.
+        most_rounds: fewer than else; as many as it takes where it is None.
+
+    Yields:
+        Before each forward.
     """
     alone = runner.ranks == 1 and runner.model.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
 
     def timed(batch: Batch) -> float:
+        for slot in slots:  # a request may have been there meanwhile
+            runner.cache.prefixes.cut(slot, 0)
         started = clock()
         argmax_rows(runner.forward(batch))
         return clock() - started
 
+    slots = range(max(case.sequences for case in wanted))
     _clear(runner, wanted)
     turns: list[tuple[Case, Batch]] = []
     slow, pass_s = False, 0.0
@@ -112,6 +146,7 @@ def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | Non
         if slow and case.sequences * case.rows > _FEW:
             continue
         batch = _batch(case)
+        yield
         seconds = timed(batch)  # memory is taken, kernels are chosen and compiled
         if seconds > _TURN_S:
             seconds = timed(batch)
@@ -121,9 +156,10 @@ def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | Non
         pass_s += seconds * often
         if report is not None:
             report(number, (_LEAST_ROUNDS + 1) * len(wanted))
-    rounds = max(_LEAST_ROUNDS, min(_ROUNDS, int(_TIMING_S / pass_s)))
+    rounds = most_rounds or max(_LEAST_ROUNDS, min(_ROUNDS, int(_TIMING_S / pass_s)))
     taken: dict[Case, list[float]] = {case: [] for case, _ in turns}
     for done, (case, batch) in enumerate(turns * rounds, start=1):
+        yield
         taken[case].append(timed(batch))
         if report is not None:
             report(len(turns) + done, len(turns) * (rounds + 1))
@@ -131,13 +167,7 @@ def time_steps(runner: ModelRunner, wanted: Sequence[Case], report: Report | Non
 
 
 def measure(runner: ModelRunner, max_model_len: int, report: Report | None = None) -> Timings:
-    """Times the steps that ``fit`` needs.
-
-    Args:
-        runner: see ``time_steps``.
-        max_model_len: tokens of prompt and output together.
-        report: is told after each forward. Without it the log has a line every few seconds, where it takes long.
-    """
+    """Times the steps that ``fit`` needs. Without a report the log has a line every few seconds, where it takes long."""
     wanted = cases(runner.cache.slots, runner.cache.capacity, max_model_len)
     if report is None:
         progress = TableProgress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
@@ -201,23 +231,15 @@ def _batch(case: Case) -> Batch:
     """A step as the engine packs it. Each tree is a root and branches of one token, so that there is a mask."""
     parents = np.minimum(np.arange(-1, case.rows - 1, dtype=np.int32), 0)
     tree = DraftTree(np.zeros(case.rows, np.int32), parents, np.zeros(case.rows, np.int8), case.rows)
-    works = []
-    for slot in range(case.sequences):
-        request = Request(str(slot), np.zeros(case.context + 1, np.int32), SamplingParams(max_tokens=2))
-        request.slot = slot
-        works.append(Work(request, case.context, case.context + 1, tree, frozenset()))
-    return pack(works)
+    tokens, end = np.zeros(case.context + 1, np.int32), case.context + 1
+    return pack([LineWork(Line(slot, tokens), case.context, end, tree) for slot in range(case.sequences)])
 
 
 def _clear(runner: ModelRunner, wanted: Iterable[Case]) -> None:
-    """Zeroes the entries that rows look at: unwritten memory may hold numbers that are slow to compute with."""
+    """Zeroes the entries that rows look at."""
     lengths: dict[int, int] = {}
     for case in wanted:
         lengths |= {slot: max(case.context, lengths.get(slot, 0)) for slot in range(case.sequences)}
-    cache = runner.cache
-    cache.prefixes.clear()
-    layers, heads, size = cache.shape.layers, cache.shape.kv_heads, cache.shape.head_dim
     for slot, length in lengths.items():
-        zeros = torch.zeros(1, dtype=runner.model.dtype, device=runner.model.device).expand(heads, length, size)
-        for layer in range(layers):
-            cache.write(layer, slot, 0, zeros, zeros)
+        runner.cache.prefixes.cut(slot, 0)  # whoever had its text there computes it anew
+        runner.cache.zero(slot, length)

@@ -1,4 +1,4 @@
-"""What an engine counts for dashboards: plain numbers and histograms (``engine.measures.histogram``).
+"""What an engine counts for dashboards: plain numbers and histograms with fixed bounds.
 
 The engine's thread counts, any thread reads. Nothing here asks the device for anything, and there is no lock: an increment is
 seen now or at the next reading.
@@ -8,18 +8,79 @@ from __future__ import annotations
 
 import os
 import uuid
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from decoding.budget.row_budget import BudgetCounts
-from decoding.drafters.base import SOURCES
 from decoding.request import FinishReason, Request
-from decoding.tree import DraftTree
-from engine.forward.batch import Work
-from engine.measures.histogram import FIRST_TOKEN_S, REQUEST_S, STEP_TOKENS, TOKEN_S, Histogram, HistogramCounts, one_two_five
+from decoding.tree import SOURCES, DraftTree
+
+if TYPE_CHECKING:
+    from decoding.step_output import BudgetCounts
+    from engine.forward.batch import Work
 
 _STATM = Path("/proc/self/statm")
+
+# Seconds. Those of vLLM, so that its dashboards fit, and finer ones below them: its first bound is 0.3 s for a whole request.
+FIRST_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+TOKEN_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_S = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def one_two_five(most: int) -> tuple[int, ...]:
+    """Bounds 1, 2, 5, 10, 20, 50 and so on up to ``most``: ``one_two_five(30) == (1, 2, 5, 10, 20)``."""
+    bounds = []
+    power = 1
+    while power <= most:
+        bounds += [power * factor for factor in (1, 2, 5) if power * factor <= most]
+        power *= 10
+    return tuple(bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramCounts:
+    """A histogram at one moment.
+
+    Example: bounds 1 and 5 with the values 0.5, 1, 3 and 9 have the counts 2, 1, 1 and the total 13.5.
+    """
+
+    bounds: tuple[float, ...]  # upper ones, themselves included
+    counts: tuple[int, ...]  # of values up to each bound and above the one before; the last one of values above all bounds
+    total: float  # sum of the values
+
+
+class Histogram:
+    """Counts values by bounds."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """
+        Args:
+            bounds: upper ones, increasing; a value at a bound counts below it.
+        """
+        self._bounds, self._counts, self._total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def read(self) -> HistogramCounts:
+        """The counts of this moment; from any thread."""
+        return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
 def resident_bytes() -> int | None:
@@ -29,6 +90,18 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Requests and slots at this moment."""
+
+    running: int
+    waiting: int
+    free_slots: int
+    prefix_queries: int = 0  # tokens of requests that might find their KV there, since the start
+    prefix_hits: int = 0  # of these, tokens that did and were not computed
+    preemptions: int = 0  # since the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +145,7 @@ class EngineMetrics:
     """The counters of one engine. All methods but ``read`` are the engine's thread's."""
 
     def __init__(self, max_model_len: int) -> None:
-        """
-        Args:
-            max_model_len: the context in tokens, which bounds the histograms of lengths.
-        """
+        """The context in tokens bounds the histograms of lengths."""
         self._engine = uuid.uuid4().hex[:8]
         self._prompt_tokens = self._generation_tokens = self._steps = self._rows = self._draft_tokens = 0
         self._seen_tokens = 0  # generation tokens at the end of the step before
@@ -84,27 +154,19 @@ class EngineMetrics:
         self._accepted_by_source: dict[str, int] = {}
         self._drafts_by_source, self._drafted_by_source = [0] * len(SOURCES), [0] * len(SOURCES)
         self._finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
-        self._first_token, self._inter_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
-        self._iteration = Histogram(STEP_TOKENS)
         lengths = one_two_five(max_model_len)
-        self._prompt, self._generation, self._max_tokens = Histogram(lengths), Histogram(lengths), Histogram(lengths)
-        self._token_time = Histogram(TOKEN_S)
-        self._latency, self._queue, self._inference = Histogram(REQUEST_S), Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self._prefill, self._decode = Histogram(REQUEST_S), Histogram(REQUEST_S)
-        self._histograms = {
-            "time_to_first_token_seconds": self._first_token,
-            "inter_token_latency_seconds": self._inter_token,
-            "request_time_per_output_token_seconds": self._token_time,
-            "e2e_request_latency_seconds": self._latency,
-            "request_queue_time_seconds": self._queue,
-            "request_inference_time_seconds": self._inference,
-            "request_prefill_time_seconds": self._prefill,
-            "request_decode_time_seconds": self._decode,
-            "request_prompt_tokens": self._prompt,
-            "request_generation_tokens": self._generation,
-            "request_params_max_tokens": self._max_tokens,
-            "iteration_tokens_total": self._iteration,
-        }
+        bounds: dict[str, Sequence[float]] = {
+            "time_to_first_token_seconds": FIRST_TOKEN_S, "inter_token_latency_seconds": TOKEN_S,
+            "request_time_per_output_token_seconds": TOKEN_S, "e2e_request_latency_seconds": REQUEST_S,
+            "request_queue_time_seconds": REQUEST_S, "request_inference_time_seconds": REQUEST_S,
+            "request_prefill_time_seconds": REQUEST_S, "request_decode_time_seconds": REQUEST_S,
+            "request_prompt_tokens": lengths, "request_generation_tokens": lengths, "request_params_max_tokens": lengths,
+            "iteration_tokens_total": STEP_TOKENS,
+        }  # fmt: skip
+        self._histograms = {name: Histogram(each) for name, each in bounds.items()}
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def emitted(self, request: Request, tree: DraftTree, tokens: int, accepted: int, now_s: float) -> None:
         """Counts what a step gave a request, before the request's own times say so.
@@ -121,10 +183,10 @@ class EngineMetrics:
         self._generation_tokens += tokens
         began = request.first_token_s
         if began is not None:
-            self._inter_token.observe(now_s - began - request.stats.decode_s)
+            self._observe("inter_token_latency_seconds", now_s - began - request.stats.decode_s)
         elif not request.num_given:
             self._prompt_tokens += request.num_prompt
-            self._first_token.observe(now_s - request.arrived_s)
+            self._observe("time_to_first_token_seconds", now_s - request.arrived_s)
         if tree.num_candidates > 1:
             self._drafted(tree, accepted)
 
@@ -141,12 +203,7 @@ class EngineMetrics:
             self._drafts_by_source[source] += 1
 
     def stepped(self, works: Sequence[Work], forward_s: float) -> None:
-        """Counts a step, after what it gave each request.
-
-        Args:
-            works: of the step.
-            forward_s: seconds that the forward and the verification took.
-        """
+        """Counts a step, after what it gave each request; ``forward_s`` are its seconds, verification included."""
         rows = computed = 0
         for work in works:
             span = work.end - work.start
@@ -158,7 +215,7 @@ class EngineMetrics:
         self._steps += 1
         self._rows += rows
         self._forward_s += forward_s
-        self._iteration.observe(computed + self._generation_tokens - self._seen_tokens)
+        self._observe("iteration_tokens_total", computed + self._generation_tokens - self._seen_tokens)
         self._seen_tokens = self._generation_tokens
 
     def ended(self, request: Request) -> None:
@@ -171,20 +228,20 @@ class EngineMetrics:
             self._accepted_by_source[source] = self._accepted_by_source.get(source, 0) + tokens
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._prompt.observe(request.num_prompt)
-        self._generation.observe(request.num_output)
-        self._max_tokens.observe(request.params.max_tokens)
+        self._observe("request_prompt_tokens", request.num_prompt)
+        self._observe("request_generation_tokens", request.num_output)
+        self._observe("request_params_max_tokens", request.params.max_tokens)
         if request.num_given:
             return
         assert request.admitted_s is not None and request.first_token_s is not None, request.request_id
         last_s = request.first_token_s + stats.decode_s
-        self._latency.observe(last_s - request.arrived_s)
-        self._queue.observe(request.admitted_s - request.arrived_s)
-        self._inference.observe(last_s - request.admitted_s)
-        self._prefill.observe(stats.prefill_s)
-        self._decode.observe(stats.decode_s)
+        self._observe("e2e_request_latency_seconds", last_s - request.arrived_s)
+        self._observe("request_queue_time_seconds", request.admitted_s - request.arrived_s)
+        self._observe("request_inference_time_seconds", last_s - request.admitted_s)
+        self._observe("request_prefill_time_seconds", stats.prefill_s)
+        self._observe("request_decode_time_seconds", stats.decode_s)
         if request.num_output > 1:
-            self._token_time.observe(stats.decode_s / (request.num_output - 1))
+            self._observe("request_time_per_output_token_seconds", stats.decode_s / (request.num_output - 1))
 
     def read(self, history_bytes: int | None = None, budget: BudgetCounts | None = None) -> MetricsCounts:
         """The counts of this moment; from any thread."""

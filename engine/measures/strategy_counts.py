@@ -46,10 +46,7 @@ class CountsByStrategy:
     """The counts of all strategies that requests may ask for. A request for which nothing may be drafted is of plain decoding."""
 
     def __init__(self, strategies: Iterable[str]) -> None:
-        """
-        Args:
-            strategies: the first is that of requests that ask for none.
-        """
+        """The first strategy is that of requests that ask for none."""
         names = dict.fromkeys((*strategies, PLAIN))
         self._default = next(iter(names))
         self._counts = {name: StrategyCounts(name, name in LOSSLESS) for name in names}  # its keys never change: read by threads

@@ -67,12 +67,7 @@ class FairQueue:
         self._held[request.account] += 1
 
     def release(self, request: Request, unserved: bool = False) -> None:
-        """Someone has a slot no more.
-
-        Args:
-            request: that had it.
-            unserved: it will wait for another one.
-        """
+        """Someone has a slot no more; unserved, it will wait for another one."""
         self._held[request.account] -= 1
         if unserved:
             self._served[request.account] -= _cost(request)

@@ -19,12 +19,7 @@ class SlotPlacement:
     """
 
     def __init__(self, executor: Executor, memory: Histories | None, reuses: bool) -> None:
-        """
-        Args:
-            executor: that has the slots.
-            memory: of the tenants; None where nothing is kept that could be deleted.
-            reuses: whether anything is reused at all.
-        """
+        """Without a memory of the tenants nothing is kept that could be deleted."""
         self._executor, self._memory, self._reuses = executor, memory, reuses
         self._engine = uuid.uuid4().hex  # a rank may follow several engines, whose editions have nothing to do with each other
         self._scopes: dict[str, tuple[object, int]] = {}  # by tenant: edition, and which one it is

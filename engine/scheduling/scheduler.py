@@ -77,13 +77,10 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            options: of the engine.
+            options: see ``check_options``.
             max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
             place: see ``Place``.
             clock: seconds, by which waits are measured.
-
-        Raises:
-            ValueError: see ``check_options``.
         """
         check_options(options)
         self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
@@ -156,16 +153,13 @@ class Scheduler:
     def schedule(self, width: int = 1) -> list[Share]:
         """The shares of the next step; empty when there is nothing to do.
 
-        ``max_step_tokens`` are the rows of one rank. Trees are partitioned among the ranks, so ``width`` times as many rows are
-        drafted; the root of a tree and all of a prefill are rows of every rank. What a rank repeats of a tree so that its rows
-        have their
-        ancestors, and tokens that were accepted elsewhere, come on top: at most the depth of the tree and the last step's.
+        ``max_step_tokens`` are the rows of one rank. Trees are partitioned among the ``width`` ranks that share the step, so that
+        many times as many rows are drafted; the root of a tree and all of a prefill are rows of every rank. What a rank repeats
+        of a tree so that its rows have their ancestors, and tokens that were accepted elsewhere, come on top: at most the depth
+        of the tree and the last step's.
 
         Example: 16 rows a step, two requests that decode, one prefill of 100: 12 rows are for decoding, so 5 are drafted for
         each request, and 4 tokens of the prefill are computed. With width 2 it is 10 drafted rows each, 5 of them on each rank.
-
-        Args:
-            width: ranks that share the step's trees, at least 1.
         """
         for request in self._followers:
             if request.slot is not None and request.scope is not None:
@@ -186,13 +180,9 @@ class Scheduler:
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
 
     def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
-        """The shares of ``schedule`` with more rows for prefills, where fewer rows were drafted than there was room for.
+        """What ``schedule`` returned last, with more rows for prefills where each rank drafted fewer than there is room for.
 
         Example: as above, with 16 rows; nothing is drafted, so 14 tokens of the prefill are computed instead of 4.
-
-        Args:
-            shares: what ``schedule`` returned last.
-            drafted: rows that each rank computes of the drafts.
         """
         if not self._prefilling:
             return list(shares)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What a client may write, and what templates call it; "developer" is OpenAI's newer word for "system".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

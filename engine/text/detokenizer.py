@@ -17,15 +17,10 @@ class _StopString:
     __slots__ = ("_borders", "_text", "matched")
 
     def __init__(self, text: str) -> None:
-        """
-        Args:
-            text: of at least one character; two bytes are kept for each.
-        """
+        """Of at least one character; two bytes are kept for each."""
         self._text = text
         self.matched = 0  # characters at the end of what came that the string begins with
-        self._borders = array(
-            "H", [0]
-        )  # of each beginning of the string, the length of the longest shorter one that it ends with
+        self._borders = array("H", [0])  # of each beginning of the string, the length of the longest other that it ends with
         length = 0
         for character in text[1:]:
             length = self._next(length, character)

@@ -18,20 +18,21 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from decoding.tree import BoolArray, Int32Array
 from engine.errors import RequestError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 INSTALLED = importlib.util.find_spec("llguidance") is not None  # engines are measured on machines that have not
 if INSTALLED:
     from llguidance import LLMatcher, LLTokenizer, grammar_from
-    from llguidance.hf import from_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +134,7 @@ class MatcherGrammar:
     __slots__ = ("_beyond", "_end_tokens", "_mask", "_matcher", "_size", "_vocab_size", "_vocabulary", "_words", "fault")
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, vocab_size: int, end_tokens: Sequence[int]) -> None:
-        """
-        Args:
-            matcher: at its beginning; this object's own.
-            vocabulary: for which it was compiled.
-            vocab_size: of the model.
-            end_tokens: the model's own, at least one.
-        """
+        """The matcher is at its beginning and this object's own."""
         self._matcher, self._vocab_size, self._end_tokens = matcher, vocab_size, list(end_tokens)
         self._vocabulary = vocabulary
         self._words = np.zeros((vocabulary.vocab_size + 31) // 32, np.int32)
@@ -217,12 +212,6 @@ class Grammars:
     """Compiles the grammars of requests for one model, from any thread. The latest ones are kept compiled."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: Collection[int]) -> None:
-        """
-        Args:
-            tokenizer: of the model.
-            vocab_size: of the model's logits.
-            end_tokens: the model's own.
-        """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         self._lock = threading.Lock()
@@ -237,11 +226,13 @@ class Grammars:
         except RequestError as error:  # those that ask for structured output are told
             logger.warning("%s", error.message)
 
-    def start(self, grammar: str) -> MatcherGrammar:
-        """The state of a grammar before the first token.
+    def chore(self) -> Iterator[None]:
+        """``prepare`` as one piece of work, for a start that does not wait for it."""
+        self.prepare()
+        yield
 
-        Args:
-            grammar: as the functions of this module return it.
+    def start(self, grammar: str) -> MatcherGrammar:
+        """The state of a grammar, as the functions of this module return it, before the first token.
 
         Raises:
             RequestError: it cannot be used with this model.
@@ -265,6 +256,8 @@ class Grammars:
             raise RequestError(FIELD, "structured output needs llguidance, which is not installed: pip install llguidance")
         size = max(self._vocab_size, len(self._tokenizer))
         try:
+            from llguidance.hf import from_tokenizer  # which imports transformers
+
             return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._end_tokens)
         except ValueError as error:
             reason = _reason(str(error))

@@ -14,11 +14,7 @@ class Outputs:
     """End tokens and text of every live request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast | None, eos_token_ids: Collection[int]) -> None:
-        """
-        Args:
-            tokenizer: without one there is no text.
-            eos_token_ids: the model's own, each of which ends a text.
-        """
+        """Without a tokenizer there is no text."""
         self._tokenizer, self._eos_token_ids = tokenizer, tuple(eos_token_ids)
         self._live: dict[str, tuple[frozenset[int], Detokenizer | None]] = {}  # by request id: its end tokens, and its text
 

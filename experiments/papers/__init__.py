@@ -1,1 +1,1 @@
-"""The tables and figures of the papers, run on what is at hand, beside the papers' own numbers."""
+"""The tables and figures of five papers, run on what is at hand. In: prompts. Out: tables beside the papers' own."""

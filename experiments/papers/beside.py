@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Column, Table
-
-from experiments.draft_models_paper import Figure
-from experiments.papers.published import Claim, Paper, Value
+from experiments.papers.numbers.published import Claim, Figure, Paper, Value
 
 Rows = Mapping[str, Mapping[str, Value]]  # row -> column -> number
 Sections = dict[str, Rows]  # name of a table or figure of the paper -> what was measured here
@@ -22,7 +19,7 @@ class Found:
 
     measures: dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric
     tables: Sections
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> see ``experiments.papers.figures``
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> see ``experiments.bench.figure``
     notes: list[str] = field(default_factory=list)  # what is not as in the paper
 
 
@@ -102,33 +99,3 @@ def _number(value: Value) -> Any:
     if isinstance(value, Figure):
         return {"mean": round(value.mean, 4), "spread": round(value.spread, 4)} if value.spread else round(value.mean, 4)
     return round(value, 4)
-
-
-def shown(results: Mapping[str, Any]) -> list[Table]:
-    """The tables of the paper, each with this run's rows below its own, and the statements."""
-    found = []
-    for name, table in results["tables"].items():
-        columns = list(dict.fromkeys(column for who in ("paper", "here") for row in table[who].values() for column in row))
-        head = f"{name}: {table['title']} (section {table['section']})" if table["section"] else name
-        grid = Table(Column("", no_wrap=True), *(Column(column, justify="right") for column in columns), title=head)
-        for who in ("paper", "here"):
-            for row, values in table[who].items():
-                grid.add_row(f"{who}: {row}", *(_cell(values.get(column)) for column in columns))
-        found.append(grid)
-    titles = ("where", "dataset", "the paper says", "metric", "here", "agrees")
-    claims = Table(*(Column(title, overflow="fold") for title in titles), title="statements")
-    for claim in results["claims"]:
-        here = "not measured" if claim["here"] is None else " | ".join(
-            f"{label} {value:g}" for label, value in zip(claim["of"], claim["here"], strict=True)
-        )  # fmt: skip
-        agrees = "" if claim["agree"] is None else "yes" if claim["agree"] else f"no: {claim.get('why', 'cause not known')}"
-        claims.add_row(claim["where"], claim["dataset"], claim["paper"], claim["metric"], here, agrees)
-    return [*found, claims]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        return f"{value['mean']:g} ± {value['spread']:.2g}"
-    return f"{value:g}"

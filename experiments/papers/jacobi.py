@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from decoding.request import Request, SamplingParams
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
-from experiments.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
-from experiments.draft_models_paper import Figure
-from experiments.guided import GuidedExecutor
+from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
+from experiments.bench.engines.guided import GuidedExecutor
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.figure import panel
 from experiments.papers.beside import Found
-from experiments.papers.figures import panel
-from experiments.papers.jacobi_paper import SETTINGS
+from experiments.papers.numbers.jacobi import SETTINGS
+from experiments.papers.numbers.published import Figure
 from experiments.papers.scaling_law import compression, fitted
 from experiments.papers.stage import ALL, PLAIN, Stage, best, race
-from experiments.shared_model import SharedModel
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
 SAMPLED = ("cnn", "xsum")  # table 2

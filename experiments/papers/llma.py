@@ -7,15 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from decoding.budget.latency import StepLoad
 from decoding.drafters.llma import LlmaDrafter
 from decoding.replay import replay_workload
 from decoding.request import Request
 from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
-from experiments.contestants import Prompt
-from experiments.draft_models_paper import Figure
+from experiments.bench.engines.contestants import Prompt
+from experiments.bench.figure import panel
 from experiments.papers.beside import Found, Sections
-from experiments.papers.figures import panel
+from experiments.papers.numbers.published import Figure
 from experiments.papers.stage import BEST, PLAIN, Measures, Stage, best, race, texts_of
 
 MATCH_LENGTHS = (1, 2, 4)
@@ -32,7 +33,7 @@ class CountedCopies(LlmaDrafter):
         super().__init__(match_length, copy_length, include_prompt=False)
         self.triggers = 0
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """See ``Drafter``."""
         trees = super().propose(requests, budgets)
         self.triggers += sum(len(tree) > 1 for tree in trees)

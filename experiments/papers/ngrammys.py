@@ -7,19 +7,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decoding.drafters.base import SOURCES, Drafter, TargetRows
+from decoding.drafters.base import Drafter, TargetRows
 from decoding.drafters.ngrammys import NgrammysDrafter
 from decoding.request import Acceptance, Request
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree
-from experiments.contestants import EngineContestant, Prompt
-from experiments.draft_models_paper import Figure
+from decoding.tree import SOURCES, DraftTree
+from experiments.bench.engines.contestants import EngineContestant, Prompt
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.devices import step_ms
-from experiments.papers.figures import panel
-from experiments.papers.ngrammys_paper import DATASETS
+from experiments.papers.numbers.ngrammys import DATASETS
+from experiments.papers.numbers.published import Figure
 from experiments.papers.stage import BEST, PLAIN, Stage, best, maker, race
-from experiments.shared_model import SharedModel
 
 ROWS, WIDTHS = (1, 5, 10, 20, 25), (2, 6, 10, 14)
 TOP_K = (1, 5, 10, 25)

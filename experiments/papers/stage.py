@@ -18,14 +18,14 @@ from decoding.strategy_choice import StrategyChoice
 from decoding.tree import Int32Array
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
-from experiments.bench_models import MAX_TOKENS, load_setting
-from experiments.competition import Tally, compete, decode_ratios, progress_bar
-from experiments.contestants import Contestant, EngineContestant, Prompt
-from experiments.draft_models_agreement import figure
-from experiments.draft_models_paper import Figure
-from experiments.guided import GuidedExecutor
-from experiments.shared_model import SharedModel
-from experiments.workloads import interleaved
+from experiments.bench.engines.competition import Tally, compete, decode_ratios
+from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
+from experiments.bench.engines.guided import GuidedExecutor
+from experiments.bench.engines.models import MAX_TOKENS, load_setting
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.progress import Progress
+from experiments.bench.workloads import interleaved
+from experiments.papers.numbers.published import Figure, figure
 
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
 BEST, ALL = "best", "all"  # a label and a dataset under which measurements stand a second time
@@ -45,6 +45,7 @@ class Stage:
     guided: bool  # known outputs are followed
     max_tokens: int
     repeats: int
+    progress: Progress
 
     def shared(self, budget: int, max_running: int = 1) -> SharedModel:
         """The model with KV slots for a budget.
@@ -58,7 +59,7 @@ class Stage:
         return SharedModel(self.loaded, options, budget, self.guided)
 
 
-def load_stage(args: argparse.Namespace, guided: bool) -> Stage:
+def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> Stage:
     """Reads the datasets and loads or makes the model.
 
     Raises:
@@ -73,7 +74,7 @@ def load_stage(args: argparse.Namespace, guided: bool) -> Stage:
     }
     datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
     too_long = sum(workload.too_long for workload in setting.workloads)
-    return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats)
+    return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats, progress)
 
 
 def guide_of(shared: SharedModel) -> GuidedExecutor | None:
@@ -124,8 +125,8 @@ def race(
         make = maker(shared, replace(choice, label=label), before)
         runners.append(EngineContestant(make, stage.max_tokens, guide) if contestant is None else contestant(make, guide))
     outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
-    with progress_bar() as progress:
-        _, tallies = compete(runners, prompts, repeats, batch_size, progress, outputs or None)
+    stage.progress.say(f"{len(runners)} strategies on {len(prompts)} prompts")
+    _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
     return {label: _row(tally, tallies[PLAIN], len(prompts), repeats, batch_size > 1) for label, tally in tallies.items()}
 
 

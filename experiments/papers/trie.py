@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from decoding.strategy_choice import StrategyChoice
-from experiments.contestants import EngineContestant, Prompt
-from experiments.draft_models_paper import Figure
+from experiments.bench.engines.contestants import EngineContestant, Prompt
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.figure import panel
+from experiments.bench.memory.trie_timing import quiet
+from experiments.papers.ablation.ablate import ablate
 from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
-from experiments.papers.figures import panel
+from experiments.papers.numbers.published import Figure
+from experiments.papers.numbers.trie import FORWARD_S
 from experiments.papers.stage import PLAIN, Stage, guide_of, maker, race, texts_of
-from experiments.shared_model import SharedModel
-from experiments.trie_ablation import Row, Workload, ablate
-from experiments.trie_ablation_tables import PAPER_FORWARD_S
-from experiments.trie_timing import quiet
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
 DECODING_LENGTHS = (8, 16, 32, 64, 128)
@@ -122,18 +121,11 @@ def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence
     """Tables 5 and 6."""
     warm = texts_of([Prompt(f"before/{number}", [0], [], list(output)) for number, output in enumerate(before)])
     vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
-    workload = Workload(_SWEPT, warm, texts_of(prompts), vocab_size)
-
-    def report(condition: str, row: Row) -> None:
-        print(f"{condition}: {row['tokens_per_step']:.3f} tokens per step", file=sys.stderr)
-
     with quiet():
-        result = ablate(workload, report)
-    parts = result["parts"]["explicit"]
-    capacities = {f"capacity {times}x": row for times, row in result["capacity"]["explicit"].items()}
-    for label, row in (parts | capacities).items():
-        per_second = row["tokens_per_step"] / (PAPER_FORWARD_S + row["us_per_step"] / 1e6)
-        figures = {"tokens/s at 19 ms": Figure(per_second), "trie tokens_per_step": Figure(row["tokens_per_step"])}
+        parts, capacities = ablate(warm, texts_of(prompts), vocab_size, stage.progress.note)
+    for label, reached in (parts | capacities).items():
+        per_second = reached.tokens_per_step / (FORWARD_S + reached.trie_s)
+        figures = {"tokens/s at 19 ms": Figure(per_second), "trie tokens_per_step": Figure(reached.tokens_per_step)}
         found.measures[_SWEPT][label] = figures
     speed = {label: row["tokens/s at 19 ms"] for label, row in found.measures[_SWEPT].items() if "tokens/s at 19 ms" in row}
     found.tables["table 5"] = {_SWEPT: {label: speed[label] for label in parts}}

@@ -13,73 +13,31 @@ on; another setting or revision needs another file. The record has all rounds, a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cluster.cli.generate.prompt_file import PromptFileError
 from decoding.jit import cache_folder
-from engine.errors import ModelLoadError
-from engine.loading.model import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
+from experiments.bench.figure import panel
+from experiments.bench.progress import Progress
+from experiments.bench.record import ROOT, git_state, portable
+from experiments.bench.run import Bench, Results, Run, run
+from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
-from experiments.peers.goals import Speeds, goals, kinds_of_step, shown, summary
+from experiments.peers.goals import Speeds, goals, summary
 from experiments.peers.rounds import ONCE, Kept, Prompt, Roof, Rounds, llama_bench, turns_of
-from experiments.plots import peers as draw
-from experiments.readme_tables import markdown
-from experiments.record import ROOT, git_state, portable, write_record
-from experiments.report_tables import peers as table
-from experiments.run_options import parsed, refused, run_parser
-from experiments.workloads import first_that_fit
 
 LEVELS = (1, 8, 32)
-_TOLD_S = 5.0  # between two lines while a turn runs
-
-
-class Progress:
-    """Lines on stderr, also where it is no terminal: what runs now, and again every few seconds for how long."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._what, self._since, self._told = "", self._began, self._began
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
-
-    def say(self, what: str) -> None:
-        """Something new runs."""
-        with self._lock:
-            self._what, self._since = what, time.perf_counter()
-            self._print(what)
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(0.5):
-            with self._lock:
-                if self._what and time.perf_counter() - self._told > _TOLD_S:
-                    self._print(f"{self._what}: {time.perf_counter() - self._since:.0f} s")
-
-    def _print(self, line: str) -> None:
-        self._told = time.perf_counter()
-        print(f"[{(self._told - self._began) / 60:5.1f} min] {line}", file=sys.stderr, flush=True)
 
 
 def read_prompts(args: argparse.Namespace, model: str) -> list[Prompt]:
@@ -132,7 +90,7 @@ def running(name: str, args: argparse.Namespace, made: Environments, progress: P
             yield field, prompts
 
 
-def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def measure(args: argparse.Namespace, run: Run) -> Results:
     """All rounds of all models.
 
     Raises:
@@ -141,6 +99,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         MissingPeerError: our own engine has ended.
         ValueError: the file of turns is of another setting.
     """
+    progress = run.progress
     given = {"vllm": args.vllm, "llama": args.llama, "aiperf": args.aiperf}
     made = Environments(args.environments, given, args.install, progress.say)
     chosen = [one for one in CONTESTANTS if not args.contestants or one.name in args.contestants]
@@ -154,7 +113,22 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for name in args.model:
         results["models"][name] = _measure_model(name, chosen, args, made, kept, roof, progress)
     results["turns"] = kept.turns
-    return results
+    results["systems"] = {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
+    results["systems"] |= {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
+    return results | {"figures": figures(results["models"])}
+
+
+def figures(models: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per second of each contestant by the number of requests; with one it is decoding alone, after the first token."""
+    panels = {}
+    for model, found in models.items():
+        for level in sorted({int(level) for row in found["speeds"].values() for level in row}):
+            kind = "decode" if level == 1 else "all"
+            rates = {name: row.get(str(level), {}).get(f"{kind}_tokens_per_s") for name, row in found["speeds"].items()}
+            series = {"": {name: values for name, values in rates.items() if values}}
+            unit = "tokens per second" + (" after the first" if level == 1 else "")
+            panels[f"{model}, {level} at once"] = panel("bars", "", "", unit, series)
+    return panels
 
 
 def _measure_model(
@@ -201,14 +175,11 @@ def _measure_model(
     }
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the options."""
-    parser = run_parser(__doc__, dtype="bfloat16", dtypes=("bfloat16", "float32"))
-    names = [one.name for one in CONTESTANTS]
-    parser.set_defaults(model=["smollm2-135m-instruct", "110m"])
-    for action in parser._actions:
-        if action.dest == "model":
-            action.nargs, action.help = "+", "folders, names, or sizes of random weights; default: smollm2-135m-instruct 110m"
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    names, models = [one.name for one in CONTESTANTS], ["smollm2-135m-instruct", "110m"]
+    parser.add_argument("--model", nargs="+", default=models, help="folders, names, or sizes of random weights")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--workloads", type=Path, required=True, help="folder of JSON-lines files")
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="of a model with random weights")
     parser.add_argument("--records", type=int, default=2, help="of each file, the first that fit; default: 2")
@@ -229,36 +200,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="+", default=list(LEVELS), help="with --http: at once; default: 1 8 32")
     parser.add_argument("--requests", type=int, default=44, help="with --http: of a turn, at most; a quarter with one client")
     parser.add_argument("--kept", type=Path, default=Path("peers.kept.jsonl"), help="file of the turns so far")
-    least = dict.fromkeys(("records", "prompt_tokens", "threads", "rounds", "together", "clients", "requests"), 1)
-    return parsed(parser, argv, **least, max_tokens=2)
+
+
+BENCH = Bench(
+    "peers", __doc__ or "", measure, options,
+    dict.fromkeys(("records", "prompt_tokens", "threads", "rounds", "together", "clients", "requests"), 1) | {"max_tokens": 2},
+    refuses=(MissingPeerError,),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the table and the goals, writes the record and its figure; 2 for what cannot be run."""
-    args, started = arguments(argv), datetime.now(UTC)
+    """Runs the bench; 130 where it was interrupted: the same command goes on with the turns that were kept."""
     try:
-        with Progress() as progress:
-            results = measure(args, progress)
-    except (PromptFileError, ModelLoadError, MissingPeerError, ValueError) as error:
-        return refused(error)
+        return run(BENCH, argv)
     except KeyboardInterrupt:
-        print(f"interrupted: the same command goes on with what is in {args.kept.name}", file=sys.stderr)
+        print("interrupted: the same command goes on with what is in --kept", file=sys.stderr)
         return 130
-    config = vars(args) | {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
-    config |= {"contestants_all": [asdict(one) for one in CONTESTANTS]}
-    config["versions"] = {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
-    path = write_record("peers", config, results, 0, started, "cpu", args.out)
-    with contextlib.suppress(ValueError):
-        draw(results, path.with_suffix(".svg"))
-    print(markdown(table(results)))
-    for name, found in results["models"].items():
-        print(f"\n{name}, roof {found['roof_gb_s']} GB/s")
-        print("\n".join(map(shown, found["goals"])))
-        print("\n".join(kinds_of_step(found)))
-        for system, why in found["missing"].items():
-            print(f"n/a      {system}: {why}")
-    print(f"record: {path.name}, figure: {path.stem}.svg")
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 from transformers import AutoConfig, GenerationConfig
 
+from experiments.bench.record import ROOT
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.worker import SINGLE
-from experiments.record import ROOT
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in experiments/peers/worker.py
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -157,7 +157,7 @@ def vllm_command(environments: Environments, way: str) -> tuple[list[str], dict[
     environment = vllm_environment()
     if way == "suffix":
         environment["PYTHONPATH"] = str(environments.vllm_extras())
-    return [str(python), str(ROOT / "experiments" / "client_scripts" / "vllm_worker.py")], environment
+    return [str(python), str(ROOT / "experiments" / "peers" / "client_scripts" / "vllm_worker.py")], environment
 
 
 def vllm_environment() -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.peers.rounds import ONCE, Turn
@@ -184,28 +184,3 @@ def summary(speeds: Speeds, names: Iterable[str], levels: Sequence[int]) -> dict
             entry["as_plain"], entry["answers"] = sum(known), len(known)
             found.setdefault(name, {})[str(level)] = entry
     return found
-
-
-def shown(row: Mapping[str, Any], number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """A goal in one line."""
-    if row["figure"] is None:
-        return f"n/a      {row['goal']}: {row['why']}"
-    verdict = "met    " if row["met"] else "NOT MET"
-    return f"{verdict}  {row['goal']}: {number(row['figure'])} ({number(row['lowest'])} to {number(row['highest'])})"
-
-
-def kinds_of_step(found: Mapping[str, Any]) -> Iterator[str]:
-    """What a forward's parts take, and the share of the roof at which its linears read the weights: a line for each part.
-
-    Args:
-        found: what the record has of a model.
-    """
-    steps = [step for step in found["step"] if step["kinds_ms"]]
-    for kind in steps[0]["kinds_ms"] if steps else ():
-        one, eight = (statistics.median(step["kinds_ms"][kind][str(rows)] for step in steps) for rows in ROWS)
-        line = f"         {kind} alone: {one:.2f} ms with {ROWS[0]} row, {eight:.2f} ms with {ROWS[1]}"
-        if kind == "linears":
-            gb_s = [found["told"]["weight_bytes"] / 1e6 / step["kinds_ms"][kind][str(ROWS[0])] for step in steps]
-            share = statistics.median(speed / step["roof_gb_s"] for speed, step in zip(gb_s, steps, strict=True))
-            line += f"; {statistics.median(gb_s):.1f} GB/s of weights, {share:.0%} of the roof"
-        yield line

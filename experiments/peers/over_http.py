@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.namespace import hash_key
+from experiments.bench.record import ROOT
+from experiments.bench.workloads import fits, interleaved, prompt_ids, read_workloads
 from experiments.exact_outputs import model_folder
 from experiments.peers.contestants import free_port, started, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.rounds import Kept, Roof, Say, Turn
-from experiments.record import ROOT
-from experiments.served import served
-from experiments.workloads import fits, interleaved, prompt_ids, read_workloads
+from experiments.service.served import served
 
 SERVERS = ("ours", "vLLM")
 TOOLS = ("vllm bench serve", "aiperf")
 _NAME = "served"  # of the model, at both servers
 _TOOL_S = 3600.0
-_VLLM = str(ROOT / "experiments" / "client_scripts" / "vllm_command.py")
+_VLLM = str(ROOT / "experiments" / "peers" / "client_scripts" / "vllm_command.py")
 
 
 def measure(
@@ -99,7 +99,7 @@ def _turn(
 
 def _prompt_files(folder: Path, model: Path, args: argparse.Namespace) -> dict[str, Path]:
     """The same prompts as each tool reads them, by tool."""
-    from engine.loading.model import load_tokenizer
+    from engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
     chosen = []

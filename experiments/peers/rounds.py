@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from experiments.bench.record import KeptLines
 from experiments.peers.contestants import Contestant, Field
 from experiments.peers.environments import MissingPeerError
 
@@ -64,23 +65,13 @@ class Roof:
 
 
 class Kept:
-    """The turns of a run, in a file that grows, so that a run which is cut off goes on."""
+    """The turns of a run, in a file that grows."""
 
     def __init__(self, path: Path, setting: dict[str, Any]) -> None:
-        """Reads what is there.
-
-        Raises:
-            ValueError: it is of another setting or revision.
-        """
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) != json.loads(json.dumps(setting)):
-            raise ValueError(f"--kept {path.name} is of another setting or revision: delete it, or name another file")
-        self.turns: list[Turn] = [json.loads(line) for line in lines[1:]]
+        """Reads what is there; raises ``ValueError`` where it is of another setting or revision."""
+        self._lines = KeptLines(path, setting)
+        self.turns: list[Turn] = self._lines.found
         self._done = {_place(turn) for turn in self.turns}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if not lines:
-            print(json.dumps(setting), file=self._file, flush=True)
 
     def has(self, turn: Turn) -> bool:
         """Whether it was run."""
@@ -88,9 +79,8 @@ class Kept:
 
     def add(self, turn: Turn) -> None:
         """Keeps a turn."""
-        self.turns.append(turn)
+        self._lines.add(turn)
         self._done.add(_place(turn))
-        print(json.dumps(turn), file=self._file, flush=True)
 
 
 def _place(turn: Turn) -> tuple[Any, ...]:

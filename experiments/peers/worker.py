@@ -32,13 +32,13 @@ from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
 from engine.forward.runner import ModelRunner
 from engine.loading.model import load_weights
-from experiments.bench_models import calm
-from experiments.contestants import Prompt
-from experiments.load_servers import EngineServer, OneAtATime
-from experiments.load_traffic import ClosedLoop, Server, drive
-from experiments.rank_contention import StepTimer
-from experiments.stock_batching import StockBatching
-from experiments.stock_generate import StockGenerate, StockPromptLookup
+from experiments.bench.engines.contestants import Prompt
+from experiments.bench.engines.models import calm
+from experiments.bench.engines.servers import EngineServer, OneAtATime
+from experiments.bench.engines.stock_batching import StockBatching
+from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
+from experiments.bench.engines.traffic import ClosedLoop, Server, drive
+from experiments.peers.step_timer import StepTimer
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared

@@ -1,1 +1,1 @@
-"""A cluster in simulated time: what steps take, replicas along known outputs, arrivals, and what comes of them."""
+"""A cluster in simulated time: steps, replicas, arrivals. In: texts, GPUs, traffic. Out: latencies and costs."""

@@ -9,8 +9,8 @@ from typing import Any
 import simpy
 
 from decoding.replay import KnownText
-from experiments.load_measures import measured
-from experiments.load_traffic import Journey, ServerCounts
+from experiments.bench.engines.measures import measured
+from experiments.bench.engines.traffic import Journey, ServerCounts
 from experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
 
@@ -61,7 +61,7 @@ class SimulatedCluster:
             clients: at least one.
 
         Returns:
-            As ``experiments.load_measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step;
+            As ``bench.load.measures.measured``: throughput, percentiles of TTFT, TPOT and end to end, tokens per step;
             and ``busy``, the share of the time in which a replica computes.
         """
         waiting = iter(texts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -14,11 +13,8 @@ _HOST = Host()
 _SOFTWARE = Software()
 
 
-def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
-    """The command line; ends the process with code 2 where options do not go together."""
-    parser = argparse.ArgumentParser(
-        prog="outrider simulate", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
     parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and, if wanted, references")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
     _add_times(parser)
@@ -26,11 +22,6 @@ def arguments(argv: Sequence[str] | None, description: str) -> argparse.Namespac
     _add_traffic(parser)
     parser.add_argument("--find", help="the cheapest that meets a goal: p99<2 or ttft_p99<0.5,usd_per_million<3")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and the router")
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
-    parser.add_argument("--out", type=Path, help="folder of a record and a figure; none is written when absent")
-    args = parser.parse_args(argv)
-    _check(args, parser)
-    return args
 
 
 def _add_times(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +76,8 @@ def _lag(text: str) -> float | None:
     return None if text == "none" else float(text)
 
 
-def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where options do not go together."""
     if (args.curve is None) == (args.gpu is None or args.model is None):
         parser.error("give --gpu and --model, or --curve")
     if args.curve is not None and {*args.mode} - {"lookahead"}:

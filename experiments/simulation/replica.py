@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.lookahead.width import WidthChoice, WidthChoices
 from configs.slices import EngineOptions
-from decoding.budget.latency import StepLoad
+from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.replay import KnownText, known_rows
 from decoding.request import PLAIN, Acceptance, Request, SamplingParams, text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import DraftTree
+from decoding.tree import DraftTree, Int32Array
 from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler, Share
 from experiments.simulation.ranks import Live, Tally, Work, accepted
 from experiments.simulation.steps import RankLoad, StepTimes
-from experiments.simulation.target import KnownTarget
 
 TENANT = "simulated"
+
+
+class KnownTarget:
+    """What drafters may ask of a target that is a set of known outputs."""
+
+    def __init__(self, vocab_size: int, end_token: int, max_model_len: int, curve: LatencyCurve) -> None:
+        """
+        Args:
+            vocab_size: tokens are below it.
+            end_token: ends a text.
+            max_model_len: tokens of prompt and output together.
+            curve: of its steps.
+        """
+        self.end_token_ids: tuple[int, ...] = (end_token,)
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._curve = curve
+
+    def bigram_table(self, width: int) -> Int32Array:
+        """See ``Target``. Raises ``ValueError``: known outputs rank nothing."""
+        raise ValueError("a strategy drafts from the model's own ranking, which known outputs do not have")
+
+    def unigram_ranking(self, width: int) -> Int32Array:
+        """See ``bigram_table``."""
+        return self.bigram_table(width)
+
+    def latency(self) -> LatencyCurve:
+        """See ``Target``."""
+        return self._curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +104,7 @@ class SimulatedReplica:
         self._live: dict[str, Live] = {}
         self._choices = WidthChoices() if adaptive and times.ranks > 1 else None
         self._width = self._decoding = 1
+        self._propose_s: float | None = None  # of the last step
         self.told: deque[tuple[float, str, Piece]] = deque()  # of other replicas: when it is known here, tenant, piece
         self.steps, self.busy_s = 0, 0.0
 
@@ -116,9 +145,7 @@ class SimulatedReplica:
         if self._choices is not None:
             choice = self._choices.of(ranks, self._decoding)
         width = ranks if choice is None or choice.shared else 1
-        if width != self._width:
-            self._drafter.scale(width)
-            self._width = width
+        self._drafter.ranks = self._width = width
         return choice
 
     def _learn(self, now: float) -> None:
@@ -133,10 +160,10 @@ class SimulatedReplica:
     def _plan(self) -> tuple[list[Work], int]:
         """As ``engine.planner``, in simulated time; also how many requests were drafted for."""
         shares = self._scheduler.schedule(self._width)
-        self._drafter.plan(_step_load(shares))
+        load = dataclasses.replace(_step_load(shares), propose_s=self._propose_s)
         asked = [share for share in shares if share.draft_rows > 0 and not self._plain]
-        trees = self._drafter.propose([share.request for share in asked], [share.draft_rows for share in asked])
-        self._drafter.timed(self._times.host.propose_s * len(asked))
+        trees = self._drafter.propose([share.request for share in asked], [share.draft_rows for share in asked], load)
+        self._propose_s = self._times.host.propose_s * len(asked)
         drafts = {}
         for share, tree in zip(asked, trees, strict=True):
             request = share.request

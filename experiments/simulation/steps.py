@@ -14,7 +14,7 @@ from decoding.budget.latency import LatencyCurve, StepLoad
 from experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
-EXCHANGE_S = 0.14e-3  # of a shared step for each rank: experiments.exchange measured 0.28 ms with two
+EXCHANGE_S = 0.14e-3  # of a shared step for each rank: 0.28 ms measured with two
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXT, _FAR, _WIDE = 256, 2304, 64
 

@@ -16,10 +16,9 @@ from configs.slices import EngineOptions
 from decoding.replay import KnownText
 from experiments.simulation.cluster import SimulatedCluster, keyed
 from experiments.simulation.hardware import find_gpu, find_shape
-from experiments.simulation.replica import SimulatedReplica
+from experiments.simulation.replica import KnownTarget, SimulatedReplica
 from experiments.simulation.search import usd_per_million
 from experiments.simulation.steps import Host, Mode, Software, StepTimes, fits, read_curve, step_times
-from experiments.simulation.target import KnownTarget
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

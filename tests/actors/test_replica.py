@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from actors import replica as replica_module
-from actors.replica import Replica, ReplicaError
+from actors.description import ReplicaError
+from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.engine import Engine, EngineCounts
+from engine import target
+from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError
-from tests.models import llama_config, save_model
+from engine.measures.metrics import EngineCounts
+from tests.helpers.models import llama_config, save_model
 
 CONTEXT = 8192
 MAX_RUNNING, MAX_WAITING = 2, 2
@@ -300,6 +303,27 @@ def test_stop_ends_the_thread_and_leaves_nobody_waiting(model: ModelOptions) -> 
     replica.stop()
 
 
+def test_what_was_put_off_is_done_between_requests_and_changes_no_answer(
+    replica: Replica, model: ModelOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = ids(asyncio.run(collect(replica, request("alone"))))
+    monkeypatch.setattr(target, "cache_folder", lambda: tmp_path)  # in which nothing is kept yet
+    monkeypatch.setattr(replica_module, "SETTLED_S", 0.0)
+    busy = Replica(model, OPTIONS[0], SpeculationOptions("auto", strategies=("ngrammys",)))
+    try:
+        turns = 0
+        while busy._engine.has_chores or turns < 2:
+            for strategy in (None, "ngrammys"):
+                asked = request(f"{strategy} {turns}")
+                asked.strategy = strategy
+                assert ids(asyncio.run(collect(busy, asked))) == expected
+            turns += 1
+            assert turns < 1000
+    finally:
+        busy.stop()
+    assert {path.suffix for path in tmp_path.iterdir()} >= {".npy"}  # the curve is kept where the machine was quiet
+
+
 def test_an_idle_replica_does_not_spin(replica: Replica) -> None:
     asyncio.run(collect(replica, request("a")))
     time.sleep(0.1)
@@ -311,3 +335,53 @@ def test_an_idle_replica_does_not_spin(replica: Replica) -> None:
 def test_a_model_that_cannot_be_loaded_is_an_error_of_the_constructor(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         Replica(ModelOptions(path=str(tmp_path / "nothing")), *OPTIONS)
+
+
+@pytest.fixture
+def rarely_told(model: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
+    """A replica of more slots whose streams hold what they can."""
+    monkeypatch.setattr(replica_module, "STREAM_PERIOD_S", 3600.0)
+    monkeypatch.setattr("actors.live.MOST_HELD", CONTEXT)
+    running = Replica(model, EngineOptions(max_running=8, max_waiting=8), OPTIONS[1])
+    yield running
+    running.stop()
+
+
+def test_many_streams_leave_in_fewer_events(rarely_told: Replica) -> None:
+    """First tokens, ends, and what is reported by step leave at once, and nothing is lost."""
+
+    async def run() -> None:
+        alone = await collect(rarely_told, request("alone"))
+        reported = request("reported")
+        reported.report = True
+        many = [request(f"{number}") for number in range(replica_module.MANY)]
+        *streams, by_step = await asyncio.gather(*(collect(rarely_told, one) for one in (*many, reported)))
+        for stream in (*streams, by_step):
+            assert ids(stream) == ids(alone) and stream[-1].finish_reason is FinishReason.LENGTH
+            assert "".join(output.text for output in stream) == "".join(output.text for output in alone)
+        assert [sum(bool(output.token_ids) for output in stream) for stream in streams] == [2] * len(streams)
+        assert len(by_step) == len(alone) > 3
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_stands_still_holds_nothing(rarely_told: Replica) -> None:
+    """While a suspect is computed alone the others wait, and have been told what they emitted."""
+    events = [0] * replica_module.MANY
+
+    async def read(number: int) -> None:
+        async for output in rarely_told.generate(endless(f"{number}")):
+            events[number] += bool(output.token_ids)
+
+    async def run() -> None:
+        readers = [asyncio.create_task(read(number)) for number in range(len(events))]
+        await until(lambda: events == [1] * len(events))
+        suspect = request("suspect")
+        suspect.suspect = True
+        await collect(rarely_told, suspect)
+        await until(lambda: events == [2] * len(events))
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(run())

@@ -14,28 +14,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from actors.lookahead.wire import WireError
 from actors.ranks import GroupError
 from actors.sharded.pipeline_parallel import bounds
 from actors.sharded.shard import Shard, ShardMode
 from actors.sharded.shared_sums import alone_in
 from actors.sharded.tensor_parallel import take_part
-from actors.sharded.wire import Failed, Join, Ready, ShardedStep, ShardMessage, decode_shard, encode_shard, encode_step
-from engine.forward.batch import Batch, Segment
-from engine.forward.sharded import Compaction, Copy
-from tests import waiting
-from tests.models import tiny_model
-from tests.parts import Answers, whole
+from tests.helpers import waiting
+from tests.helpers.models import tiny_model
+from tests.helpers.parts import Answers, whole
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 has_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'outrider[baselines]'"
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e '.[baselines]'"
 )
 eventually = functools.partial(waiting.eventually, timeout_s=30.0)
 
@@ -47,7 +40,7 @@ has_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is 
 def leading(mode: ShardMode, family: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Answers]]:
     """A leader that has answered, and goes on."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.parts", mode, family],
+        [sys.executable, "-m", "tests.helpers.parts", mode, family],
         cwd=REPOSITORY, env=os.environ | environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -104,7 +97,7 @@ def test_a_pipeline_says_what_the_whole_says_and_ends_with_its_leader() -> None:
 @has_deepspeed
 def test_an_architecture_that_deepspeed_splits_wrongly_is_refused() -> None:
     """Phi3's projections hold queries, keys and values in one."""
-    command = [sys.executable, "-m", "tests.parts", "tensor", "phi3"]
+    command = [sys.executable, "-m", "tests.helpers.parts", "tensor", "phi3"]
     environment = os.environ | {"CXX": "none"}
     found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 1 and not found.stdout
@@ -133,47 +126,3 @@ def test_what_deepspeed_would_get_wrong_is_refused() -> None:
         take_part(whole("llama"), Shard("tensor", 0, 3, "cpu"))
     with pytest.raises(GroupError, match="no float64"):
         take_part(tiny_model("llama", "float64").stock, Shard("tensor", 0, 2, "cpu"))
-
-
-@pytest.mark.parametrize("message", [Join("127.0.0.1", 4242, 8, 512), Ready("cpu"), Failed("no memory")])
-def test_messages_arrive_as_they_were(message: Join | Ready | Failed) -> None:
-    assert decode_shard(encode_shard(message)) == message
-
-
-def a_step() -> bytes:
-    mask = np.tril(np.ones((5, 5), np.bool_))
-    mask[4, 3] = False
-    segments = (Segment(3, 17, 0, 5, mask), Segment(0, 2, 5, 2, None))
-    rows = np.arange(7)
-    return encode_step([Compaction(3, 12, (0, 2, 4)), Copy(1, 2, 30, 14)], Batch(rows + 40, rows, segments, rows[2:], (0, None)))
-
-
-def test_a_step_arrives_as_it_was() -> None:
-    step = decode_shard(a_step())
-    assert isinstance(step, ShardedStep)
-    assert step.moves == (Compaction(3, 12, (0, 2, 4)), Copy(1, 2, 30, 14))
-    batch = step.batch
-    assert batch.token_ids.tolist() == list(range(40, 47)) and batch.positions.tolist() == list(range(7))
-    assert batch.logit_rows.tolist() == [2, 3, 4, 5, 6]
-    first, second = batch.segments
-    assert (first.slot, first.start, first.offset, first.rows) == (3, 17, 0, 5)
-    assert first.mask is not None and first.mask.dtype == np.bool_ and not first.mask[4, 3] and first.mask.sum() == 14
-    assert (second.slot, second.start, second.offset, second.rows, second.mask) == (0, 2, 5, 2, None)
-
-
-def decoded(data: bytes) -> ShardMessage | None:
-    try:
-        return decode_shard(data)
-    except WireError:
-        return None
-
-
-@given(st.binary(max_size=64), st.integers(0, 200), st.integers(0, 255))
-def test_whatever_arrives_is_a_message_or_refused(noise: bytes, at: int, value: int) -> None:
-    data = bytearray(a_step())
-    data[at % len(data)] = value
-    for sent in (noise, bytes(data), bytes(data[:at])):
-        message = decoded(sent)
-        if isinstance(message, ShardedStep):
-            total = len(message.batch.token_ids)
-            assert all(0 <= one.offset < one.offset + one.rows <= total for one in message.batch.segments)

@@ -1,27 +1,33 @@
-"""Replicas with a real model over a real Redis: what one of them generated the others draft from, and nobody else does."""
+"""Replicas with a real model over a real Redis: what one of them generated the others draft from, and nobody else does.
+
+Where that Redis is killed, paused or full while they stream, every output is right, and sharing comes back by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from actors.cache_access import CacheAccess
 from actors.cache_keeper import CacheKeeper, CacheNotReadyError
+from actors.description import identity_of
 from actors.replica import Replica
+from cache_service.access import CacheAccess
 from cache_service.keeper.admin import CacheAdmin
 from cache_service.keeper.snapshot import decode_snapshot
+from cache_service.mirror.mirror import MirrorCounts
 from cache_service.namespace import Identity
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
 from configs.slices import CacheOptions, EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams, SpecStats
-from tests import waiting
-from tests.models import llama_config, save_model
+from experiments.faults.redis_process import RedisProcess
+from tests.helpers import waiting
+from tests.helpers.models import llama_config, save_model
 
 eventually = functools.partial(waiting.eventually, timeout_s=30.0)
 TENANTS = ("acme", "umbra", "one", "two", "three", "four", "five", "six")
@@ -45,24 +51,33 @@ class Answer:
         return self.stats.accepted_by_source.get("history", 0)
 
 
-def ask(replica: Replica, name: str, first: int, tenant: str | None, public: bool = True) -> Answer:
-    """The answer to the prompt that begins with a token; all answers are of one length."""
-    prompt = [first, 6, 7, first, 6]
+def request(name: str, first: int, tenant: str | None, public: bool = True) -> Request:
+    """The prompt that begins with a token; all answers are of one length."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    return Request(name, [first, 6, 7, first, 6], params, tenant=tenant, public=public)
 
-    async def collect() -> Answer:
-        outputs = [output async for output in replica.generate(Request(name, prompt, params, tenant=tenant, public=public))]
-        assert outputs[-1].stats is not None, outputs[-1].error
-        return Answer([token for output in outputs for token in output.token_ids], outputs[-1].stats)
 
-    return asyncio.run(collect())
+async def stream(replica: Replica, asked: Request, on_tokens: Callable[[int], None] = lambda number: None) -> Answer:
+    """Reads an answer to its end."""
+    async for output in replica.generate(asked):
+        on_tokens(len(output.token_ids))
+    assert output.stats is not None, output.error
+    return Answer(asked.output_ids.tolist(), output.stats)
+
+
+def ask(replica: Replica, name: str, first: int, tenant: str | None, public: bool = True) -> Answer:
+    return asyncio.run(stream(replica, request(name, first, tenant, public)))
+
+
+def counts(replica: Replica) -> MirrorCounts:
+    found = replica.describe().cache
+    assert found is not None
+    return found
 
 
 def applied(replica: Replica) -> int:
     """Tokens that have come from Redis, own ones included."""
-    counts = replica.describe().cache
-    assert counts is not None
-    return counts.applied_tokens
+    return counts(replica).applied_tokens
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +130,7 @@ class Cluster:
     def _identity(self) -> Identity | None:
         if not self._replicas:
             return None
-        info = self._replicas[0].describe().info
-        return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size)
+        return identity_of(self._replicas[0].describe().info)
 
     def _ready(self) -> bool:
         try:
@@ -205,3 +219,87 @@ def test_all_tenants_draft_from_the_public_corpus_unless_they_do_not_want_to(clu
     assert all(answer.tokens == document for answer in (off, *others))
     texts = dict.fromkeys(TENANTS, 0) | {"acme": 1, "umbra": 1, "*": 1}  # nothing of a tenant is in the corpus
     eventually(lambda: {entry.tenant: entry.texts for entry in cluster.admin.stats()} == texts)
+
+
+# ---- Redis fails ----------------------------------------------------------------------------------------------------------
+
+PROMPTS, FIRST = 25, 10  # each prompt goes to two replicas; the token that the first begins with, the others count on from it
+FAULTS: dict[str, tuple[Callable[[RedisProcess], None], Callable[[RedisProcess], None], str]] = {
+    "killed": (RedisProcess.kill, RedisProcess.start, "connection"),
+    "paused": (RedisProcess.pause, RedisProcess.resume, "timeout"),
+    "full": (RedisProcess.fill, RedisProcess.make_room, "full"),
+}
+
+
+def known_of(replica: Replica, tenant: str) -> int:
+    """Tokens that a replica knows of a tenant's outputs."""
+    memory = replica._engine.memory
+    assert memory is not None
+    history = memory._by_tenant.get(tenant)  # ``of`` would make it, beside the engine's thread
+    return 0 if history is None else history.num_tokens
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with RedisProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def replicas(model: ModelOptions, redis: RedisProcess) -> Iterator[list[Replica]]:
+    """Two that share, through all faults of this file."""
+    options = CacheOptions(flush_s=0.005, timeout_s=0.2, retry_s=0.1)
+    access = CacheAccess(options, redis.url, b"secret", (*FAULTS, *(f"after {fault}" for fault in FAULTS)))
+    made = [Replica(model, EngineOptions(max_running=4), AUTO, access) for _ in range(2)]
+    yield made
+    for replica in made:
+        replica.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Replica) -> dict[int, list[int]]:
+    """What greedy decoding answers, one request at a time, by the first token of the prompt."""
+    found = {first: ask(plain, f"plain-{first}", first, "nobody").tokens for first in range(FIRST, FIRST + PROMPTS)}
+    assert len({tuple(tokens) for tokens in found.values()}) > PROMPTS // 2
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_middle_of_fifty_streams(
+    redis: RedisProcess, replicas: list[Replica], expected: dict[int, list[int]], fault: str
+) -> None:
+    breaks, mends, kind = FAULTS[fault]
+    asked = [request(f"{fault}-{number}", FIRST + number % PROMPTS, fault) for number in range(2 * PROMPTS)]
+    before = [counts(replica) for replica in replicas]
+    emitted, broken_at = 0, 0
+
+    def count(number: int) -> None:
+        nonlocal emitted, broken_at
+        emitted += number
+        if not broken_at and emitted > PROMPTS * TOKENS * 0.8:  # of twice as many
+            breaks(redis)
+            broken_at = emitted
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(stream(replicas[number // PROMPTS], one, count) for number, one in enumerate(asked)))
+
+    asyncio.run(ask_all())
+    assert 0 < broken_at < emitted == 2 * PROMPTS * TOKENS
+    assert [one.output_ids.tolist() for one in asked] == [expected[int(one.prompt_ids[0])] for one in asked]
+    for replica, earlier in zip(replicas, before, strict=True):
+        eventually(lambda replica=replica, earlier=earlier: counts(replica).opened > earlier.opened)  # type: ignore[misc]
+        assert counts(replica).failures[kind] > earlier.failures.get(kind, 0)
+        assert counts(replica).published_tokens > earlier.published_tokens
+        replica.check_health()
+
+    mends(redis)
+    for replica in replicas:
+        eventually(lambda replica=replica: counts(replica).connected and counts(replica).outbox_bytes == 0)  # type: ignore[misc]
+        assert counts(replica).breaker == "closed" and counts(replica).dropped_tokens == 0
+    a, b = replicas
+    first = ask(a, f"{fault}-a", FIRST, f"after {fault}")
+    assert first.from_others == 0
+    eventually(lambda: known_of(b, f"after {fault}") >= TOKENS)  # its counters also move for what waited meanwhile
+    second = ask(b, f"{fault}-b", FIRST, f"after {fault}")
+    assert second.from_others > TOKENS // 2
+    assert first.tokens == second.tokens == expected[FIRST]

@@ -1,18 +1,19 @@
-"""A real Redis for the tests of a file, empty for each."""
+"""A real Redis for all tests: empty for those that look into it as a whole, a prefix each for the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
 
 from cache_service.store.embedded import EmbeddedRedis
 from cache_service.store.redis_store import RedisStore
-from experiments.redis_process import RedisProcess
+from experiments.faults.redis_process import RedisProcess
+from tests.helpers.shared_memory import Cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[EmbeddedRedis]:
     """The server, which nobody stops."""
     with EmbeddedRedis.start() as embedded:
@@ -34,6 +35,20 @@ def store(server: EmbeddedRedis, raw: redis.Redis) -> Iterator[RedisStore]:
     opened = RedisStore(server.url, "outrider", 2.0)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def make(server: EmbeddedRedis) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters, of that server where no other address is given."""
+    made: list[Cluster] = []
+
+    def build(url: str = server.url, **options: object) -> Cluster:
+        made.append(Cluster(url, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for cluster in made:
+        cluster.close()
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_service.keeper.snapshot import decode_snapshot, encode_snapshot
+from cache_service.mirror.inbox import Inbox
 from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.texts import Admitted, Ledger, TenantTexts
-from decoding.sources.history import History
+from decoding.sources.history import Histories
 
 VOCAB = 500
 LENGTH = 24  # of a text; its first token tells which it is
@@ -25,17 +26,16 @@ class Mirror:
     """What a mirror does with a stream, without the threads."""
 
     def __init__(self) -> None:
-        self.ledger, self.history, self.cursor = Ledger(), History(1 << 12), 0
+        self.ledger, self.cursor = Ledger(), 0
+        memory = Histories(1 << 12)
+        history = memory.of("t")
+        assert history is not None
+        self.history, self.inbox = history, Inbox(memory)
 
-    def apply(self, admitted: Admitted) -> None:
-        if admitted.cleared:
-            self.history.clear(dead=True)
-        for request in admitted.removed:
-            self.history.remove_request(request)
-        for text in admitted.evicted:
-            self.history.remove(text)
-        for delta in admitted.deltas:
-            self.history.extend(delta.text, delta.offset, delta.tokens, delta.final)
+    def apply(self, admitted: Admitted, reload: bool = False) -> None:
+        self.inbox.put("t", admitted, reload)
+        while self.inbox.apply(1 << 20):
+            pass
 
     def read(self, stream: list[bytes], count: int) -> None:
         for data in stream[self.cursor : self.cursor + count]:
@@ -46,8 +46,7 @@ class Mirror:
         decoded = decode_snapshot(snapshot)
         admitted = self.ledger.admit_snapshot(decoded)
         if admitted is not None:
-            self.history.clear(dead=admitted.cleared)
-            self.apply(admitted)
+            self.apply(Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=True)
             self.cursor = int(decoded.stream_id.split("-")[1])
 
     def kept(self) -> Kept:

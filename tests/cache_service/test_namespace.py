@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from cache_service.namespace import Identity, hash_key, namespace
+from cache_service.namespace import hash_key, namespace
 
 SECRET = b"of the cluster"
 FIELDS = ("acme", "a1b2", "c3d4")
@@ -59,7 +59,3 @@ def test_hash_key() -> None:
     assert hash_key("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4, example
     assert hash_key("abc") != hash_key("abc ")
     assert hash_key("é") == "sha256:" + hashlib.sha256(b"\xc3\xa9").hexdigest()
-
-
-def test_identity_is_a_value() -> None:
-    assert Identity("a1b2", "c3d4", 100) == Identity("a1b2", "c3d4", 100) != Identity("a1b2", "c3d4", 101)

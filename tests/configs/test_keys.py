@@ -37,29 +37,6 @@ def test_a_key_is_required_unless_only_this_machine_reaches_the_server(overrides
     assert key_is_required(server.require_key, server.host) is required
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["server.host=0.0.0.0"], "other machines reach server.host '0.0.0.0', and no tenant has an API key"),
-        (["server.host=0.0.0.0", "tenancy.tenants.acme.cache_mib=1"], "server.require_key=false"),
-        (["server.require_key=true"], "server.require_key is true, and no tenant has an API key"),
-        (["server.require_key=true", KEYED, "tenancy.anonymous=local"], "tenancy.anonymous=null"),
-        (["server.require_ky=true"], "did you mean server.require_key?"),
-        (["server.max_queued=0"], "server.max_queued is 0; allowed: 1 to"),
-        (["limits.requests_per_minute=0"], "limits.requests_per_minute is 0; allowed: 1 to"),
-        (["limits.request_timeout_s=0"], "limits.request_timeout_s is 0.0; allowed: 0.01 to"),
-        (["limits.max_request_bytes=1"], "limits.max_request_bytes is 1; allowed: 1024 to"),
-        (["limits.token_per_minute=5"], "did you mean limits.tokens_per_minute?"),
-        (["tenancy.tenants.acme.max_concurrent=0"], "tenancy.tenants.acme.max_concurrent is 0; allowed: 1 to"),
-        (["tenancy.tenants.acme.max_concurent=1"], "did you mean tenancy.tenants.acme.max_concurrent?"),
-    ],
-)
-def test_mistakes(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
-    assert said in str(caught.value)
-
-
 def test_the_file_and_the_section_add_up(tmp_path: Path) -> None:
     section = write(
         tmp_path,

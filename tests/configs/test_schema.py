@@ -43,66 +43,9 @@ def test_later_override_wins() -> None:
     assert load_config(None, ["server.port=9001", "server.port=9002"]).server.port == 9002
 
 
-@pytest.mark.parametrize(
-    ("override", "nearest"),
-    [
-        ("server.prot=1", "server.port"),
-        ("model.pth=x", "model.path"),
-        ("port=1", "server.port"),
-        ("redis_ulr=x", "redis_url"),
-        ("engine.max_runing=2", "engine.max_running"),
-        ("sever.port=1", "server.port"),
-        ("max_draft_token=1", "speculation.max_draft_tokens"),
-    ],
-)
-def test_unknown_key_names_the_nearest(override: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown key .*; did you mean {nearest}\?"):
-        load_config(None, [override])
-
-
-def test_unknown_key_without_a_neighbour_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key zzzz; known keys: model\.path, .*redis_url"):
-        load_config(None, ["zzzz=1"])
-
-
 def test_unknown_key_in_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key model\.dtyp; did you mean model\.dtype\?"):
         load_config(write(tmp_path, "model:\n  dtyp: float32\n"))
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("model.dtype=int3", ["model.dtype is 'int3'", "'float32'", "'bfloat16'"]),
-        ("server.port=http", ["server.port is 'http'", "a valid integer"]),
-        ("server.port=70000", ["server.port is 70000", "1 to 65535"]),
-        ("server.replicas=0", ["server.replicas is 0", "1 to"]),
-        ("engine.max_running=[1]", ["engine.max_running is a list", "a valid integer"]),
-        ("server.port.x=1", ["server.port is a mapping", "a valid integer"]),
-        ("model=x", ["model is a section", "model.path=x"]),
-        ("model.path", ["'model.path' is not of the form key=value"]),
-        ("=3", ["'=3' is not of the form key=value"]),
-        ("model.path={", ["model.path", "not a yaml value"]),
-        ("parallelism.mode=lade", ["parallelism.mode is 'lade'", "'none'", "'lookahead'"]),
-        ("parallelism.world_size=0", ["parallelism.world_size is 0; allowed: 1 to 64, or auto"]),
-        ("parallelism.world_size=65", ["parallelism.world_size is 65; allowed: 1 to 64, or auto"]),
-        ("parallelism.world_size=two", ["parallelism.world_size is 'two'; allowed: 1 to 64, or auto"]),
-        ("parallelism.world_size=1.5", ["parallelism.world_size is 1.5; allowed: 1 to 64, or auto"]),
-        ("parallelism.rank_timeout_s=0.1", ["parallelism.rank_timeout_s is 0.1", "0.2 to 100"]),
-        ("parallelism.rank_timeout_s=61", ["parallelism.step_timeout_s is 60.0", "at least parallelism.rank_timeout_s", "61"]),
-        ("parallelism.check_steps=0", ["parallelism.check_steps is 0", "1 to"]),
-        ("speculation.strategies=llma", ["speculation.strategies is 'llma'", "allowed: a list"]),
-        ("speculation.strategies=[llma, 3]", ["speculation.strategies.1 is 3", "allowed: a valid string"]),
-        ("parallelism.placement=pack", ["parallelism.placement is 'pack'", "'STRICT_PACK'"]),
-    ],
-)
-def test_wrong_value_names_key_given_and_allowed(override: str, said: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in said:
-        assert part in message
 
 
 def test_further_strategies(tmp_path: Path) -> None:
@@ -133,11 +76,6 @@ def test_groups_of_a_nodes_replicas_are_not_placed() -> None:
     assert load_config(None, overrides).parallelism.placement == "SPREAD"  # without a mode nothing is placed
     with pytest.raises(ConfigError, match=r"parallelism\.placement is SPREAD and parallelism\.world_size is auto"):
         load_config(None, [*overrides, "parallelism.mode=lookahead"])
-
-
-def test_every_mistake_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"server\.port is 'a'.*; server\.replicas is 'b'"):
-        load_config(None, ["server.port=a", "server.replicas=b"])
 
 
 @pytest.mark.parametrize(
@@ -253,36 +191,6 @@ def test_anonymous_is_checked_without_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("tenancy.tenants.acme.keyz=[]", "unknown key tenancy.tenants.acme.keyz; did you mean tenancy.tenants.acme.keys?"),
-        ("tenancy.tenants.acme.cache_mb=1", "did you mean tenancy.tenants.acme.cache_mib?"),
-        ("tenancy.anonimous=x", "did you mean tenancy.anonymous?"),
-        ("cache.ttl=1", "did you mean cache.ttl_s?"),
-        ("tenancy.tenants.acme.cache_mib=0", "tenancy.tenants.acme.cache_mib is 0.0; allowed: 0.001 to"),
-        ("tenancy.tenants.a/b.cache_mib=1", "tenancy.tenants: 'a/b' cannot name a tenant"),
-        ("tenancy.tenants.*.cache_mib=1", "tenancy.tenants: '*' cannot name a tenant"),
-        (f"tenancy.tenants.{'n' * 65}.cache_mib=1", "cannot name a tenant"),
-        ("tenancy.anonymous='*'", "tenancy.anonymous: '*' cannot name a tenant"),
-        ("tenancy.anonymous=..", "tenancy.anonymous: '..' cannot name a tenant"),
-        ("tenancy.anonymous=''", "tenancy.anonymous: '' cannot name a tenant"),
-        ("cache.ttl_s=0", "cache.ttl_s is 0.0; allowed: 1 to"),
-        ("cache.half_life_s=.nan", "cache.half_life_s is nan"),
-        ("cache.outbox_mib=.inf", "cache.outbox_mib is inf"),
-        ("cache.flush_s=-1", "cache.flush_s is -1.0"),
-        ("cache.services=0", "cache.services is 0; allowed: 1 to"),
-        ("cache.prefix='{x}'", "cache.prefix is '{x}'; allowed: 1 to 64 characters"),
-        ("cache.prefix=''", "cache.prefix is ''"),
-    ],
-)
-def test_mistakes_in_cache_and_tenancy(override: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "value", ["outrider-abc", "[outrider-abc]", f"[{HASH}, {HASH.upper()}-outrider-abc]", "[[outrider-abc]]"]
 )
 @pytest.mark.parametrize("key", ["tenancy.tenants.acme.keys", "tenancy.admin_keys"])
@@ -341,18 +249,3 @@ OPEN = ["server.host=0.0.0.0", "server.require_key=false"]
 def test_names_of_the_server(settings: list[str], public: set[str] | None, operators: set[str] | None) -> None:
     server = load_config(None, settings).server
     assert (allowed_names(server, server.host), admin_names(server)) == (public, operators)
-
-
-@pytest.mark.parametrize(
-    ("setting", "word"),
-    [
-        ("server.allowed_hosts=['http://x']", "without scheme"),
-        ("server.allowed_hosts=['x:80']", "without scheme and port"),
-        ("limits.max_upload_bytes=5000", "limits.max_request_bytes, which is 8388608"),
-        ("limits.max_key_upload_bytes=5000", "limits.max_request_bytes, which is 8388608"),
-        ("limits.body_timeout_s=0", "0.01"),
-    ],
-)
-def test_bounds_of_what_is_received(setting: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        load_config(None, [setting])

@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def drafted() -> list[list[list[float]]]:
-    """What some drafters propose in a short script, past the end of a small log; the largest tokens overflow 32-bit products."""
+    """What some drafters propose in a short script, and its parts, past the end of a small log.
+
+    The largest tokens overflow 32-bit products.
+    """
     rng = np.random.default_rng(0)
     texts = rng.choice([0, 1, 7, 60_000, 250_000], (3, 70)).tolist()
     found = []
@@ -48,7 +51,9 @@ def drafted() -> list[list[list[float]]]:
                     break
                 drafter.observe(request, tree, known_rows(tree, acceptance), acceptance)
                 (tree,) = drafter.propose([request], [12])
-                found.append([tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist()])
+                half = DraftTree(tree.tokens, tree.parents, tree.sources, (len(tree) + 1) // 2)
+                for part in (tree, *(part.tree for part in half.partition(3))):
+                    found.append([part.tokens.tolist(), part.parents.tolist(), part.sources.tolist(), [part.num_candidates]])
             drafter.finish(request)
     return found
 
@@ -56,7 +61,14 @@ def drafted() -> list[list[list[float]]]:
 def python(program: str, **environment: str) -> str:
     """What a program prints."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning:decoding.budget.partition", "-c", program],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +80,7 @@ def test_plain_python_proposes_the_same_trees() -> None:
         f"import runpy; runpy.run_path({str(Path(__file__))!r}, run_name='__main__')"
     )
     plain = json.loads(python(program))
-    assert plain == drafted() and len(plain) > 50 and any(len(tree[0]) > 10 for tree in plain)
+    assert plain == drafted() and len(plain) > 200 and any(len(tree[0]) > 10 for tree in plain)
 
 
 @pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.drafters import SOURCES, Drafter, build_drafter
-from decoding.drafters.base import TargetRows
+from decoding.budget.latency import StepLoad
+from decoding.drafters import build_drafter
+from decoding.drafters.base import Drafter, TargetRows
 from decoding.replay import KnownText, ReplayCounts, known_rows, replay_workload
 from decoding.request import Acceptance, Request
-from decoding.tree import DraftTree
+from decoding.tree import SOURCES, DraftTree
 
 LLMA = SOURCES.index("llma")
 VOCAB = 50
@@ -30,7 +31,7 @@ class Scripted(Drafter):
     def __init__(self, script: dict[int, list[int] | DraftTree]) -> None:
         self.script, self.calls = script, []
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         (request,), (budget,) = requests, budgets
         self.calls.append(("propose", request.num_output, budget))
         draft = self.script.get(request.num_output, [])
@@ -77,12 +78,7 @@ def test_the_right_branch_of_a_tree_is_followed_and_rows_beside_it_stay_unknown(
 class Wide(Scripted):
     """Drafts as many wrong branches as there are ranks, and the right one last."""
 
-    ranks = 1
-
-    def scale(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         (request,), (budget,) = requests, budgets
         self.calls.append(("propose", request.num_output, budget))
         tokens = np.array([request.root, *range(40, 39 + self.ranks), request.root + 1], np.int32)

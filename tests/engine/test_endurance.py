@@ -17,8 +17,8 @@ from decoding.request import FinishReason
 from engine.engine import Engine
 from engine.executor import Executor, LocalExecutor
 from engine.forward.runner import ModelRunner
-from tests.models import llama_config, save_model
-from tests.traffic import FailingExecutor, Rush, Watch, make_cases
+from tests.helpers.models import llama_config, save_model
+from tests.helpers.traffic import FailingExecutor, Rush, Watch, make_cases
 
 RUNNING = 6
 HISTORY_TOKENS = 4096  # of a tenant: full soon, so that most of the time old texts make room

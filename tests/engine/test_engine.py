@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import DogeConfig, GptOssConfig, Phi3Config, PreTrainedConfig, PreTrainedTokenizerFast, Qwen2MoeConfig
 
@@ -18,16 +18,17 @@ from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, Re
 from engine.executor import Verifier
 from engine.loading.model import load_model
 from engine.text.detokenizer import Detokenizer
-from tests.models import END, VOCAB, llama_config, save_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(Path(tmp_path_factory.mktemp("model")), llama_config()))
+from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 
 def load(folder: str, strategy: str = "llma", **options: Any) -> Engine:
-    return Engine.load(ModelOptions(folder, dtype="float64"), EngineOptions(**options), SpeculationOptions(strategy))
+    return Engine.load(ModelOptions(folder, dtype="float32"), EngineOptions(**options), SpeculationOptions(strategy))
+
+
+@cache
+def shared(folder: str, strategy: str = "llma") -> Engine:
+    """For tests that leave no request in it."""
+    return load(folder, strategy)
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[StepOutput]]:
@@ -69,7 +70,7 @@ def test_what_the_executor_knows_of_a_request_ends_with_it(folder: str) -> None:
 
 def test_last_output_carries_reason_and_counters(folder: str) -> None:
     request = Request("a", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
-    outputs = run(load(folder), request)["a"]
+    outputs = run(shared(folder), request)["a"]
     assert [o.finish_reason for o in outputs[:-1]] == [None] * (len(outputs) - 1)
     assert outputs[-1].finish_reason is FinishReason.LENGTH and outputs[-1].stats is request.stats
     emitted = [token for output in outputs for token in output.token_ids]
@@ -82,28 +83,28 @@ def test_last_output_carries_reason_and_counters(folder: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
 def test_every_end_token_ends_the_output_and_belongs_to_it(folder: str, strategy: str) -> None:
-    whole = greedy(load(folder, strategy)).output_ids.tolist()
+    whole = greedy(shared(folder, strategy)).output_ids.tolist()
     for at in (0, 3, 17):
         first = whole.index(whole[at])
-        ended = greedy(load(folder, strategy), stop_token_ids=(VOCAB + 5, whole[at]))
+        ended = greedy(shared(folder, strategy), stop_token_ids=(VOCAB + 5, whole[at]))
         assert ended.output_ids.tolist() == whole[: first + 1]
         assert ended.finish_reason is FinishReason.STOP
 
 
 def test_the_models_own_end_tokens_are_all_of_its_list(tmp_path: Path, folder: str) -> None:
-    whole = greedy(load(folder)).output_ids.tolist()
+    whole = greedy(shared(folder)).output_ids.tolist()
     model_folder = save_model(tmp_path / "model", llama_config())
     config = model_folder / "generation_config.json"
     config.write_text(config.read_text().replace('"eos_token_id": 0', f'"eos_token_id": [0, {whole[6]}]'))
     engine = load(str(model_folder))
     assert engine.info.eos_token_ids == (0, whole[6])
     assert greedy(engine, ignore_eos=False).output_ids.tolist() == whole[: whole.index(whole[6]) + 1]
-    assert greedy(load(str(model_folder))).output_ids.tolist() == whole
+    assert greedy(engine).output_ids.tolist() == whole
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma"])
 def test_stop_string_ends_text_and_usage_at_the_token_that_completes_it(folder: str, strategy: str) -> None:
-    engine = load(folder, strategy)
+    engine = shared(folder, strategy)
     assert engine.tokenizer is not None
     whole = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)))["a"]
     ids = [token for output in whole for token in output.token_ids]
@@ -119,15 +120,15 @@ def test_stop_string_ends_text_and_usage_at_the_token_that_completes_it(folder: 
 
 
 def test_max_tokens_is_exact_at_every_length(folder: str) -> None:
-    whole = greedy(load(folder)).output_ids.tolist()
-    engine = load(folder)
+    engine = shared(folder)
+    whole = greedy(engine).output_ids.tolist()
     for length in range(1, 12):
         request = greedy(engine, max_tokens=length)
         assert request.output_ids.tolist() == whole[:length] and request.finish_reason is FinishReason.LENGTH
 
 
 def test_the_whole_context_can_be_used(folder: str) -> None:
-    engine = load(folder)
+    engine = shared(folder)
     request = Request("a", [7] * 250, SamplingParams(max_tokens=6, ignore_eos=True))
     run(engine, request)
     assert request.num_tokens == engine.info.max_model_len == 256
@@ -172,47 +173,6 @@ def test_abort_frees_the_slot_at_once(folder: str) -> None:
     assert engine.abort("b") and not engine.has_work and engine.step() == []
 
 
-def test_preempted_requests_give_the_same_output(folder: str) -> None:
-    params = SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)
-    undisturbed = Request("a", PROMPT, params)
-    run(load(folder), undisturbed)
-    engine = load(folder, max_running=1, scheduling_policy="priority")
-    slow = Request("slow", PROMPT, params, priority=1)
-    engine.add(slow)
-    for number in range(3):
-        for _ in range(6):
-            engine.step()
-        engine.add(Request(f"urgent{number}", [number + 1, 2], SamplingParams(max_tokens=2, ignore_eos=True), priority=0))
-    while engine.has_work:
-        engine.step()
-    assert slow.stats.preemptions >= 2
-    assert slow.output_ids.tolist() == undisturbed.output_ids.tolist()
-
-
-def test_chunked_prefill_gives_the_same_output(folder: str) -> None:
-    prompt = torch.randint(1, VOCAB, (200,), generator=torch.Generator().manual_seed(3)).tolist()
-    outputs = []
-    for step_tokens in (512, 16, 37):
-        engine = load(folder, max_step_tokens=step_tokens)
-        request = Request("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
-        run(engine, request, Request("b", PROMPT, SamplingParams(max_tokens=30, ignore_eos=True)))
-        outputs.append(request.output_ids.tolist())
-    assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_fail_all_ends_every_request_and_leaves_a_working_engine(folder: str) -> None:
-    engine = load(folder, max_running=1)
-    for name in "ab":
-        engine.add(Request(name, PROMPT, SamplingParams(max_tokens=40)))
-    engine.step()
-    outputs = engine.fail_all("the device is gone")
-    assert {(o.request_id, o.finish_reason, o.error) for o in outputs} == {
-        (n, FinishReason.ERROR, "the device is gone") for n in "ab"
-    }
-    assert not engine.has_work and engine.counts().free_slots == 1
-    assert greedy(engine, max_tokens=4).num_output == 4
-
-
 def test_a_sequence_that_the_stream_decoder_refuses_has_a_text(tmp_path: Path) -> None:
     """As with Llama 2 and Gemma: a byte that is no character behind one that is, and then a token that is no byte."""
     folder = save_model(tmp_path, llama_config())
@@ -234,7 +194,7 @@ def test_a_sequence_that_the_stream_decoder_refuses_has_a_text(tmp_path: Path) -
 def test_an_error_of_one_request_ends_that_one_alone(
     folder: str, monkeypatch: pytest.MonkeyPatch, part: tuple[type, str]
 ) -> None:
-    engine = load(folder)
+    engine = shared(folder)
     sampled = {"max_tokens": 20, "temperature": 0.7, "ignore_eos": True}
     alone = greedy(engine, **sampled).output_ids.tolist()
     others = [Request(f"other {number}", PROMPT, SamplingParams(**sampled)) for number in range(2)]  # type: ignore[arg-type]
@@ -264,7 +224,7 @@ def test_an_error_of_one_request_ends_that_one_alone(
 
 
 def test_a_request_that_cannot_be_begun_leaves_no_trace(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(folder)
+    engine = shared(folder)
 
     def fails(self: Detokenizer, token: int) -> tuple[str, bool]:
         raise RuntimeError("nothing begins")
@@ -279,29 +239,18 @@ def test_a_request_that_cannot_be_begun_leaves_no_trace(folder: str, monkeypatch
 
 
 def test_models_that_cannot_be_served_are_refused_in_one_line(tmp_path: Path, folder: str) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{not json")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    weightless = save_model(tmp_path / "weightless", llama_config())
-    (weightless / "model.safetensors").write_bytes(b"no weights")
-    bloom = tmp_path / "bloom"
-    bloom.mkdir()
-    (bloom / "config.json").write_text('{"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}')
-    mamba = tmp_path / "mamba"
-    mamba.mkdir()
-    (mamba / "config.json").write_text('{"model_type": "mamba"}')
-    encoder = tmp_path / "encoder"
-    encoder.mkdir()
-    (encoder / "config.json").write_text('{"model_type": "vit"}')
-    cases = [
-        ("/no/such/folder", "does not exist"),
-        (str(broken), "broken"),
-        (str(empty), "empty"),
-        (str(weightless), "weightless"),
-    ]
-    cases += [(str(bloom), "BloomForCausalLM.*AttentionInterface"), (str(mamba), "MambaForCausalLM"), (str(encoder), "vit")]
+    configs = {
+        "broken": "{not json", "empty": "", "mamba": '{"model_type": "mamba"}', "vit": '{"model_type": "vit"}',
+        "bloom": '{"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}',
+    }  # fmt: skip
+    for name, content in configs.items():
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "config.json").write_text(content)
+    (save_model(tmp_path / "weightless", llama_config()) / "model.safetensors").write_bytes(b"no weights")
+    cases = [("/no/such/folder", "does not exist")]
+    cases += [(str(tmp_path / name), name) for name in ("broken", "empty", "weightless", "vit")]
+    cases += [(str(tmp_path / "bloom"), "BloomForCausalLM.*AttentionInterface"), (str(tmp_path / "mamba"), "MambaForCausalLM")]
     for path, part in cases:
         with pytest.raises(ModelLoadError, match=part) as raised:
             load_model(ModelOptions(path))
@@ -353,10 +302,3 @@ def test_kv_slots_that_do_not_fit_say_what_to_lower(tmp_path: Path) -> None:
     huge = save_model(tmp_path / "huge", llama_config(max_position_embeddings=2**40))
     with pytest.raises(ModelLoadError, match=r"max_model_len or engine\.max_running"):
         Engine.load(ModelOptions(str(huge)), EngineOptions(), SpeculationOptions())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_all_dtypes_run(folder: str, dtype: str) -> None:
-    engine = Engine.load(ModelOptions(folder, dtype=dtype), EngineOptions(), SpeculationOptions())  # type: ignore[arg-type]
-    assert engine.info.dtype == dtype
-    assert greedy(engine, max_tokens=12).num_output == 12

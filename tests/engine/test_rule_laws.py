@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -10,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.drafters import Drafter, build_drafter
+from decoding.budget.latency import StepLoad
+from decoding.drafters import build_drafter
+from decoding.drafters.base import Drafter
 from decoding.drafters.by_request import ByRequest
 from decoding.request import Request, SamplingParams, SpecStats
 from decoding.sampling.penalties import LogitRules
 from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
 from decoding.tree import DraftTree
-from decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule, Rule
+from decoding.verify.rules import KSeqRule, MjsdRule, RejectionRule
 from decoding.verify.target_probabilities import request_distribution
-from tests.models import SLOTS, VOCAB, TinyModel, engine_over, prepared, run, tiny_model
+from tests.helpers.models import SLOTS, VOCAB, TinyModel, engine_over, prepared, run, tiny_model, tree_of
 
 PROMPT = (5, 9, 5, 31, 7)
 REQUESTS = 800
@@ -45,10 +48,9 @@ class LawDrafter(Drafter):
 
     def __init__(self, sequences: int, gamma: int = 2) -> None:
         self._sequences, self._gamma = sequences, gamma
-        self._rules: dict[str, Rule] = {}
         self.counts = SpecStats()
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         return [self._tree(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def _tree(self, request: Request, budget: int) -> DraftTree:
@@ -65,9 +67,7 @@ class LawDrafter(Drafter):
             drawn.append([tokens[row] for row in path[1:]])
         alone = self._sequences == 1
         rule = RejectionRule([distributions[row] for row in range(gamma)]) if alone else KSeqRule(drawn, rows, distributions)
-        self._rules[request.request_id] = rule
-        n = len(tokens)
-        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(n, np.int8), n)
+        return dataclasses.replace(tree_of(tokens, parents), rule=rule)
 
     @staticmethod
     def _row(tokens: list[int], parents: list[int], parent: int, token: int) -> int:
@@ -79,11 +79,7 @@ class LawDrafter(Drafter):
         parents.append(parent)
         return len(tokens) - 1
 
-    def rule(self, request: Request) -> Rule | None:
-        return self._rules.get(request.request_id)
-
     def finish(self, request: Request) -> None:
-        self._rules.pop(request.request_id, None)
         self.counts.drafted += request.stats.drafted
         self.counts.accepted += request.stats.accepted
 
@@ -143,10 +139,11 @@ def test_a_wrong_draft_law_is_noticed() -> None:
     """The test above has power: with another law than the tokens were drawn from, the texts have not the target's law."""
 
     class Wrong(LawDrafter):
-        def rule(self, request: Request) -> Rule | None:
-            tree_rule = super().rule(request)
-            assert isinstance(tree_rule, RejectionRule)
-            return RejectionRule([(distribution > 0) / (distribution > 0).sum() for distribution in tree_rule._draft_probs])
+        def _tree(self, request: Request, budget: int) -> DraftTree:
+            tree = super()._tree(request, budget)
+            assert isinstance(tree.rule, RejectionRule)
+            tree.rule = RejectionRule([(one > 0) / (one > 0).sum() for one in tree.rule._draft_probs])
+            return tree
 
     texts = outputs(Wrong(1), PLAIN, range(REQUESTS), 3)
     assert p_value(Counter(map(tuple, texts)), joint_law(SamplingParams(**PLAIN)), REQUESTS) < 1e-4  # type: ignore[arg-type]
@@ -168,11 +165,11 @@ def test_rules_of_drawn_drafts_keep_greedy_outputs(sequences: int) -> None:
 class Strict(Drafter):
     """Drafts a chain of which a lossy rule accepts nothing."""
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        return [DraftTree.chain(request.root, [3, 4][:budget]) for request, budget in zip(requests, budgets, strict=True)]
-
-    def rule(self, request: Request) -> Rule | None:
-        return MjsdRule([-1.0, -1.0], 1.0)
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        trees = [DraftTree.chain(request.root, [3, 4][:budget]) for request, budget in zip(requests, budgets, strict=True)]
+        for tree in trees:
+            tree.rule = MjsdRule([-1.0, -1.0], 1.0)
+        return trees
 
 
 def test_rules_are_those_of_the_requests_own_strategy() -> None:

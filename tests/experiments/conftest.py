@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import llama_config, save_model
+from tests.helpers.models import llama_config, save_model
 
 DOCUMENT = "### Documents\n[1] Fox: The quick brown fox jumps over the lazy dog.\n\n"
 CORPUS = (

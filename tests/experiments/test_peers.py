@@ -11,10 +11,11 @@ import pytest
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.goals import Speeds, goals, kinds_of_step, shown, summary
+from experiments.peers.goals import Speeds, goals, summary
 from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, asked, turns_of
-from experiments.readme_tables import markdown
-from experiments.report_tables import peers
+from experiments.report.readme_tables import markdown
+from experiments.report.tables import goals as goal_table
+from experiments.report.tables import peers
 
 TOLD = {"weight_bytes": 50_000_000, "parameters": 110e6}
 
@@ -54,8 +55,9 @@ def test_goals_from_turns() -> None:
         "auto at 1, times our best strategy, worst workload (a, trie)": (0.8, False),
         "auto at 1, share of a step that is not the forward": (0.1, False),
     }
-    assert shown(by_goal["plain at 1, times llama.cpp Q4_1"]).endswith("at least 1.2: no compiler")
-    assert shown(by_goal["plain at 1, times vLLM"]) == "met      plain at 1, times vLLM: at least 2.5: 3 (3 to 3)"
+    shown = markdown(goal_table({"models": {"m": {"goals": rows}}}))
+    assert "| m | plain at 1, times llama.cpp Q4_1: at least 1.2 | no compiler | n/a |" in shown
+    assert "| m | plain at 1, times vLLM: at least 2.5 | 3 (3-3) | yes |" in shown
     found = summary(speeds, ["plain", "vLLM", "auto"], [1, 8])
     assert found["plain"]["1"]["decode_tokens_per_s"] == [100.0] and found["vLLM"]["8"]["all_tokens_per_s"] == [220.0]
     assert found["auto"]["8"]["as_plain"] == found["auto"]["8"]["answers"] == 2
@@ -69,17 +71,6 @@ def test_a_ratio_is_taken_on_the_same_prompts() -> None:
     plain = _turn("plain", 1, 0.1)
     plain["last_s"][1] = 50.0  # of the prompt that transformers was not asked
     assert Speeds([plain, half]).ratios("plain", "transformers", 1, "decode") == [pytest.approx(10.0)]
-
-
-def test_kinds_of_a_step_say_at_which_share_of_the_roof_weights_are_read() -> None:
-    kinds = {"linears": {"1": 6.25, "8": 7.0}, "attention": {"1": 0.5, "8": 0.75}}
-    lines = list(
-        kinds_of_step({"told": TOLD, "step": [{"kinds_ms": kinds, "roof_gb_s": 10.0}, {"kinds_ms": {}, "roof_gb_s": 10.0}]})
-    )
-    assert [line.strip() for line in lines] == [
-        "linears alone: 6.25 ms with 1 row, 7.00 ms with 8; 8.0 GB/s of weights, 80% of the roof",
-        "attention alone: 0.50 ms with 1 row, 0.75 ms with 8",
-    ]
 
 
 def test_turns_stand_side_by_side_and_change_their_order() -> None:
@@ -160,7 +151,7 @@ def test_ours_and_transformers_end_to_end(
     assert found["speeds"]["plain"]["1"]["prefill_tokens_per_s"][0] > 0 and found["roof_gb_s"][0] > 0
     assert found["told"]["weight_bytes"] > 0 and next(tmp_path.glob("*-peers.svg")).stat().st_size
     out = capsys.readouterr()
-    assert "8 rows of a request" in out.out and "n/a      vllm: vllm is not installed" in out.out
+    assert "8 rows of a request" in out.out and "vllm is not installed" in out.out
     assert "round 1: plain at 1, part 1" in out.err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from tests.k8s.manifests import K8S
 
 SCRIPT = K8S / "secrets.sh"
+CERTIFICATE = K8S / "components" / "tls" / "certificate.sh"
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,26 @@ def make_secrets(*options: str) -> Made:
     told = run_script(*options)
     assert told.returncode == 0, told.stderr
     return Made(list(yaml.safe_load_all(told.stdout)), told.stdout, told.stderr)
+
+
+def make_certificate(authority: Path, folder: Path, address: str, *names: str) -> Path:
+    """A pod's certificate, as ``k8s/components/tls`` has it made: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``.
+
+    Args:
+        authority: folder with the keys of the secret outrider-ray-tls.
+        folder: to make.
+        address: of the pod.
+        names: by which others know it, beside ``localhost``.
+    """
+    folder.mkdir(parents=True)
+    environment = {"PATH": os.environ["PATH"], "POD_IP": address}
+    command = [CERTIFICATE, authority, folder, *names]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    return folder
+
+
+def tls_environment(folder: Path) -> dict[str, str]:
+    """What Ray's container is told of the files in a folder."""
+    files = {"RAY_TLS_CA_CERT": "ca.crt", "RAY_TLS_SERVER_CERT": "tls.crt", "RAY_TLS_SERVER_KEY": "tls.key"}
+    return {"RAY_USE_TLS": "1"} | {name: str(folder / file) for name, file in files.items()}

@@ -26,7 +26,9 @@ OVERLAYS = sorted(path.stem for path in (K8S / "rendered").glob("*.yaml"))
 SECRETS: dict[str, set[str]] = {
     "outrider-cache": {"OUTRIDER_CACHE_SECRET", "OUTRIDER_REDIS_PASSWORD"},
     "outrider-gcs-redis": {"password"},
+    "outrider-gcs-redis-tls": {"ca.crt", "tls.crt", "tls.key"},
     "outrider-keys": {"keys.yaml"},
+    "outrider-ray-tls": {"ca.crt", "ca.key"},
     "outrider-ray-token": {"auth_token"},
     "outrider-redis-acl": {"users.acl"},
     "outrider-redis-tls": {"ca.crt", "tls.crt", "tls.key"},
@@ -137,7 +139,7 @@ def pods_of(documents: list[Document]) -> list[Pods]:
         cluster = document["spec"]["rayClusterConfig"]
         found.append(_of_group(f"{title(document)}, head", cluster["headGroupSpec"], "head", 1))
         for group in cluster.get("workerGroupSpecs", ()):
-            count = group.get("replicas", group.get("minReplicas", 0)) * group.get("numOfHosts", 1)
+            count = group.get("replicas", group.get("minReplicas", 0))
             found.append(_of_group(f"{title(document)}, group {group['groupName']}", group, "worker", count))
     return found
 
@@ -214,8 +216,8 @@ def _holds(expression: Document, labels: Mapping[str, str]) -> bool:
 
 
 def behind(documents: list[Document], address: str) -> list[tuple[Pods, int]]:
-    """The pods and their port behind ``HOST:PORT`` of a Service of ours; none when there is no such Service or port."""
-    host, _, port = address.rpartition(":")
+    """The pods and their port behind ``[SCHEME://]HOST:PORT`` of a Service of ours; none when there is no such one."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
     name, *rest = host.split(".")
     service = named(documents, "Service", name)
     if service is None or rest[:1] not in ([], [NAMESPACE]):
@@ -232,7 +234,7 @@ def behind(documents: list[Document], address: str) -> list[tuple[Pods, int]]:
 
 
 def serve_document(documents: list[Document]) -> Document:
-    """What ``serveConfigV2`` says; empty when it is not yaml, which ``checks_serve`` finds."""
+    """What ``serveConfigV2`` says; empty when it is not yaml, which ``serve`` finds."""
     texts = [service["spec"].get("serveConfigV2", "") for service in of_kind(documents, "RayService")]
     return _parsed(texts[0]) if texts else {}
 

@@ -60,14 +60,9 @@ def policy(name: str, path: str, value: Any, fault: str) -> Change:
     return f"NetworkPolicy {name}", f"spec {path}", value, fault
 
 
-def autoscaled(version: str, group: Document, fault: str) -> Change:
-    """The autoscaler is on, and the engines' group has something more."""
-
-    def change(cluster: Document) -> Document:
-        cluster["workerGroupSpecs"][1] |= group
-        return cluster | {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": version}}
-
-    return RAY, CLUSTER, change, fault
+def unused(path: str, *names: str) -> list[Change]:
+    """Fields that no manifest has, each put at a path of the RayService."""
+    return [(RAY, f"{path} {name}", "x", f"'{name}' was unexpected") for name in names]
 
 
 def dashboard(query: str) -> Change:
@@ -87,30 +82,34 @@ OF_SCHEMA = [
     (RAY, f"{ENGINE_RAY} imagePullPolciy", "Always", "'imagePullPolciy' was unexpected"),
     (RAY, f"{CLUSTER} headGroupSpecs", {}, "'headGroupSpecs' was unexpected"),
     (RAY, f"{HEAD} rayStartParams num-cpus", 0, "0 is not of type 'string'"),
+    (RAY, f"{ENGINE} rayStartParams num-gpus", 8, "8 is not of type 'string'"),
     (RAY, "spec upgradeStrategy type", "InPlace", "'InPlace' is not one of"),
-    (RAY, "spec serviceUnhealthySecondThreshold", 300, "'serviceUnhealthySecondThreshold' was unexpected"),
     (RAY, f"{API} groupName", GONE, "'groupName' is a required property"),
     (REDIS, "spec replicas", "one", "'one' is not of type 'integer'"),
     (REDIS, f"{CACHE} readinessProbe exec cmd", ["true"], "'cmd' was unexpected"),
     (REDIS, "spec template spec hostnameOverride", "redis", "(Kubernetes 1.31)"),
-    ("PodDisruptionBudget outrider-api", "apiVersion", "policy/v1beta1", "no kind policy/v1beta1/PodDisruptionBudget"
-    ),
+    ("PodDisruptionBudget outrider-api", "apiVersion", "policy/v1beta1", "no kind policy/v1beta1/PodDisruptionBudget"),
     ("NetworkPolicy dns", "spec egress 0 port", 53, "'port' was unexpected"),
     ("PodMonitor outrider", "spec podMetricsEndpoints 0 interval", "15 seconds", "does not match"),
-    ("PrometheusRule outrider", "spec groups 0 rules 0 record", "name", "is valid under each of"),
+    ("PrometheusRule outrider", "spec groups 0 rules 0 record", "name", "'record' was unexpected"),
+    # What KubeRay refuses in a RayService, beside what is used, or unless a feature gate is on; or reads no more.
+    *unused("spec", "serviceUnhealthySecondThreshold"),
+    *unused(CLUSTER, "networkPolicy", "tlsOptions", "historyServerOptions", "upgradeStrategy", "autoscalerOptions"),
+    *unused(f"{CLUSTER} authOptions", "enableK8sTokenAuth"),
+    *unused(f"{CLUSTER} gcsFaultToleranceOptions", "backend", "storage", "externalStorageNamespace", "redisUsername"),
+    *unused(HEAD, "headService", "resources"),
+    *unused(f"{HEAD} rayStartParams", "redis-password", "redis-username", "labels"),
+    *unused(ENGINE, "suspend", "idleTimeoutSeconds", "priority", "numOfHosts"),
+    (RAY, f"{CLUSTER} enableInTreeAutoscaling", True, "True is not one of [False]"),
+    (RAY, "spec upgradeStrategy type", "NewClusterWithIncrementalUpgrade", "is not one of"),
 ]
 OF_VALUES = [
     (RAY, f"{ENGINE_RAY} resources limits memory", "256GiB", "'256GiB', which is no quantity"),
     (RAY, f"{API_RAY} resources requests cpu", "8", "requests cpu 8, above its limit of 4"),
-    (RAY,
-        f"{ENGINE_RAY} resources requests nvidia.com/gpu",
-        "4",
-        "devices are whole, and requested as limited",
-    ),
+    (RAY, f"{ENGINE_RAY} resources requests nvidia.com/gpu", "4", "devices are whole, and requested as limited"),
     (RAY, f"{ENGINE_RAY} resources limits gpu", "8", "gpu is no resource"),
     (RAY, f"{API_RAY} imagePullPolicy", "Now", "imagePullPolicy is 'Now'; allowed: Always"),
-    (RAY, f"{ENGINE_POD} topologySpreadConstraints 0 whenUnsatisfiable", "Never", "'Never'; allowed: DoNotSchedule"
-    ),
+    (RAY, f"{ENGINE_POD} topologySpreadConstraints 0 whenUnsatisfiable", "Never", "'Never'; allowed: DoNotSchedule"),
     (RAY, f"{ENGINE_POD} tolerations 0 operator", "In", "operator is 'In'; allowed: Equal, Exists"),
     (RAY, f"{API_POD} volumes 2 emptyDir sizeLimit", "2 Gi", "sizeLimit is '2 Gi', which is no quantity"),
     (REDIS, "spec volumeClaimTemplates 0 spec resources requests storage", "ten", "'ten', which is no quantity"),
@@ -128,50 +127,21 @@ OF_VALUES = [
 ]
 OF_KUBERAY = [
     (RAY, f"{HEAD} rayStartParams num-cpus", "4", 'num-cpus must be "0"'),
-    (RAY, f"{HEAD} rayStartParams num-cpus", 0, "num-cpus is 0, not a string"),
-    (RAY, f"{HEAD} rayStartParams redis-password", "x", "rayStartParams.redis-password is refused"),
-    (RAY, f"{HEAD} rayStartParams redis-username", "x", "redis-username and REDIS_USERNAME are refused"),
-    (RAY, f"{HEAD} rayStartParams labels", "a=b", "rayStartParams.labels is refused"),
-    (RAY, f"{HEAD} resources", {"CPU": "4"}, "resources and rayStartParams.num-cpus exclude each other"),
-    (RAY, f"{HEAD} headService", {"metadata": {"name": "head"}}, "headService.metadata.name is refused"),
     (RAY, f"{HEAD_RAY} ports 1", GONE, "ports: no dashboard"),
     (RAY, f"{HEAD} template metadata labels app.kubernetes.io/name", "outrider", "leave it out"),
-    (RAY, f"{HEAD_RAY} env 0", {"name": "RAY_REDIS_ADDRESS", "value": "redis:6379"}, "RAY_REDIS_ADDRESS in the env"
-    ),
+    (RAY, f"{HEAD_RAY} env 0", {"name": "RAY_REDIS_ADDRESS", "value": "redis:6379"}, "RAY_REDIS_ADDRESS in the environment"),
     ("ConfigMap outrider-env", "data REDIS_PASSWORD", "x", "REDIS_PASSWORD in the environment is refused"),
+    ("ConfigMap outrider-env", "data REDIS_USERNAME", "x", "REDIS_USERNAME in the environment is refused"),
     ("ConfigMap outrider-env", "data RAY_enable_autoscaler_v2", "1", "refused without enableInTreeAutoscaling"),
     (RAY, "metadata annotations", {"ray.io/ft-enabled": "true"}, "annotation ray.io/ft-enabled is refused"),
     (RAY, "metadata annotations", {"ray.io/initializing-timeout": "ten"}, "is no positive duration"),
     (RAY, "metadata name", "outrider-" + "x" * 39, "at most 47"),
     (RAY, "metadata name", "8xa100", "beginning with a letter"),
-    (RAY, f"{CLUSTER} gcsFaultToleranceOptions backend", "rocksdb", "GCSFaultToleranceEmbeddedStorage"),
-    (RAY, f"{CLUSTER} gcsFaultToleranceOptions storage", {"size": "1Gi"}, "needs redisAddress, and no storage"),
-    (RAY, f"{CLUSTER} gcsFaultToleranceOptions externalStorageNamespace", "x", "would share it"),
     (RAY, f"{CLUSTER} rayVersion", "2.51.1", "token needs rayVersion 2.52.0"),
-    (RAY, f"{CLUSTER} authOptions enableK8sTokenAuth", True, "enableK8sTokenAuth is refused"),
-    (RAY, f"{CLUSTER} networkPolicy", {"mode": "DenyAll"}, "feature gate RayClusterNetworkPolicy"),
-    (RAY, f"{CLUSTER} tlsOptions", {"enabled": True}, "feature gate RayClusterMTLS"),
-    (RAY, f"{CLUSTER} upgradeStrategy", {"type": "Recreate"}, "rayClusterConfig.upgradeStrategy is refused"),
-    (RAY, "spec upgradeStrategy type", "InPlace", "upgradeStrategy.type is 'InPlace'"),
-    (RAY, "spec upgradeStrategy type", "NewClusterWithIncrementalUpgrade", "needs upgradeStrategy.clusterUpgradeOptions"),
-    (RAY, "spec upgradeStrategy",
-        {
-            "type": "NewClusterWithIncrementalUpgrade",
-            "clusterUpgradeOptions": {
-                "stepSizePercent": 50, "maxSurgePercent": 20, "intervalSeconds": 5, "gatewayClassName": "istio",
-            },
-        },
-        "stepSizePercent (50) <= maxSurgePercent (20)",
-    ),
     (RAY, f"{ENGINE} minReplicas", 2, "minReplicas (2) <= replicas (1) <= maxReplicas (1) does not hold"),
     (RAY, f"{ENGINE} groupName", "api", "two worker groups are named api"),
     (RAY, f"{ENGINE} groupName", "Engine.A100", "group 'Engine.A100': the name is not of a-z"),
     (RAY, f"{API} rayStartParams resources", '{"outrider_api": 1}', "KubeRay needs it in quotes"),
-    (RAY, f"{ENGINE} rayStartParams num-gpus", 8, "num-gpus is 8, not a string"),
-    autoscaled("v2", {"template": {"spec": {"restartPolicy": "Always"}}}, "restartPolicy must be Never"),
-    autoscaled("v2", {"suspend": True}, "engine: suspend is refused"),
-    autoscaled("v1", {"idleTimeoutSeconds": 60}, "engine: idleTimeoutSeconds is for the autoscaler v2"),
-    autoscaled("v1", {"priority": 1}, "engine: priority needs the autoscaler v2"),
 ]
 OF_SERVE = [
     serve("      port: 8000\n      replicas", "      port: 8080\n      replicas", "server.port 0.0.0.0 and 8080"),
@@ -184,8 +154,7 @@ OF_SERVE = [
     serve("  route_prefix: /", "  route_prefixes: /", "unknown key applications.0.route_prefixes"),
     serve(
         "  route_prefix: /", "  deployments: [{name: engine, ray_actor_options: {num_gpu: 1}}]",
-        "unknown key applications.0.deployments.0.ray_actor_options.num_gpu",
-    ),
+        "unknown key applications.0.deployments.0.ray_actor_options.num_gpu"),
     serve("cluster.app:build_app", "cluster.app:build", "import_path cluster.app:build: module 'cluster.app' has no attribute"),
     serve("cluster.app:build_app", "cluster.app:capacity", "is no function of one Config"),
     serve("max_running: 8", "max_runing: 8", "args.engine.max_runing"),
@@ -227,8 +196,7 @@ OF_SELECTORS = [
     ("PodDisruptionBudget outrider-api", "spec selector", COMPONENT, "selects no pod"),
     ("PodDisruptionBudget outrider-engine", "spec minAvailable", "50%", "needs minAvailable as a number"),
     ("PodDisruptionBudget outrider-engine", "spec", lambda spec: {"maxUnavailable": 1, "selector": spec["selector"]},
-        "no maxUnavailable",
-    ),
+        "no maxUnavailable"),
     ("PodDisruptionBudget outrider-engine", "spec minAvailable", 2, "minAvailable is 2, and there are 1 pods"),
     ("PodDisruptionBudget outrider-engine", "spec selector", {}, "both select it"),
     ("PodMonitor outrider", "spec selector", COMPONENT, "selects no pod"),
@@ -275,16 +243,14 @@ OF_REFERENCES = [
     (RAY, f"{API_POD} volumes 0", GONE, "tmp is mounted, and there is no such volume"),
     (RAY, f"{API_RAY} volumeMounts 0", GONE, "volume tmp is mounted nowhere"),
     (RAY, f"{CLUSTER} authOptions secretName", "outrider-keys", "has no key auth_token"),
-    (RAY, f"{CLUSTER} gcsFaultToleranceOptions redisPassword valueFrom secretKeyRef key", "secret", "has no key secret"
-    ),
+    (RAY, f"{CLUSTER} gcsFaultToleranceOptions redisPassword valueFrom secretKeyRef key", "secret", "has no key secret"),
     (RAY, f"{API_POD} serviceAccountName", "outrider", "there is no ServiceAccount outrider"),
     (REDIS, "spec template spec volumes 0 configMap name", "redis", "there is no ConfigMap redis"),
     (REDIS, f"{CACHE} volumeMounts 1 subPath", "conf", "outrider-redis has no key conf"),
     ("ConfigMap outrider-redis", "data", {"other": ""}, "ConfigMap outrider-redis has no key redis.conf"),
     (REDIS, "spec volumeClaimTemplates 0 metadata name", "disk", "data is mounted, and there is no such volume"),
     ("StatefulSet outrider-gcs-redis", "spec template spec containers 0 env 0 valueFrom secretKeyRef name",
-        "outrider-redis", "secret outrider-redis is none",
-    ),
+        "outrider-redis", "secret outrider-redis is none"),
 ]
 OF_SECURITY = [
     (RAY, f"{API_RAY} image", "registry.example.com:5000/outrider", "has neither tag nor digest"),
@@ -292,15 +258,9 @@ OF_SECURITY = [
     (RAY, f"{API_POD} securityContext runAsNonRoot", GONE, "runAsNonRoot is not true"),
     (RAY, f"{API_POD} securityContext runAsUser", 0, "runAsUser is not set"),
     (RAY, f"{API_POD} securityContext seccompProfile", GONE, "seccompProfile is not RuntimeDefault"),
-    (RAY,
-        f"{API_RAY} securityContext allowPrivilegeEscalation",
-        True,
-        "allowPrivilegeEscalation is not false",
-    ),
-    (RAY, f"{API_RAY} securityContext capabilities drop", ["NET_RAW"], "capabilities are not all dropped"
-    ),
-    (RAY, f"{API_RAY} securityContext capabilities add", ["SYS_PTRACE"], "capabilities are not all dropped"
-    ),
+    (RAY, f"{API_RAY} securityContext allowPrivilegeEscalation", True, "allowPrivilegeEscalation is not false"),
+    (RAY, f"{API_RAY} securityContext capabilities drop", ["NET_RAW"], "capabilities are not all dropped"),
+    (RAY, f"{API_RAY} securityContext capabilities add", ["SYS_PTRACE"], "capabilities are not all dropped"),
     (REDIS, f"{CACHE} securityContext readOnlyRootFilesystem", False, "is not true"),
     (REDIS, f"{CACHE} image", "redis:7.4.9-bookworm", "'redis:7.4.9-bookworm' is older than 7.4.10"),
     (REDIS, f"{CACHE} image", "docker.io/library/redis:8.0.6", "'docker.io/library/redis:8.0.6' is of a series without fixes"),
@@ -316,11 +276,7 @@ OF_SECURITY = [
     (RAY, f"{API_RAY} volumeMounts 1 readOnly", True, "no volume to write to at /home/ray"),
     ("ConfigMap outrider-env", "data HOME", "/root", "no volume to write to at /root"),
     (RAY, f"{API_POD} volumes 2 emptyDir medium", GONE, "/dev/shm is not in memory"),
-    (RAY,
-        f"{API_POD} volumes 2 emptyDir sizeLimit",
-        "16Gi",
-        "/dev/shm may be 16Gi, more than the container's memory",
-    ),
+    (RAY, f"{API_POD} volumes 2 emptyDir sizeLimit", "16Gi", "/dev/shm may be 16Gi, more than the container's memory"),
     (RAY, f"{API} rayStartParams object-store-memory", "3000000000", "object-store-memory is 3000000000"),
     (REDIS, f"{CACHE} volumeMounts 0 readOnly", True, "no volume is there to write to"),
     ("Namespace outrider", "metadata labels", {}, "pod-security.kubernetes.io/enforce is not restricted"),
@@ -336,6 +292,25 @@ OF_MONITORING = [
     (*dashboard("label_values(vllm:num_requests_running, model)"), "vllm:num_requests_running has no label model"),
     (*dashboard("query_result(vllm:num_requests_running)"), "is not label_values(METRIC, LABEL)"),
 ]
+MAKER, HEAD_MAKER = f"{API_POD} initContainers 0", f"{HEAD} template spec initContainers 0"
+AUTHORITY_VOLUME = {"name": "authority", "mountPath": "/etc/outrider/authority"}
+OF_TLS = [
+    (RAY, f"{ENGINE_RAY} env", [], "is set in RayService outrider, head, and not in RayService outrider, group engine"),
+    (RAY, f"{HEAD_RAY} env 1 value", "0", "is set in RayService outrider, group api, and not in"),
+    (RAY, f"{API_RAY} env", [], "and not in RayService outrider, group api"),
+    (RAY, f"{API_RAY} env 3", GONE, "group api: RAY_TLS_SERVER_KEY is not in the container's env"),
+    (RAY, f"{API_RAY} env 4 value", "/etc/ca.crt", "are not in one mounted volume"),
+    (RAY, f"{API_RAY} volumeMounts 6", GONE, "are not in one mounted volume"),
+    (RAY, f"{API_RAY} volumeMounts 0", AUTHORITY_VOLUME, "container ray: it sees the authority's key"),
+    (RAY, f"{API_POD} volumes 8 emptyDir medium", GONE, "with the pod's key, is not in memory"),
+    (RAY, f"{API_POD} initContainers", GONE, "no init container makes a certificate in volume tls"),
+    (RAY, f"{MAKER} volumeMounts 2 readOnly", True, "no init container makes a certificate in volume tls"),
+    (RAY, f"{MAKER} volumeMounts 1", GONE, "does not see the authority"),
+    (RAY, f"{MAKER} env 0 valueFrom fieldRef fieldPath", "status.hostIP", "is not told POD_IP, status.podIP"),
+    (RAY, f"{HEAD_MAKER} args", [], "is not told $(FQ_RAY_IP)"),
+    (RAY, f"{CLUSTER} gcsFaultToleranceOptions redisAddress", "outrider-gcs-redis:6379", "would travel in the clear"),
+    ("ConfigMap outrider-env", "data RAY_REDIS_CA_CERT", GONE, "RAY_REDIS_CA_CERT is None"),
+]
 
 # fmt: on
 BROKEN: dict[str, list[Change]] = {
@@ -348,6 +323,7 @@ BROKEN: dict[str, list[Change]] = {
     "references": OF_REFERENCES,
     "security": OF_SECURITY,
     "monitoring": OF_MONITORING,
+    "tls": OF_TLS,
 }
 CASES = [
     pytest.param(check, document, path, value, fault, *(rest or [OVERLAY]), id=f"{check}: {fault}")

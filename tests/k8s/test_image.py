@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a container runtime: linted, read, and its wheel built and installed."""
+"""The Dockerfile, as far as it can be checked without a container runtime: linted, read, and installed as it says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import tomllib
 import venv
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,15 @@ FROM_THE_BASE = {
 }  # fmt: skip
 PROBES = {"bash": "bash", "wget": "wget", "grep": "grep"}  # with which KubeRay asks Ray, and their packages
 ENVIRONMENT = "/opt/outrider"
-# What is in the folders of the packages and in no wheel: only a repository has use for it.
-REPOSITORY_ONLY = ("experiments/LOG.md", "experiments/client_scripts/", "experiments/results/")
+PACKAGES = [pattern.rstrip("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+SOURCE = f"{ENVIRONMENT}/src"
+# What is in the folders of the packages and in no image: only a repository has use for it.
+REPOSITORY_ONLY = (
+    "experiments/LOG.md",
+    "experiments/peers/client_scripts/",
+    "experiments/service/client_scripts/",
+    "experiments/results/",
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +91,9 @@ def test_both_targets_are_there_and_differ_in_torch_the_driver_and_a_compiler_on
     (installed,) = (words for words in commands(compiler.text) if words[:2] == ["apt-get", "install"])
     assert {"gcc", "libc6-dev"} == {word for word in installed[2:] if not word.startswith("-")}  # Triton's
     for target in TARGETS:
-        (copied,) = found[target].of("COPY")
+        copied, source = found[target].of("COPY")
         assert copied.flags == {"from": [f"{target}-environment"]} and copied.words == [ENVIRONMENT, ENVIRONMENT]
+        assert not source.flags and source.words == [".", SOURCE]
         assert not of_target(found, target, "ENTRYPOINT", "HEALTHCHECK", "ADD", "VOLUME")
         assert json.loads(of_target(found, target, "CMD")[-1]) == ["outrider", "--help"]
     environment = values(found, "cuda", "ENV")
@@ -95,19 +102,12 @@ def test_both_targets_are_there_and_differ_in_torch_the_driver_and_a_compiler_on
 
 
 def test_what_is_copied_is_there_and_nothing_else_is_given(found: dict[str, Stage]) -> None:
-    given = context()
-    tops = {name.split("/")[0] for name in given}
-    named = set()
-    for stage in found.values():
-        for copy in stage.of("COPY"):
-            if "from" not in copy.flags:
-                named |= set(copy.words[:-1])
-                assert all(source == Path(source).name for source in copy.words[:-1])
-        for bound in (mount for one in stage.of("RUN") for mount in one.flags.get("mount", ())):
-            options = dict(part.split("=", 1) for part in bound.split(","))
-            if options["type"] == "bind" and "from" not in options:
-                named.add(options["source"])
-    assert named == tops
+    tops = {name.split("/")[0] for name in context()}
+    assert tops == {"LICENSE", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *PACKAGES}
+    named = {
+        source for stage in found.values() for copy in stage.of("COPY") if "from" not in copy.flags for source in copy.words[:-1]
+    }
+    assert "." in named and named - {"."} <= tops
     assert all(stage.base in found or ":" in stage.base for stage in found.values())
 
 
@@ -262,51 +262,50 @@ def test_the_lists_of_requirements_are_those_of_the_project(found: dict[str, Sta
 
 
 @pytest.fixture(scope="module")
-def wheel(found: dict[str, Stage], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as the stage ``wheel`` does, from what it copies and nothing else."""
-    folder, wheels = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("wheels")
-    sources = {source for copy in found["wheel"].of("COPY") for source in copy.words[:-1]}
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an image has of the repository."""
+    folder = tmp_path_factory.mktemp("src")
     for name in context():
-        if name.split("/")[0] in sources:
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target)
-    (command,) = (words for one in found["wheel"].of("RUN") for words in commands(one.text) if words[1] == "wheel")
-    words = [word.replace("/wheels", str(wheels)) for word in command[1:]]
-    told = run(sys.executable, "-m", "pip", *words, cwd=folder)
-    assert told.returncode == 0, told.stderr
-    (made,) = wheels.iterdir()
-    return made
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return folder
 
 
-def test_the_wheel_holds_every_package_and_data_file(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "outrider = cluster.cli.main:main" in archive.read(points).decode()
-    packages = [pattern.rstrip("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *packages, cwd=ROOT)
+def test_an_image_has_every_package_and_data_file(source: Path) -> None:
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES, cwd=ROOT)
     assert listed.returncode == 0, listed.stderr
-    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-    assert held == {name for name in files if not name.startswith(REPOSITORY_ONLY)}
-    assert {"configs/local.yaml", "cluster/playground/index.html", "experiments/report_page.html"} <= held
+    files = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and not name.startswith(REPOSITORY_ONLY)}
+    assert files <= {path.relative_to(source).as_posix() for path in source.rglob("*")}
+    assert {"configs/local.yaml", "cluster/playground/index.html"} <= files
+
+
+def test_there_is_no_wheel(source: Path, tmp_path: Path) -> None:
+    told = run(
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source, cwd=tmp_path
+    )
+    assert told.returncode != 0 and "make install" in told.stdout + told.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a program of an environment with the wheel installed, in a folder far from the repository.
+def installed(
+    found: dict[str, Stage], source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program of an environment in which the image's own command has installed its source, in another folder.
 
-    What the wheel requires is that of this environment, but for what is installed as editable here, which is Outrider itself.
+    What is required is that of this environment, but for what is installed as editable here, which is Outrider itself.
     """
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, symlinks=True, with_pip=False)
     (packages,) = home.glob("lib/python*/site-packages")
-    told = run(
-        sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=home
-    )
-    assert told.returncode == 0, told.stderr
     # A path, and no more: files like this one in that folder, which would lead to the repository, are not read.
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib"))
+    install, *_ = (words for one in found["cpu"].of("RUN") for words in commands(one.text))
+    assert install[:2] == ["pip", "install"]
+    words = [word.replace(SOURCE, str(source)) for word in install[1:]]
+    told = run(sys.executable, "-m", "pip", "--python", home / "bin" / "python", *words, "--force-reinstall", cwd=home)
+    assert told.returncode == 0, told.stderr
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
     def program(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -315,17 +314,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return program
 
 
-def test_the_installed_wheel_works_outside_the_repository(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_what_is_installed_works_outside_the_repository(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = """
 import json
 from pathlib import Path
-import cluster.app, configs.schema, experiments.bench, experiments.report, experiments.simulate
+import cluster.app, configs.schema, experiments.bench.run, experiments.report.page, experiments.simulation.command
 from cluster.http import playground
 from engine.forward.cpu import native_attention
 from configs.schema import REPOSITORY, load_config
 print(json.dumps({
     "repository": str(REPOSITORY),
-    "modules": [module.__file__ for module in (cluster.app, native_attention, experiments.bench, experiments.report)],
+    "modules": [module.__file__ for module in (cluster.app, native_attention, experiments.bench.run, experiments.report.page)],
     "pages": sorted(path.name for path in playground._FOLDER.iterdir()),
     "configs": {path.stem: load_config(path).server.port for path in (REPOSITORY / "configs").glob("*.yaml")},
 }))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.k8s.checks import CHECKS
-from tests.k8s.checks_monitoring import query_faults
-from tests.k8s.manifests import K8S, OVERLAYS, SECRETS, kustomize, load_all, monitoring, overlay, quantity
+from tests.k8s.checks.monitoring import query_faults
+from tests.k8s.checks.tls import is_on
+from tests.k8s.manifests import K8S, OVERLAYS, kustomize, load_all, monitoring, overlay, quantity, ray_pods
 
 needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="no kustomize on the PATH, nor at KUSTOMIZE")
 
@@ -20,6 +20,12 @@ needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="no kustomize o
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_overlay_has_no_fault(name: str, check: str) -> None:
     assert CHECKS[check](overlay(name)) == []
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_pods_speak_tls_but_in_the_demo(name: str) -> None:
+    documents = overlay(name)
+    assert {is_on(documents, pods.ray) for pods in ray_pods(documents)} == {name != "cpu-demo"}
 
 
 def test_every_overlay_is_rendered() -> None:
@@ -54,26 +60,13 @@ def _order(document: dict[str, object]) -> str:
     return f"{document['kind']} {document['metadata']}"
 
 
-@pytest.mark.skipif(not shutil.which("bash") or not shutil.which("openssl"), reason="no bash, or no openssl")
-def test_the_secrets_that_manifests_may_name_are_those_that_the_script_makes() -> None:
-    made = subprocess.run([K8S / "secrets.sh"], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert {secret["metadata"]["name"]: set(secret["stringData"]) for secret in load_all(made)} == SECRETS
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("250m", 0.25),
-        ("1Gi", 2**30),
-        ("2e3", 2000),
-        ("1E", 1e18),
-        ("0.5", 0.5),
-        (4, 4),
-        ("4GiB", None),
-        ("four", None),
-        (True, None),
+        ("250m", 0.25), ("1Gi", 2**30), ("2e3", 2000), ("1E", 1e18), ("0.5", 0.5), (4, 4),
+        ("4GiB", None), ("four", None), (True, None),
     ],
-)
+)  # fmt: skip
 def test_quantities(text: object, number: float | None) -> None:
     assert quantity(text) == number
 

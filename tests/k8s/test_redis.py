@@ -6,15 +6,11 @@ a proxy that ends TLS with the same certificate; the names of the tests say so.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
 import secrets
 import shutil
 import socket
-import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +23,7 @@ import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from cache_service.access import CacheAccess
 from cache_service.keeper.admin import CacheAdmin
 from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
@@ -34,10 +31,11 @@ from cache_service.store.redis_binary import packaged_server
 from cache_service.store.redis_store import RedisStore
 from cluster.cli.launch.preflight import PASSWORD_VARIABLE, redis_address
 from configs.slices import CacheOptions
-from tests.cache_service.test_redis_store import everything
+from tests.helpers.network import ending_tls, free_port
+from tests.helpers.redis_user import use_every_command
+from tests.helpers.waiting import eventually
 from tests.k8s.made_secrets import Made, make_secrets
 from tests.k8s.manifests import K8S, quantity
-from tests.waiting import eventually
 
 BASE = K8S / "base"
 SHARED, STATE = "outrider-redis", "outrider-gcs-redis"
@@ -78,13 +76,6 @@ def settings(name: str) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @dataclass
 class Pod:
     """A StatefulSet's container without a container: its volumes are below a folder, its port is a free one."""
@@ -98,7 +89,6 @@ class Pod:
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self.secured = self.secured and "tls-port" in settings(self.name)
         documents = list(yaml.safe_load_all((BASE / MANIFESTS[self.name]).read_text()))
         (workload,) = (document for document in documents if document["kind"] == "StatefulSet")
         template = workload["spec"]["template"]["spec"]
@@ -122,7 +112,7 @@ class Pod:
     def rewritten(self) -> dict[str, str]:
         """The settings with paths below the folder, and another port."""
         found = {key: str(self.there(value)) if value.startswith("/") else value for key, value in settings(self.name).items()}
-        if "tls-port" in found and not self.secured:
+        if not self.secured:
             found = {key: value for key, value in found.items() if not key.startswith("tls-")} | {"port": found["tls-port"]}
         return {key: str(self.port) if key.endswith("port") and value != "0" else value for key, value in found.items()}
 
@@ -188,48 +178,6 @@ def running(name: str, folder: Path, made: Made, secured: bool) -> Iterator[Pod]
         pod.stop()
 
 
-@contextmanager
-def ending_tls(certificates: Path, port: int) -> Iterator[int]:
-    """The port of a proxy that ends TLS with these certificates and passes everything on to a port."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            return  # one end is gone, and with it the other
-        finally:
-            writer.close()
-
-    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
-
-    ports: queue.Queue[int] = queue.Queue()
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        server = await asyncio.start_server(converse, "127.0.0.1", 0, ssl=context)
-        ports.put(server.sockets[0].getsockname()[1])
-        await over.wait()
-        server.close()
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels, in the end, what goes on
-            runner.run(serve())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield ports.get(timeout=20)
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, made: Made, secured: bool) -> Iterator[Pod]:
     with running(SHARED, tmp_path_factory.mktemp("shared"), made, secured) as pod:
@@ -241,7 +189,11 @@ def url(shared: Pod) -> Iterator[str]:
     """``redis_url`` of the overlays, for this host and port, with the password that a pod has in its environment."""
     with ExitStack() as stack:
         folder = shared.there("/etc/redis/tls")
-        port = shared.port if shared.secured else stack.enter_context(ending_tls(folder, shared.port))
+        port = (
+            shared.port
+            if shared.secured
+            else stack.enter_context(ending_tls(folder / "tls.crt", folder / "tls.key", shared.port))
+        )
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv(PASSWORD_VARIABLE, shared.made.values["outrider-cache"][PASSWORD_VARIABLE])
         documents = [yaml.safe_load(path.read_text()) for path in (K8S / "overlays").glob("*/serve-config.yaml")]
@@ -255,14 +207,14 @@ def url(shared: Pod) -> Iterator[str]:
 
 def test_the_user_outrider_can_do_what_replicas_do(url: str) -> None:
     store = RedisStore(url, "outrider", 5.0)
-    everything(store)
+    use_every_command(store)
     store.close()
 
 
 def test_the_user_outrider_can_do_what_the_keeper_and_the_operator_do(url: str) -> None:
     options = CacheOptions(snapshot_s=0.05, lease_s=0.6, retry_s=0.1)
-    admin = CacheAdmin(options, url, b"of the tests", IDENTITY, ["acme"])
-    server = CacheServer(options, url, b"of the tests", IDENTITY, ["acme"], {})
+    access = CacheAccess(options, url, b"of the tests", ("acme",))
+    admin, server = CacheAdmin(access, IDENTITY), CacheServer(access, IDENTITY, {})
     server.start()
     try:
         assert admin.preload([list(range(100)), list(range(50))]) == 2
@@ -361,8 +313,8 @@ def test_other_machines_reach_it(shared: Pod, tmp_path: Path) -> None:
     with shared.client(address, username="probe", password="probe", **names) as client:
         assert client.ping()
     with (
-        running(STATE, tmp_path / "state", shared.made, False) as state,
-        state.client(address, password=state.password) as client,
+        running(STATE, tmp_path / "state", shared.made, shared.secured) as state,
+        state.client(address, password=state.password, **names) as client,
     ):
         assert client.ping()
 
@@ -378,8 +330,8 @@ def test_a_new_pod_finds_what_a_killed_one_kept(made: Made, tmp_path: Path, secu
             assert client.get("{outrider}:kept") == b"yes"
 
 
-def test_the_redis_of_the_head(tmp_path: Path, made: Made) -> None:
-    with running(STATE, tmp_path / "pod", made, False) as pod:
+def test_the_redis_of_the_head(tmp_path: Path, made: Made, secured: bool) -> None:
+    with running(STATE, tmp_path / "pod", made, secured) as pod:
         assert pod.probe("livenessProbe")
         for user in ({}, {"password": "probe"}, {"password": made.values["outrider-cache"][PASSWORD_VARIABLE]}):
             with pytest.raises((redis.AuthenticationError, redis.exceptions.AuthorizationError)), pod.client(**user) as client:
@@ -393,7 +345,7 @@ def test_the_redis_of_the_head(tmp_path: Path, made: Made) -> None:
             assert client.hget("RAY", "a") == b"b"
 
 
-def test_the_password_is_no_argument(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_is_no_argument(tmp_path: Path, made: Made, secured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis hides its arguments when it runs, but not before."""
     programs, seen = tmp_path / "programs", tmp_path / "seen"
     programs.mkdir()
@@ -402,7 +354,7 @@ def test_the_password_is_no_argument(tmp_path: Path, made: Made, monkeypatch: py
     program.write_text(f'#!/bin/sh\necho $$ "$@" > {seen}\nexec {PROGRAMS}/redis-server "$@"\n')
     program.chmod(0o755)
     monkeypatch.setitem(globals(), "PROGRAMS", programs)
-    with running(STATE, tmp_path / "pod", made, False) as pod, pod.client(password=pod.password) as client:
+    with running(STATE, tmp_path / "pod", made, secured) as pod, pod.client(password=pod.password) as client:
         assert client.ping() and pod.process is not None
         pid, *arguments = seen.read_text().split()
         assert int(pid) == pod.process.pid  # the shell has become it: what Kubernetes tells the one to end is the other

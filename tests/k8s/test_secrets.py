@@ -15,12 +15,13 @@ import kubernetes_validate
 import pytest
 
 from cache_service.namespace import hash_key
-from cache_service.store.acl import ACL_COMMANDS, acl_rule
 from configs.keys_file import with_keys_file
 from configs.slices import TenancyOptions
-from tests.k8s.made_secrets import SCRIPT, Made, make_secrets, run_script
+from tests.helpers.redis_user import ACL_COMMANDS, acl_rule
+from tests.k8s.made_secrets import SCRIPT, Made, make_certificate, make_secrets, run_script
 from tests.k8s.manifests import K8S, NAMESPACE, REPOSITORY, SECRETS
 
+SERVICES = ("outrider-redis", "outrider-gcs-redis")
 HOSTS = ("outrider-redis", "outrider-redis.outrider", "outrider-redis.outrider.svc", "localhost")
 CLEAR_KEY = re.compile(r"key(?: of tenant \S+)?: (outrider-[A-Za-z0-9_-]{43})$", re.MULTILINE)
 
@@ -36,10 +37,11 @@ def test_the_secrets_are_those_of_the_manifests(made: Made) -> None:
         kubernetes_validate.validate(document, "1.33", strict=True)
         assert (document["kind"], document["type"], document["metadata"]["namespace"]) == ("Secret", "Opaque", NAMESPACE)
         assert all(isinstance(value, str) and value.strip() == value for value in document["stringData"].values())
-    written = "".join(path.read_text() for path in chain((K8S / "base").iterdir(), (K8S / "overlays").rglob("*.yaml")))
+    folders = ((K8S / "base").iterdir(), (K8S / "overlays").rglob("*.yaml"), (K8S / "components").rglob("*.yaml"))
+    written = "".join(path.read_text() for path in chain.from_iterable(folders))
     assert set(re.findall(r"secretName: ([\w-]+)|secret(?:Key)?Ref: \{name: ([\w-]+)", written)) == {
         ("outrider-ray-token", ""), ("outrider-keys", ""), ("outrider-redis-tls", ""), ("outrider-redis-acl", ""),
-        ("", "outrider-cache"), ("", "outrider-gcs-redis"),
+        ("outrider-gcs-redis-tls", ""), ("outrider-ray-tls", ""), ("", "outrider-cache"), ("", "outrider-gcs-redis"),
     }  # fmt: skip
 
 
@@ -84,20 +86,44 @@ def openssl(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["openssl", *map(str, words)], capture_output=True, text=True, check=False)
 
 
-def test_the_chain_of_certificates(made: Made, tmp_path: Path) -> None:
-    made.write("outrider-redis-tls", tmp_path)
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_chain_of_certificates(made: Made, tmp_path: Path, service: str) -> None:
+    made.write(f"{service}-tls", tmp_path)
     authority, certificate = tmp_path / "ca.crt", tmp_path / "tls.crt"
     check = ("verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", authority)
-    for host in HOSTS:
+    for host in (service, f"{service}.outrider", f"{service}.outrider.svc", "localhost"):
         told = openssl(*check, "-verify_hostname", host, certificate)
         assert told.returncode == 0, (host, told.stderr)
-    for host in ("outrider-gcs-redis", "redis", "outrider-redis.other.svc"):
+    (other,) = {*SERVICES} - {service}
+    for host in (other, "redis", f"{service}.other.svc"):
         assert openssl(*check, "-verify_hostname", host, certificate).returncode != 0, host
     assert openssl("verify", certificate).returncode != 0  # nobody else vouches for it
-    made_anew = make_secrets()
-    made_anew.write("outrider-redis-tls", tmp_path / "other")
-    assert openssl("verify", "-CAfile", tmp_path / "other" / "ca.crt", certificate).returncode != 0
-    assert made.stdout.count("PRIVATE KEY") == 2  # the server's, from BEGIN to END; the authority's is in no Secret
+    make_secrets().write("outrider-redis-tls", tmp_path / "other")
+    made.write("outrider-ray-tls", tmp_path / "ray")
+    for stranger in ("other", "ray"):
+        assert openssl("verify", "-CAfile", tmp_path / stranger / "ca.crt", certificate).returncode != 0
+    # The key of either Redis, and that of the pods' authority; that of the authority of Redis is in no Secret.
+    assert made.stdout.count("BEGIN EC PRIVATE KEY") == made.stdout.count("PRIVATE KEY") / 2 == 3
+
+
+def test_a_pod_s_certificate(made: Made, tmp_path: Path) -> None:
+    """As the init container of ``k8s/components/tls`` makes it; for servers and clients, since both sides show theirs."""
+    made.write("outrider-ray-tls", tmp_path / "authority")
+    folder = make_certificate(tmp_path / "authority", tmp_path / "pod", "10.1.2.3", "head.outrider.svc.cluster.local")
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(
+        ("ca.crt", "tls.crt", "tls.key"), 0o600
+    )
+    for purpose in ("sslserver", "sslclient"):
+        check = ("verify", "-x509_strict", "-purpose", purpose, "-CAfile", tmp_path / "authority" / "ca.crt")
+        for named in (("-verify_ip", "10.1.2.3"), ("-verify_ip", "127.0.0.1"), ("-verify_hostname", "localhost"),
+                      ("-verify_hostname", "head.outrider.svc.cluster.local")):  # fmt: skip
+            assert openssl(*check, *named, folder / "tls.crt").returncode == 0, named
+        for stranger in (("-verify_ip", "10.1.2.4"), ("-verify_hostname", "other.outrider.svc.cluster.local")):
+            assert openssl(*check, *stranger, folder / "tls.crt").returncode != 0, stranger
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    other = make_certificate(tmp_path / "authority", tmp_path / "other", "10.1.2.4")
+    assert (other / "tls.key").read_text() != (folder / "tls.key").read_text()
+    assert openssl(*check, "-verify_hostname", "head.outrider.svc.cluster.local", other / "tls.crt").returncode != 0
 
 
 @pytest.mark.parametrize("host", [*HOSTS, "outrider-gcs-redis"])
@@ -140,7 +166,7 @@ def test_how_long_the_certificate_is_valid(options: tuple[str, ...], days: int, 
         ]
         assert lives == [True, False], name
     ends = openssl("x509", "-in", tmp_path / "tls.crt", "-noout", "-enddate").stdout.partition("=")[2].strip()
-    assert f"the certificate of Redis ends on {ends}" in made.said
+    assert f"the certificates of both Redis, and the authority of Ray's pods, end on {ends}" in made.said
 
 
 @pytest.mark.parametrize(
@@ -201,7 +227,7 @@ def test_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
-    scripts = [*K8S.glob("*.sh"), REPOSITORY / ".ci" / "run"]
+    scripts = [*K8S.rglob("*.sh"), REPOSITORY / ".ci" / "run"]
     assert SCRIPT in scripts
     program = Path(sysconfig.get_path("scripts")) / "shellcheck"
     told = subprocess.run([program, *scripts], capture_output=True, text=True, check=False)

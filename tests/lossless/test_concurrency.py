@@ -3,23 +3,17 @@ arrive, leave and are preempted, whatever is drafted for them."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.lookahead.link import connect
-from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import STRATEGIES
 from decoding.request import FinishReason
-from engine.engine import Engine, load_runner
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
-from tests.models import llama_config, save_model
-from tests.ranks import CONNECT_S, PATIENT, SECRET
-from tests.traffic import Case, Rush, Watch, make_cases
+from engine.engine import Engine
+from tests.helpers.models import llama_config, save_model
+from tests.helpers.ranks import loaded_group
+from tests.helpers.traffic import Case, Rush, Watch, make_cases
 
 STRATEGY_NAMES = sorted(STRATEGIES)
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
@@ -115,24 +109,11 @@ def test_without_prefix_caching_nothing_is_taken_over(load: Load, cases: list[Ca
 
 def test_ranks_that_share_the_steps_change_no_answer(model: ModelOptions, cases: list[Case]) -> None:
     """Three ranks, each of which looks for itself what it has of a prompt."""
-    world, step_tokens = 3, 64
-    engine = EngineOptions(max_running=4, max_step_tokens=step_tokens, scheduling_policy="priority")
-    speculation = SpeculationOptions("trie", max_draft_tokens=16)
-    groups: list[LookaheadParallelExecutor] = []
-
-    def group(runner: ModelRunner) -> LookaheadParallelExecutor:
-        groups.append(LookaheadParallelExecutor(LocalExecutor(runner), PATIENT, step_tokens))
-        return groups[0]
-
-    watch = Watch(Engine.load(model, engine, speculation, world, group))
-    with contextlib.ExitStack() as stack:
-        for rank in range(1, world):
-            server = RankServer(LocalExecutor(load_runner(model, engine, speculation, world)[1]), SECRET, PATIENT)
-            stack.callback(server.close)
-            stack.callback(groups[0].remove_rank, rank)
-            groups[0].add_rank(rank, connect(server.address, SECRET, CONNECT_S))
+    engine = EngineOptions(max_running=4, max_step_tokens=64, scheduling_policy="priority")
+    with loaded_group(model, engine, SpeculationOptions("trie", max_draft_tokens=16), 3) as (leader, group):
+        watch = Watch(leader)
         rush = Rush(count=30, most_live=10, check_share=0.1)
         rush.play(watch, cases, seed=7, options=lambda n: {"tenant": TENANTS[n % len(TENANTS)], "priority": n % 3})
-        state = groups[0].state(world)
+        state = group.state(3)
     assert state.ready == (0, 1, 2) and (state.losses, state.divergences, state.disagreements) == (0, 0, 0)
     assert watch.preemptions > 0 and watch.cached > 0 and watch.accepted > 0

@@ -16,9 +16,9 @@ from decoding.request import PLAIN, FinishReason, Request, SamplingParams
 from engine.engine import Engine
 from engine.forward.runner import ModelRunner
 from engine.loading.draft_model import LocalDraftModel
-from tests.models import CONTEXT, END, SLOTS, VOCAB, engine_over, llama_config, prepared, run, save_model, tiny_model
-from tests.ranks import TinyGroup
-from tests.traffic import Case, Rush, Watch, make_cases
+from tests.helpers.models import CONTEXT, END, SLOTS, VOCAB, engine_over, llama_config, prepared, run, save_model, tiny_model
+from tests.helpers.ranks import TinyGroup
+from tests.helpers.traffic import Case, Rush, Watch, make_cases
 
 MAX_TOKENS = 20
 PROMPTS = [[7], [1, 2, 3] * 12, [9, 30, 9, 31, 12, 9, 30], [5] * 30]
@@ -147,7 +147,7 @@ def test_other_families(family: str) -> None:
     """Sliding windows and learned positions, to the last position of the context."""
     model = tiny_model(family, "float64")
     drafter = build_drafter("speculative", {})
-    drafter.attach(LocalDraftModel(ModelRunner(model.runner.model, SLOTS, CONTEXT + 4), VOCAB, CONTEXT, 64))
+    drafter.draft_model = LocalDraftModel(ModelRunner(model.runner.model, SLOTS, CONTEXT + 4), VOCAB, CONTEXT, 64)
     prompts = [[3] * (CONTEXT - 20), list(range(1, 60)), [9]]
     wanted, alone = (requests(lambda at: SamplingParams(20, 0.7, seed=at, ignore_eos=True), prompts) for _ in range(2))
     expected = run(engine_over(model.runner, build_drafter(PLAIN, {}), 1), *alone)
@@ -232,7 +232,7 @@ def test_what_keeps_no_text_keeps_the_rules_of_requests(folders: Folders, strate
 def test_a_group_of_ranks_drafts_with_the_leaders_model() -> None:
     model = tiny_model("llama", "float32")
     drafter = build_drafters("speculative", {}, ("llma",))
-    drafter.attach(LocalDraftModel(ModelRunner(model.runner.model, SLOTS, CONTEXT + 4), VOCAB, CONTEXT, 64))
+    drafter.draft_model = LocalDraftModel(ModelRunner(model.runner.model, SLOTS, CONTEXT + 4), VOCAB, CONTEXT, 64)
     wanted, alone = (requests(lambda at: SamplingParams(16, 0.9 * (at % 2), seed=at)) for _ in range(2))
     expected = run(engine_over(model.runner, build_drafter(PLAIN, {}), 1), *alone)
     with TinyGroup("llama", prepared(drafter, model), 2, strategy="speculative") as ranks:

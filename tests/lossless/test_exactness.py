@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, StepContext
-from engine.forward.batch import Batch, Segment
+from engine.forward.batch import AttentionCall, Batch, Segment
 from engine.forward.cpu import row_linear
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.forward.thin_modules import RowActivation
-from tests.models import CONTEXT, FAMILIES, VOCAB, llama_config, save_model
+from tests.helpers.models import CONTEXT, FAMILIES, VOCAB, llama_config, save_model
 
 MAX_TOKENS = 32
 # What a request may ask for, and how requests meet: a row's company, place and cuts all change.
@@ -92,7 +93,7 @@ def outputs(engine: Engine, wanted: Sequence[Request], between: Callable[[int], 
 @pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
 def test_every_strategy_and_company_gives_the_tokens_of_plain_decoding(folder: str, device: str, dtype: str) -> None:
     plain = load(folder, "autoregressive", (1, 512), device, dtype)
-    assert plain.info.exact
+    assert plain.info.exact and plain.info.dtype == dtype
     expected = outputs(plain, requests())
     assert len({tuple(output) for output in expected}) > len(PROMPTS)
     for number, strategy in enumerate(DRAFTING):
@@ -184,26 +185,13 @@ def of_many_rows(original: Change, module: Any, input: torch.Tensor) -> Any:
 def keys(when: Callable[[Any], bool]) -> Change:
     """Keys that are a little larger in segments of some kind."""
 
-    def change(original: Change, context: StepContext, layer: int, query: Any, key: Any, *others: Any) -> Any:
-        larger = torch.ones(1, 1, key.shape[2], 1, dtype=key.dtype)
+    def change(original: Change, context: StepContext, call: AttentionCall) -> Any:
+        larger = torch.ones(1, 1, call.key.shape[2], 1, dtype=call.key.dtype)
         for segment in filter(when, context.segments):
             larger[:, :, segment.offset : segment.offset + segment.rows] += 2**-6
-        return original(context, layer, query, key * larger, *others)
+        return original(context, replace(call, key=call.key * larger))
 
     return change
-
-
-ACTIVATION, ATTEND = (RowActivation, "forward"), (StepContext, "attend")
-FAULTS: dict[str, tuple[tuple[Any, str], Change]] = {
-    "attention by segments": ((ModelRunner, "_context"), by_segments),
-    "another kernel for one row": ((row_linear, "linear"), another_kernel_for_one),
-    "an activation of 33 rows": (ACTIVATION, of_many_rows),
-    "pieces that begin somewhere": (ATTEND, keys(lambda segment: segment.start % 16 and segment.rows > 16)),
-    "long pieces": (ATTEND, keys(lambda segment: segment.rows > 256)),
-    "trees": (ATTEND, keys(lambda segment: segment.mask is not None)),
-    "the other slot": (ATTEND, keys(lambda segment: segment.slot == 1)),
-    "a place behind others": (ATTEND, keys(lambda segment: segment.offset > 0)),
-}
 
 
 Segments = Callable[[Segment], Any]
@@ -214,6 +202,12 @@ WHOLE_FAULTS: dict[str, Segments] = {
     "trees": lambda segment: segment.mask is not None,
     "the other slot": lambda segment: segment.slot == 1,
     "a place behind others": lambda segment: segment.offset > 0,
+}
+FAULTS: dict[str, tuple[tuple[Any, str], Change]] = {
+    **{fault: ((StepContext, "attend"), keys(when)) for fault, when in WHOLE_FAULTS.items()},
+    "attention by segments": ((ModelRunner, "_context"), by_segments),
+    "another kernel for one row": ((row_linear, "linear"), another_kernel_for_one),
+    "an activation of 33 rows": ((RowActivation, "forward"), of_many_rows),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
-from tests.models import llama_config, save_model
+from tests.helpers.models import llama_config, save_model
 
 CONTEXT = 96
 SETTINGS: tuple[tuple[dict[str, int | bool], int], ...] = (

@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from decoding.drafters import STRATEGIES, build_drafter
+from decoding.drafters import STRATEGIES, build_drafter, build_drafters
 from decoding.jit import NATIVE
-from decoding.request import FinishReason, Request, SamplingParams, TokenLogprob
-from tests.hostile import HostileDrafter
-from tests.models import CONTEXT, VOCAB, engine_over, prepared, tiny_model
-from tests.ranks import PATIENT, BranchingDrafter, TinyGroup
+from decoding.request import PLAIN, FinishReason, Request, SamplingParams, TokenLogprob
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import CONTEXT, VOCAB, engine_over, nearly, prepared, tiny_model
+from tests.helpers.ranks import PATIENT, BranchingDrafter, TinyGroup
 
 DTYPE = "float32"
 TOLERANCE = 1e-5
@@ -50,11 +50,6 @@ def requests(
         )
         for at, (prompt, params) in enumerate(cases)
     ]
-
-
-def nearly(output: Sequence[int]) -> list[int]:
-    """A reference that is right in places: the output with every seventh token changed."""
-    return [(token + 1) % VOCAB if at % 7 == 6 else token for at, token in enumerate(output)]
 
 
 @cache
@@ -301,6 +296,26 @@ def test_ranks_give_every_bit_of_plain_decoding_in_half_precision(strategy: str,
             assert ranks.state.losses == ranks.state.disagreements == ranks.state.divergences == 0
             assert world == 1 or any(len(step.rank_s) == world for step in ranks.times)
     assert found[0] == found[1]
+
+
+def test_requests_ask_for_strategies_and_bounds_of_their_own() -> None:
+    """Every strategy for two of the cases, among others in one step; answers are references that can be copied."""
+    world, expected = 3, plain()[0]
+    drafter = prepared(build_drafters("auto", {"all_rows": True}, sorted(STRATEGIES)), tiny_model("llama", DTYPE))
+    asked, answers = list[Request](), list[list[int]]()
+    for at, strategy in enumerate((None, *sorted(STRATEGIES)) * 2):
+        case, bound, tenant = at % len(CASES), (None, 3, 100)[at % 3], ("a", "b", None)[at % 3]
+        answers.append(expected[case])
+        references = [expected[case]]
+        asked.append(Request(str(at), *CASES[case], references, tenant=tenant, strategy=strategy, max_draft_tokens=bound))
+    with TinyGroup("llama", drafter, world, dtype=DTYPE, strategy="auto") as ranks:
+        assert ranks.run(asked) == answers
+        assert ranks.state.losses == ranks.state.disagreements == ranks.state.divergences == 0
+        ranks.engine.check_integrity()
+    for name in (None, "auto", "llma", "suffix", "trie"):
+        assert sum(one.stats.accepted for one in asked if one.strategy == name) > 0, name
+    assert sum(one.stats.drafted for one in asked if one.strategy == PLAIN) == 0
+    assert all(one.max_draft_tokens != 3 or one.stats.drafted <= 3 * world * one.stats.steps for one in asked)
 
 
 def test_parts_take_turns_in_being_right() -> None:

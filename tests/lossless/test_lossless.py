@@ -4,10 +4,11 @@ plain decoding gives. ``test_models.py`` has the matrix of model families."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import STRATEGIES
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
-from tests.hostile import HostileDrafter
-from tests.models import VOCAB, draft_with, llama_config, save_model
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import draft_with, llama_config, nearly, save_model
 
 STRATEGY_NAMES = sorted(STRATEGIES)
 DTYPES = ("float32", "float64")
@@ -59,11 +60,6 @@ def reference(request: pytest.FixtureRequest, folder: str) -> tuple[str, list[li
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)
         outputs.append(ids[0, len(prompt) :].tolist())
     return request.param, outputs
-
-
-def nearly(output: list[int]) -> list[int]:
-    """A reference that is right in places: the output with every seventh token changed."""
-    return [(token + 1) % VOCAB if at % 7 == 6 else token for at, token in enumerate(output)]
 
 
 def generate(engine: Engine, all_params: Sequence[SamplingParams], expected: Sequence[list[int]] = ()) -> list[list[int]]:
@@ -147,9 +143,10 @@ def test_the_drafter_of_the_documentation(
     """``docs/adding-a-drafter.md``: its class and its line, as they stand there."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-drafter.md").read_text(encoding="utf-8")
     source, line = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(source, names)
-    for name, drafter in eval(f"{{{line}}}", names).items():
+    for name, drafter in eval(f"{{{line}}}").items():
+        module = ModuleType(drafter.partition(":")[0])
+        exec(source, vars(module))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(STRATEGIES, name, drafter)
         dtype, expected = reference
         # Not exact=True: what is lossless is read off the table when it is imported.

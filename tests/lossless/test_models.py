@@ -15,8 +15,8 @@ import torch
 from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine
-from tests.hostile import HostileDrafter
-from tests.models import CONTEXT, FAMILIES, VOCAB, engine_over, prepared, tiny_model
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import CONTEXT, FAMILIES, VOCAB, engine_over, nearly, prepared, tiny_model
 
 DTYPES = ("float32", "float64")
 MAX_TOKENS = 24
@@ -30,11 +30,6 @@ CASES = (  # requests of one batch differ in what they ask for
     (PROMPTS[2], SamplingParams(max_tokens=MAX_TOKENS, frequency_penalty=0.1, logit_bias=((9, 0.5), (0, -5.0)), min_tokens=3)),
 )
 LEARNED_POSITIONS = ("gpt2", "opt")
-
-
-def nearly(output: Sequence[int]) -> list[int]:
-    """A reference that is right in places: the output with every seventh token changed."""
-    return [(token + 1) % VOCAB if at % 7 == 6 else token for at, token in enumerate(output)]
 
 
 def requests(

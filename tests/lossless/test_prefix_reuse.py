@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from decoding.drafters import build_drafter
-from decoding.request import Request, SamplingParams
+from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine
 from engine.kv.prefix_cache import WORTH_COPYING
-from tests.models import FAMILIES, VOCAB, engine_over, prepared, run, tiny_model
-from tests.ranks import BranchingDrafter, TinyGroup
+from tests.helpers.models import FAMILIES, VOCAB, engine_over, prepared, run, tiny_model
+from tests.helpers.ranks import BranchingDrafter, TinyGroup
 
 _RNG = np.random.default_rng(12)
 SYSTEM = _RNG.integers(1, VOCAB, 40).tolist()
@@ -123,10 +123,36 @@ def test_tenants_and_private_requests_share_nothing() -> None:
     assert outputs == [alone(SYSTEM)] * 5
 
 
+def choice(name: str, index: int, siblings: bool = True) -> Request:
+    params = SamplingParams(12, temperature=0.9, seed=index, ignore_eos=True)
+    return Request(f"{name}/{index}", SYSTEM + QUESTIONS[2], params, siblings=siblings)
+
+
+def test_the_prompt_of_several_choices_is_computed_once_though_they_are_private() -> None:
+    wanted = run(engine(strategy="autoregressive", prefix_caching=False), *(choice("alone", index) for index in range(4)))
+    for batch, step_tokens in ((4, 256), (4, 24), (2, 256)):  # in one step, in chunks, more choices than slots
+        choices = [choice("a", index) for index in range(4)]
+        assert run(engine(batch=batch, step_tokens=step_tokens), *choices) == wanted
+        counts = sorted(cached(*choices))
+        assert counts[0] == 0 and counts[1] > choices[0].num_prompt - WORTH_COPYING, (batch, step_tokens, counts)
+
+
+def test_nobody_else_finds_what_the_choices_of_a_prompt_computed() -> None:
+    of, prompt = engine(batch=4), SYSTEM + QUESTIONS[2]
+    others = [choice("b", 0), choice("a2", 0, siblings=False), ask(prompt, "c", "-")]
+    outputs = run(of, choice("a", 0), choice("a", 1), *others)
+    assert outputs[0] == outputs[2] == outputs[3] != outputs[1]
+    later = [choice("d", 0), choice("a", 3, siblings=False), ask(prompt, "e", None)]
+    run(of, *later)
+    assert cached(*others, *later) == [0] * 6
+
+
 def test_nothing_from_before_a_deletion_is_reused() -> None:
+    long = SamplingParams(40, ignore_eos=True)
+    expected, expected_live = alone(SYSTEM), alone([*SYSTEM, 1, 2, 3], params=long)  # by the same slots, and so before
     of = engine(strategy="trie")
     assert of.memory is not None
-    live = ask([*SYSTEM, 1, 2, 3], "live", params=SamplingParams(40, ignore_eos=True))
+    live = ask([*SYSTEM, 1, 2, 3], "live", params=long)
     run(of, ask(SYSTEM, "dead"), ask(SYSTEM, "else", "u"))
     of.add(live)
     of.step()
@@ -134,9 +160,9 @@ def test_nothing_from_before_a_deletion_is_reused() -> None:
     assert history is not None and live.stats.cached_tokens >= len(SYSTEM)
     history.remove(Request("dead", [1], GREEDY).text)
     after, other = ask(SYSTEM, "after"), ask(SYSTEM, "other", "u")
-    assert run(of, after, other) == [alone(SYSTEM)] * 2
+    assert run(of, after, other) == [expected] * 2
     assert cached(after, other) == [0, len(SYSTEM) - 1]  # not from the ended one, nor from the one that lives
-    assert live.output_ids.tolist() == alone([*SYSTEM, 1, 2, 3], params=SamplingParams(40, ignore_eos=True))
+    assert live.output_ids.tolist() == expected_live
     again = ask(SYSTEM, "again")
     run(of, again)
     assert cached(again) == [len(SYSTEM) - 1]
@@ -172,7 +198,7 @@ def test_a_failed_step_leaves_nothing_wrong_behind() -> None:
     halfway = ask(SYSTEM + QUESTIONS[2] * 2, "halfway")
     of.add(halfway)
     of.step()
-    of.fail_all("the device is gone")
+    of.abort("halfway", FinishReason.ERROR)
     of.check_integrity()
     again = ask(SYSTEM + QUESTIONS[2] * 2, "again")
     assert run(of, again) == [alone(SYSTEM + QUESTIONS[2] * 2)]

@@ -5,7 +5,6 @@ by the letter."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters import STRATEGIES, Drafter
+from decoding.drafters import STRATEGIES
 from decoding.request import Request, SamplingParams, TokenLogprob
 from decoding.sampling.sampler import choose
-from decoding.tree import DraftTree
 from engine.engine import Engine
-from tests.models import VOCAB, draft_with, llama_config, save_model
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import VOCAB, draft_with, llama_config, save_model
 
 MAX_TOKENS = 24
 PROMPTS = [[7], [1, 2, 3] * 12, [9, 30, 9, 31, 12, 9, 30]]
@@ -66,28 +65,6 @@ def engines(folder: str, dtype: str) -> dict[str, Engine]:
 
     made = {"autoregressive": load("autoregressive", 1), "prompt_lookup": load("prompt_lookup", 4), "llma": load("llma", 4)}
     return made | {"hostile": load("llma", 4)}
-
-
-class HostileDrafter(Drafter):
-    """Random trees around the right continuation: the path forks, repeats tokens, and carries on below wrong ones."""
-
-    def __init__(self, answers: dict[str, list[int]], seed: int) -> None:
-        self._answers, self._rng = answers, np.random.default_rng(seed)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
-        return [self._tree(request, self._answers[request.request_id]) for request in requests]
-
-    def _tree(self, request: Request, answer: list[int]) -> DraftTree:
-        rng = self._rng
-        parents, tokens, depths = [-1], [request.root], [0]
-        for row in range(1, int(rng.integers(2, 24))):
-            parent = row - 1 if rng.random() < 0.7 else int(rng.integers(0, row))
-            at = request.num_output + depths[parent]
-            right = answer[at] if at < len(answer) else 0
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-            tokens.append(right if rng.random() < 0.75 else int(rng.integers(-1, VOCAB + 3)))
-        return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.ones(len(tokens), np.int8), len(tokens))
 
 
 def params_of(case: str, **more: object) -> SamplingParams:

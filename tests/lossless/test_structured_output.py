@@ -14,22 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from actors.lookahead.executor import LookaheadParallelExecutor
-from actors.lookahead.link import connect
-from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.drafters.base import SOURCES
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from decoding.sampling.sampler import choose
-from engine.engine import Engine, load_runner
+from decoding.tree import SOURCES
+from engine.engine import Engine
 from engine.errors import RequestError
-from engine.executor import LocalExecutor
-from engine.forward.runner import ModelRunner
-from engine.loading.model import load_tokenizer
 from engine.text.grammar import choice_grammar, json_grammar, object_grammar, regex_grammar
-from tests.hostile import HostileDrafter
-from tests.models import draft_with, llama_config, save_model
-from tests.ranks import CONNECT_S, PATIENT, SECRET
+from engine.text.tokenizer import load_tokenizer
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import draft_with, llama_config, save_model
+from tests.helpers.ranks import loaded_group
 
 SCHEMA = {
     "type": "object",
@@ -230,25 +225,15 @@ def test_an_output_that_is_none_of_the_grammar_ends_its_request_alone(
 def test_ranks_that_share_the_steps_give_the_same(
     folder: str, tokenizer: PreTrainedTokenizerFast, blanks: Biases, plain: list[list[int]]
 ) -> None:
-    model, engine = ModelOptions(folder, dtype="float32"), EngineOptions(max_running=4)
+    options = EngineOptions(max_running=4, max_step_tokens=64)
     speculation = SpeculationOptions("auto", max_draft_tokens=16, options={"all_rows": True})
-    groups: list[LookaheadParallelExecutor] = []
-
-    def group(runner: ModelRunner) -> LookaheadParallelExecutor:
-        groups.append(LookaheadParallelExecutor(LocalExecutor(runner), PATIENT, 64))
-        return groups[0]
-
-    leader = Engine.load(model, engine, speculation, 2, group)
-    server = RankServer(LocalExecutor(load_runner(model, engine, speculation, 2)[1]), SECRET, PATIENT)
-    groups[0].add_rank(1, connect(server.address, SECRET, CONNECT_S))
-    wanted = requests(cases(blanks), tokenizer)
-    run(leader, wanted)
-    assert [request.output_ids.tolist() for request in wanted] == plain
-    state = groups[0].state(2)
-    assert state.ready == (0, 1) and (state.losses, state.divergences, state.disagreements) == (0, 0, 0)
-    assert any(len(step.rank_s) == 2 and min(step.rows) > 1 for step in groups[0].times)
-    groups[0].remove_rank(1)
-    server.close()
+    with loaded_group(ModelOptions(folder, dtype="float32"), options, speculation, 2) as (leader, group):
+        wanted = requests(cases(blanks), tokenizer)
+        run(leader, wanted)
+        assert [request.output_ids.tolist() for request in wanted] == plain
+        state = group.state(2)
+        assert state.ready == (0, 1) and (state.losses, state.divergences, state.disagreements) == (0, 0, 0)
+        assert any(len(step.rank_s) == 2 and min(step.rows) > 1 for step in group.times)
 
 
 def test_without_a_tokenizer_a_grammar_is_refused(engines: dict[str, Engine]) -> None:

@@ -20,8 +20,6 @@ from cluster.cli.terminal import fail, fail_input
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from actors.offline import OfflineEngine
     from actors.offline_group import OfflineGroup
     from cluster.cli.generate.settings import Settings
@@ -133,15 +131,11 @@ def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
     from actors.ranks import GroupError
     from engine.errors import ModelLoadError
 
-    engine: OfflineEngine | OfflineGroup | None = None
     try:
-        engine = _load(settings)
-        yield engine
+        with contextlib.closing(_load(settings)) as engine:
+            yield engine
     except (ModelLoadError, GroupError) as error:
         fail(str(error))
-    finally:
-        if engine is not None:
-            engine.close()
 
 
 def _load(settings: Settings) -> OfflineEngine | OfflineGroup:
@@ -210,11 +204,8 @@ def _run(engine: OfflineEngine | OfflineGroup, records: list[Record], params: Sa
             for output in emitted:
                 records[int(output.request_id)].take(output)
                 tokens += len(output.token_ids)
-            _show(progress, bar, records, tokens / (time.perf_counter() - started))
-
-
-def _show(progress: Progress, bar: Any, records: list[Record], tokens_per_s: float) -> None:
-    progress.update(bar, completed=sum(record.finished for record in records), speed=f"{tokens_per_s:.0f} tokens/s")
+            speed = f"{tokens / (time.perf_counter() - started):.0f} tokens/s"
+            progress.update(bar, completed=sum(record.finished for record in records), speed=speed)
 
 
 def _submit(engine: OfflineEngine | OfflineGroup, records: list[Record], params: SamplingParams, chat: bool) -> None:

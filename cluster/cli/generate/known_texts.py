@@ -65,7 +65,7 @@ def _of_folder(folder: Path) -> tuple[Tokenizer, str]:
 
 def _of_gguf(path: str) -> tuple[Tokenizer, str]:
     """The same of a GGUF file."""
-    from engine.loading.model import load_tokenizer  # with transformers it takes a moment
+    from engine.text.tokenizer import load_tokenizer  # with transformers it takes a moment
 
     tokenizer = load_tokenizer(path)
     return tokenizer.backend_tokenizer, tokenizer.eos_token or ""

@@ -113,11 +113,14 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
         options: of the drafter.
         shared: ranks share the steps' trees.
     """
-    from decoding.drafters import build_drafters, check_drafters  # with its loops over arrays it takes a moment to import
+    from decoding.drafters import STRATEGIES, build_drafters, check_drafters
     from decoding.strategy_choice import parse_strategy
 
     if options.draft_model is not None:
         check_model(options.draft_model, "speculation.draft_model")
+    once = len(set(options.strategies)) == len(options.strategies)
+    if not options.options and once and STRATEGIES.keys() >= {options.strategy, *options.strategies}:
+        return  # known names alone: what would draft takes a moment to import, and memory that this process would keep
     try:
         drafter = build_drafters(options.strategy, options.options, options.strategies)
         names = (options.strategy, *(parse_strategy(text).name for text in options.strategies))
@@ -188,7 +191,7 @@ def check_parallelism(config: Config) -> None:
         kinds["baseline.kind"] = config.baseline.kind
     for key, kind in kinds.items():
         if kind == "tensor" and importlib.util.find_spec("deepspeed") is None:
-            raise LaunchError(f"{key} is tensor, which needs DeepSpeed: pip install 'outrider[baselines]'")
+            raise LaunchError(f"{key} is tensor, which needs DeepSpeed: pip install -e '.[baselines]'")
 
 
 def check_processors(config: Config) -> None:

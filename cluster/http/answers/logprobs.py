@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers.decoders import DecodeStream
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from decoding.request import TokenLogprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _LOWEST = -9999.0  # as OpenAI and vLLM: JSON has no minus infinity
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how byte fallback spells one byte
@@ -24,9 +25,11 @@ class TokenBytes:
     """The bytes that each token of a vocabulary stands for in the middle of a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self.backend = tokenizer.backend_tokenizer
         self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
-        self._alphabet = _byte_level_alphabet()
+        self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
         # A token before another one: decoders strip the space at the beginning of a text, which is not this token's.
         self._anchor = list(self.backend.encode("a", add_special_tokens=False).ids[-1:])
         self._anchor_text = self.backend.decode(self._anchor, skip_special_tokens=False)
@@ -44,14 +47,6 @@ class TokenBytes:
         if all(character in self._alphabet for character in piece):
             return bytes(self._alphabet[character] for character in piece)
         return text.encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for: printable Latin-1 for itself, U+0100 and on for the others."""
-    alphabet = set(ByteLevel.alphabet())
-    themselves = [byte for byte in range(256) if chr(byte) in alphabet]
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    return {chr(byte): byte for byte in themselves} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 class LogprobWriter:

@@ -14,9 +14,32 @@ from pydantic import BaseModel
 
 from cluster.http.answers.extras import Extras
 from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
-from cluster.http.answers.step_reports import Reported, reported
 from cluster.http.answers.tool_calls import Call
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.serving.generation import Generation, Job
 from decoding.request import StepOutput, StepReport, TokenLogprob
+from engine.loading.model_info import ModelInfo
+
+
+class ReportedToken(BaseModel):
+    """A token that was emitted."""
+
+    text: str  # what it released: "" for a part of a character, and what stop strings held back with the token that decides it
+    source: str  # model, prompt, document, output, trie, public, or the drafter's name: see decoding.budget.attribution
+
+
+class ReportedStep(BaseModel):
+    """A forward of the target model that emitted tokens, and these."""
+
+    tokens: list[ReportedToken]
+    drafted: int  # tokens that were verified
+    accepted: int  # of these, emitted
+
+
+class Reported(BaseModel):
+    """Steps of a choice, in order. All texts together are what the model wrote: without an echo, with the calls of tools."""
+
+    steps: list[ReportedStep]
 
 
 class PromptTokensDetails(BaseModel):
@@ -97,33 +120,32 @@ class AnswerBuilder:
 
     def __init__(
         self,
-        kind: Literal["chat", "text"],
-        prefix: str,
-        model: str,
-        lossless: bool,
+        answer_id: str,
+        body: ChatCompletionRequest | CompletionRequest,
+        info: ModelInfo,
         token_bytes: TokenBytes,
-        skip_special: bool = True,
+        jobs: Sequence[Job],
+        echoes: Sequence[str] = (),
     ) -> None:
         """
         Args:
-            kind: a message of a chat, or texts.
-            prefix: of the id.
-            model: its name.
-            lossless: whether the strategy that drafts for it is.
+            answer_id: what the client sees, and what its texts are deleted by.
+            body: of the request.
+            info: the model.
             token_bytes: of the model's tokenizer.
-            skip_special: special tokens give no text.
+            jobs: one for each choice.
+            echoes: the prompt that the text of each choice begins with, if any.
         """
-        self._skip_special = skip_special
-        self._kind, self._model, self._lossless, self._token_bytes = kind, model, lossless, token_bytes
-        self.id = f"{prefix}-{uuid.uuid4().hex}"  # what the client sees, and what its texts are deleted by
-        self._created = int(time.time())
+        self._id, self._model, self._created = answer_id, info.served_name, int(time.time())
+        self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
+        self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
+        self._token_bytes, self._skip_special = token_bytes, body.skips_special
+        self._extras = Extras(body, jobs, token_bytes, echoes)
         self._writers: dict[int, LogprobWriter] = {}  # by choice
-        self.extras: Extras | None = None  # what is told besides
 
     def hear(self, index: int, output: StepOutput) -> None:
         """Takes in what an output of a choice tells besides its text, before anything is built of it."""
-        if self.extras is not None:
-            self.extras.heard(index, output)
+        self._extras.hear(index, output)
 
     def whole(
         self,
@@ -136,16 +158,16 @@ class AnswerBuilder:
         """The answer that is not streamed, by choice; ``logprobs`` and ``reports`` are empty where they were not asked for."""
         choices = []
         for index, (parts, reason, entries) in enumerate(zip(pieces, reasons, logprobs, strict=True)):
-            written = self._logprobs(index, entries)
+            choice = Choice(index=index, logprobs=self._logprobs(index, entries), finish_reason=reason)
             text = "".join(part for part in parts if isinstance(part, str))
-            calls = [part for part in parts if isinstance(part, Call)]
-            if self._kind == "chat":
-                message = Delta(role="assistant", content=text or (None if calls else ""), refusal=None)
-                if calls:
-                    message.tool_calls = [_called(call) for call in calls]
-                choices.append(Choice(index=index, message=message, logprobs=written, finish_reason=reason))
+            if self._kind == "text":
+                choice.text = text
             else:
-                choices.append(Choice(index=index, text=text, logprobs=written, finish_reason=reason))
+                calls = [_called(part) for part in parts if isinstance(part, Call)]
+                choice.message = Delta(role="assistant", content=text or (None if calls else ""), refusal=None)
+                if calls:
+                    choice.message.tool_calls = calls
+            choices.append(choice)
         for choice, steps in zip(choices, reports, strict=False):
             _report(choice, steps)
         return self._object(choices, streamed=False, usage=usage)
@@ -154,41 +176,42 @@ class AnswerBuilder:
         """The first chunk of a choice of a chat, which says who speaks; a completion has none."""
         if self._kind == "text":
             return None
-        delta = Delta(role="assistant", content="", refusal=None)
-        return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
+        return self._object([self._chunk(index, "", Delta(role="assistant", content="", refusal=None))])
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] = (), reports: Sequence[StepReport] = ()) -> Answer:
         """A chunk with text, with log-probabilities and the step of the tokens that came with it: the text may be held back."""
-        written = self._logprobs(index, logprobs)
-        if self._kind == "chat":
-            choice = Choice(index=index, delta=Delta(content=text), logprobs=written, finish_reason=None)
-        else:
-            choice = Choice(index=index, text=text, logprobs=written, finish_reason=None)
+        choice = self._chunk(index, text, Delta(content=text))
+        choice.logprobs = self._logprobs(index, logprobs)
         _report(choice, reports)
         return self._object([choice])
 
     def call(self, index: int, call: Call, position: int) -> Answer:
         """A chunk with a call of a tool, ``position`` of its choice."""
-        delta = Delta(tool_calls=[{"index": position, **_called(call)}])
-        return self._object([Choice(index=index, delta=delta, logprobs=None, finish_reason=None)])
+        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **_called(call)}]))])
 
     def end(self, index: int, reason: Any) -> Answer:
         """The last chunk of a choice."""
+        choice = self._chunk(index, "", Delta())
+        choice.finish_reason = reason
+        return self._object([choice])
+
+    def _chunk(self, index: int, text: str, delta: Delta) -> Choice:
+        """What is added to a choice: to a completion the text, to a chat the delta."""
         if self._kind == "chat":
-            return self._object([Choice(index=index, delta=Delta(), logprobs=None, finish_reason=reason)])
-        return self._object([Choice(index=index, text="", logprobs=None, finish_reason=reason)])
+            return Choice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        return Choice(index=index, text=text, logprobs=None, finish_reason=None)
 
     def usage(self, usage: Usage) -> Answer:
         """The chunk after the last one, when the client asked for it."""
         return self._object([], usage=usage)
 
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not entries and self.extras is None:
+        if not entries and self._extras.echoed_alternatives is None:
             return None
         if index not in self._writers:
             self._writers[index] = LogprobWriter(self._kind, self._token_bytes, self._skip_special)
         writer = self._writers[index]
-        prompt = None if self.extras is None else self.extras.echoed(index, writer)
+        prompt = self._extras.echoed(index, writer)
         if not entries:
             return prompt
         own = writer.write(entries)
@@ -199,23 +222,37 @@ class AnswerBuilder:
         if self._kind == "chat":
             name = "chat.completion.chunk" if streamed else "chat.completion"
         answer = Answer(
-            id=self.id, object=name, created=self._created, model=self._model, lossless=self._lossless, choices=choices
+            id=self._id, object=name, created=self._created, model=self._model, lossless=self._lossless, choices=choices
         )
         if usage is not None:
             answer.usage = usage
-        if self.extras is not None:
-            for choice in choices:
-                of_choice, of_answer = self.extras.told(choice.index)
-                for target, fields in ((choice, of_choice), (answer, of_answer)):
-                    for field, value in fields.items():
-                        setattr(target, field, value)
+        for choice in choices:
+            of_choice, of_answer = self._extras.told(choice.index)
+            for target, fields in ((choice, of_choice), (answer, of_answer)):
+                for field, value in fields.items():
+                    setattr(target, field, value)
         return answer
+
+
+def usage_of(generation: Generation) -> Usage:
+    """The tokens of a generation so far."""
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
+    return Usage(
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
+    )
 
 
 def _report(choice: Choice, reports: Sequence[StepReport]) -> None:
     """Tells of steps where there are any; else the field is not written."""
-    if reports:
-        choice.speculation = reported(reports)
+    if not reports:
+        return
+    steps = []
+    for report in reports:
+        pairs = zip(report.pieces, report.sources, strict=True)
+        tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
+        steps.append(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
+    choice.speculation = Reported(steps=steps)
 
 
 def _called(call: Call) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 
 from cluster.http import errors
-from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, PromptTokensDetails, Usage
+from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
 from cluster.http.answers.predicted import Predicted, PredictionMatch
 from cluster.http.answers.stream_guard import StreamShape
 from cluster.http.answers.tool_calls import Call, ToolCallReader
@@ -131,11 +131,7 @@ async def _events(
 
 
 def _usage(generation: Generation, readers: Sequence[_ChoiceReader]) -> Usage:
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
-    details = PromptTokensDetails(cached_tokens=generation.cached_tokens)
-    usage = Usage(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion, prompt_tokens_details=details
-    )
+    usage = usage_of(generation)
     matches = [reader.match for reader in readers if reader.match is not None]
     if matches:
         usage.completion_tokens_details = CompletionTokensDetails(

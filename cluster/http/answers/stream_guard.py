@@ -14,16 +14,14 @@ do none. What is left to see is how long the answer takes, and a chunk with so m
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.http.errors import ApiError
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from configs.slices import ServerOptions
-from decoding.request import StepOutput
+from decoding.step_output import StepOutput, merge_outputs
 
 Outputs = AsyncGenerator[tuple[int, StepOutput], None]  # of choices by number
 _FIELD = ',"obfuscation":"'
@@ -78,7 +76,7 @@ async def paced(outputs: Outputs, choices: int, period_s: float) -> Outputs:
             await asyncio.sleep(began + tick * period_s - clock())
             complete = reader.done()
             for index in sorted(live):
-                merged = merge(arrived[index])
+                merged = merge_outputs(arrived[index])
                 arrived[index].clear()
                 if merged.finish_reason is not None:
                     live.discard(index)
@@ -117,24 +115,3 @@ class StreamGuard:
         asked = None if body.stream_options is None else body.stream_options.include_obfuscation
         pads = self._pads if asked is None else asked
         return StreamShape(self._period_s, self._pad_bytes if pads else None)
-
-
-def merge(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Consecutive outputs of a choice as one; of none, one without tokens.
-
-    Example: ``(7,) "ab"`` and ``(8, 9) "c"`` are ``(7, 8, 9) "abc"``.
-    """
-    if not outputs:
-        return StepOutput("", (), "")
-    if len(outputs) == 1:
-        return outputs[0]
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(StepOutput):
-        values = [value for output in outputs if (value := getattr(output, field.name)) is not None]
-        if field.name == "text":
-            changes["text"] = "".join(values)
-        elif values and isinstance(values[0], tuple):  # token ids, log-probabilities: one after the other
-            changes[field.name] = tuple(item for value in values for item in value)
-        elif values:
-            changes[field.name] = values[-1]
-    return StepOutput(**changes)

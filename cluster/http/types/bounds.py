@@ -7,11 +7,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cluster.http.types.compare import CompareRequest
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
-from cluster.http.types.text import TEXT_BODIES
+from cluster.http.compare import CompareRequest
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-BODIES: tuple[Any, ...] = (ChatCompletionRequest, CompletionRequest, CompareRequest, *TEXT_BODIES.values())
+BODIES: tuple[Any, ...] = (ChatCompletionRequest, CompletionRequest, CompareRequest, TokenizeRequest, DetokenizeRequest)
 
 
 class UnboundedError(TypeError):

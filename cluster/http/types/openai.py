@@ -1,4 +1,4 @@
-"""Requests of OpenAI's HTTP API, as far as this server honours them.
+"""Requests of OpenAI's HTTP API, as far as this server honours them, and of vLLM's ``/tokenize`` and ``/detokenize``.
 
 A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
 """
@@ -6,25 +6,35 @@ A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
-from cluster.http.types.completion_fields import (
-    COMMON_NO_OPS,
-    MAX_CHOICES,
-    Alternatives,
-    CompletionFields,
-    Filled,
-    MostTokens,
-    Tokens,
+from cluster.http.types.strict import (
+    ENCODABLE,
+    MAX_NUMBER,
+    MAX_TEXT,
+    MAX_TOKEN_IDS,
+    Name,
+    Strict,
+    Text,
+    TokenId,
+    TokenIds,
+    unsupported,
 )
-from cluster.http.types.strict import MAX_NUMBER, MAX_TOKEN_IDS, Strict, Text, TokenId, unsupported
-from cluster.http.types.text import TEXT_BODIES
+from cluster.http.types.structured import StructuredFields
 from cluster.http.types.tool_grammar import tools_grammar
+from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 
-_CHAT_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
+MAX_STOPS = 4  # as OpenAI
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
+MAX_DOCUMENTS = 1024
+MAX_TIMEOUT_S = 1e9
+MAX_CHOICES = 128  # of one request: its prompts, times n
+_COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
+_CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -40,20 +50,148 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
     "prompt_cache_retention": (),
     "add_generation_prompt": (True,),
 }
-_COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = COMMON_NO_OPS | {
+_COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "suffix": ("",),
     "best_of": (1,),
     "add_special_tokens": (True,),
 }
 
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+Tokens = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+MostTokens = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+CacheChoice = Literal["tenant", "private", "off"]
 Prompt = Filled | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None  # a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # beside include_usage: every chunk holds the usage so far, as vLLM
+    include_obfuscation: bool | None = None  # events are padded; when absent as server.stream_guard says
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise unsupported("continuous_usage_stats", "continuous_usage_stats is only allowed when include_usage is true")
+        return self
+
+
+class SpeculationChoice(Strict):
+    """How a request is drafted for, without effect on the distribution of the answer; with a strategy that has one the answer
+    says ``lossless: false``. The configuration bounds both (``speculation``)."""
+
+    strategy: Name | None = None  # one of the server's, listed by /v1/models; its own default when absent
+    max_draft_tokens: Tokens | None = None  # most drafted rows in a step; 0 is plain decoding
+    report: bool | None = None  # the answer says of every token who drafted it; see openai_shapes.py
+
+
+class CompletionFields(StructuredFields):
+    """What both kinds of completion take."""
+
+    model: Name
+    max_tokens: MostTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None  # 1.0 when absent; 0 is greedy
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_NUMBER)] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None  # by token id, written as a string
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None  # choices for each prompt; see job_planner.choice_seed
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # drawn when absent
+    min_tokens: Tokens | None = None  # no end token before so many
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None  # the text holds what ended it, of stop and stop_token_ids
+    skip_special_tokens: bool | None = None  # true when absent
+    prompt_logprobs: Alternatives | None = None  # as vLLM: of the prompt's tokens, each with so many alternatives
+    return_token_ids: bool | None = None  # as vLLM: the ids of the prompt and of the answer
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # texts the answer may repeat: they speed it up and do not change it
+    reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.admission.tenancy
+    speculation: SpeculationChoice | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds, then a 504
+    user: Name | None = None  # opaque label
+    safety_identifier: Name | None = None  # opaque label
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them has an error of its own
+            raise ValueError(f"must hold at most {MAX_BIASES} token ids")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            # Short enough for int(), and spelled in one way, so that no two keys mean one token.
+            if not (key.isascii() and key.isdigit() and len(key) <= 18 and key == str(int(key))):
+                raise ValueError("must map token ids, written as decimal strings, to numbers")
+        return value
+
+    @field_validator("stop", mode="before", json_schema_input_type=Stop | Stops | None)
+    @classmethod
+    def _check_stop(cls, value: Any) -> Any:
+        """Before the type is looked at: a lone string has no place in a list that an error could name."""
+        texts = [value] if isinstance(value, str) else value
+        if texts is None:
+            return None
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
+        if max(map(len, texts), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"must be at most {MAX_STOP_CHARS} characters long, each string of a list too")
+        return texts
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> CompletionFields:
+        if self.stream_options is not None and not self.stream:
+            raise unsupported("stream_options", "stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Texts that the answer may repeat, the likeliest first."""
+        return tuple(self.reference_documents or ())
+
+    @property
+    def drafting(self) -> SpeculationChoice:
+        """How it is drafted for: the server's own way where nothing was said."""
+        return self.speculation or SpeculationChoice()
+
+    @property
+    def skips_special(self) -> bool:
+        """Whether the text is without the tokenizer's special tokens."""
+        return self.skip_special_tokens is not False
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether every chunk of a stream holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(CompletionFields):
     """``POST /v1/completions``. Each of several prompts gives ``n`` choices, in order."""
 
     NO_OPS = _COMPLETION_NO_OPS
+    PROMPT: ClassVar[str] = "prompt"  # the field that holds it
 
     max_tokens: Tokens | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
     prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
@@ -84,6 +222,11 @@ class CompletionRequest(CompletionFields):
         return self
 
     @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """The field that says how long an answer may be, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives of each token, None for no log-probabilities."""
         return self.logprobs
@@ -99,6 +242,7 @@ class ChatCompletionRequest(CompletionFields):
     """``POST /v1/chat/completions``."""
 
     NO_OPS = _CHAT_NO_OPS
+    PROMPT: ClassVar[str] = "messages"
 
     messages: Messages
     max_completion_tokens: MostTokens | None = None  # the newer name of max_tokens
@@ -109,6 +253,13 @@ class ChatCompletionRequest(CompletionFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
     prediction: Prediction | None = None  # a text the answer may repeat: as reference_documents
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """The field that says how long an answer may be, and its value."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -172,12 +323,49 @@ class ChatCompletionRequest(CompletionFields):
         return self
 
 
-_BODIES: dict[str, type[Strict]] = {"/chat/completions": ChatCompletionRequest, "/completions": CompletionRequest}
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: a prompt as completions take it, or messages as chats do."""
+
+    NO_OPS: ClassVar[dict[str, tuple[Any, ...]]] = {"continue_final_message": (False,)}
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None  # beside messages
+    add_generation_prompt: bool = True  # beside messages: what begins the assistant's message comes last
+    add_special_tokens: bool | None = None  # of a prompt: true when absent. Messages have those of their template
+    return_token_strs: bool | None = None  # the tokens as the vocabulary spells them, too
+
+    @model_validator(mode="after")
+    def _check_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise unsupported("prompt", "send either prompt or messages")
+        if self.messages is None and (self.tools or not self.add_generation_prompt):
+            name = "tools" if self.tools else "add_generation_prompt"
+            raise unsupported(name, f"{name} belongs to messages, not to a prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise unsupported("add_special_tokens", "a chat has the special tokens of its template; leave add_special_tokens out")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+BODIES: dict[str, type[Strict]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}  # by the end of the path that they are sent to
 
 
 def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
     """The names a field at ``path`` of a request to ``url_path`` may have."""
-    kinds = (kind for ending, kind in (_BODIES | TEXT_BODIES).items() if url_path.endswith(ending))
+    kinds = (kind for ending, kind in BODIES.items() if url_path.endswith(ending))
     kind: type[Strict] = next(kinds, CompletionRequest)
     for step in path[:-1]:
         found = kind.model_fields.get(step) if isinstance(step, str) else None

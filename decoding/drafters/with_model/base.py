@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from decoding.drafters.base import SOURCES, Drafter, Target
+from decoding.budget.latency import StepLoad
+from decoding.drafters.base import Drafter, Target, check_least
 from decoding.drafters.with_model.draft_model import DraftModel
 from decoding.request import Request
-from decoding.tree import DraftTree
+from decoding.tree import SOURCES, DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from decoding.drafters.with_model.draft_probabilities import (
         DraftDistributions,  # has torch, which those who only check options do not need
     )
-    from decoding.verify.rules import Rule
 
 SOURCE = SOURCES.index("draft_model")
 
@@ -27,7 +27,7 @@ NextTokens = Callable[[Sequence[int], Sequence[Sequence[int]], "torch.Tensor"], 
 
 
 class ModelDrafter(Drafter):
-    """Asks the draft model for continuations, and hands over how they are to be verified.
+    """Asks the draft model for continuations, whose trees say how they are to be verified.
 
     A request that the draft model has not caught up with, or that is longer than its context, gets the root alone.
     """
@@ -42,21 +42,10 @@ class ModelDrafter(Drafter):
         Raises:
             ValueError: below 1.
         """
-        if num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
+        check_least(1, num_draft_tokens=num_draft_tokens)
         self._num_draft_tokens = num_draft_tokens
-        self._model: DraftModel | None = None
+        self.draft_rows = num_draft_tokens  # strategies with several drafts have more
         self._distributions: DraftDistributions | None = None
-        self._rules: dict[str, Rule] = {}  # of the last proposal, by request
-
-    @property
-    def draft_rows(self) -> int:
-        """As many as a draft has tokens; strategies with several drafts have more."""
-        return self._num_draft_tokens
-
-    def attach(self, model: DraftModel) -> None:
-        """See ``Drafter``."""
-        self._model = model
 
     def prepare(self, target: Target) -> None:
         """Learns the target's end tokens."""
@@ -67,8 +56,8 @@ class ModelDrafter(Drafter):
     @property
     def model(self) -> DraftModel:
         """The draft model."""
-        assert self._model is not None, "attach comes before the first proposal"
-        return self._model
+        assert self.draft_model is not None, "there must be a draft model before the first proposal"
+        return self.draft_model
 
     @property
     def distributions(self) -> DraftDistributions:
@@ -76,9 +65,8 @@ class ModelDrafter(Drafter):
         assert self._distributions is not None, "prepare comes before the first proposal"
         return self._distributions
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[DraftTree]:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
         """One tree per request: see ``draft``."""
-        self._rules.clear()
         trees = [DraftTree.chain(request.root, ()) for request in requests]
         asking = [at for at, depth in enumerate(map(self._depth, requests, budgets)) if depth > 0]
         if asking:
@@ -130,16 +118,11 @@ class ModelDrafter(Drafter):
             active = going
         return chains
 
-    def rule(self, request: Request) -> Rule | None:
-        """See ``Drafter``."""
-        return self._rules.get(request.request_id)
-
     def held(self) -> Collection[str]:
         """See ``Drafter``."""
         return () if self._distributions is None else self._distributions.held()
 
     def finish(self, request: Request) -> None:
         """Drops what is kept of a request. What the draft model computed of it goes when its slot is needed."""
-        self._rules.pop(request.request_id, None)
         if self._distributions is not None:
             self._distributions.forget(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
+from decoding.drafters.base import check_choice
 from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -52,8 +53,7 @@ class BildDrafter(ModelDrafter):
             raise ValueError(f"fallback must be between 0 and 1, got {fallback}")
         if not rollback >= 0.0:
             raise ValueError(f"rollback must be 0 or more, got {rollback}")
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be {' or '.join(VARIANTS)}, got {variant!r}")
+        check_choice(VARIANTS, variant=variant)
         self._fallback, self._rollback = fallback, rollback
         self._variant = cast(Literal["original", "mjsd"], variant)
 
@@ -69,10 +69,10 @@ class BildDrafter(ModelDrafter):
             return [step(requests[at], chains[at], logits[row]) for row, at in enumerate(active)]
 
         chains = self.chains(requests, depths, next_tokens)
-        for request, chain in zip(requests, chains, strict=True):
-            if chain:
-                self._rules[request.request_id] = BildRule(self._rollback, self._variant)
-        return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+        trees = [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+        for tree in trees:
+            tree.rule = BildRule(self._rollback, self._variant)
+        return trees
 
     def _likeliest(self, request: Request, chain: Sequence[int], logits: torch.Tensor) -> tuple[int | None, bool]:
         sure, token = _confidence(self.distributions.altered(request, chain, logits))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from decoding.drafters.base import check_choice, check_least
 from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -46,17 +47,11 @@ class MjsdDrafter(ModelDrafter):
             ValueError: a value that is not one of these.
         """
         super().__init__(num_draft_tokens)
-        if beams < 1:
-            raise ValueError(f"beams must be at least 1, got {beams}")
-        if joint_law not in JOINT_LAWS:
-            raise ValueError(f"joint_law must be {' or '.join(JOINT_LAWS)}, got {joint_law!r}")
+        check_least(1, beams=beams)
+        check_choice(JOINT_LAWS, joint_law=joint_law)
+        self.draft_rows = max(1, beams * (num_draft_tokens - 1))  # all beams, sharing nothing; the last tokens are not computed
         self._beams, self._threshold = beams, threshold
         self._joint_law = cast(Literal["raw", "warped"], joint_law)
-
-    @property
-    def draft_rows(self) -> int:
-        """All beams, sharing nothing; the last tokens are not computed."""
-        return max(1, self._beams * (self._num_draft_tokens - 1))
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
@@ -65,9 +60,10 @@ class MjsdDrafter(ModelDrafter):
 
         score = self._raw_score if self._joint_law == "raw" else self._warped_score
         beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE)
-        for request, beam in zip(requests, beams, strict=True):
-            self._rules[request.request_id] = MjsdRule(beam.logprobs, self._threshold, self._joint_law)
-        return [DraftTree.chain(request.root, beam.tokens, SOURCE) for request, beam in zip(requests, beams, strict=True)]
+        trees = [DraftTree.chain(request.root, beam.tokens, SOURCE) for request, beam in zip(requests, beams, strict=True)]
+        for tree, beam in zip(trees, beams, strict=True):
+            tree.rule = MjsdRule(beam.logprobs, self._threshold, self._joint_law)
+        return trees
 
     def _raw_score(self, request: Request, chains: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
         import torch

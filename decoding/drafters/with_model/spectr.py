@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from decoding.drafters.base import check_least
 from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -41,14 +40,9 @@ class SpectrDrafter(ModelDrafter):
             ValueError: a value below 1.
         """
         super().__init__(num_draft_tokens)
-        if sequences < 1:
-            raise ValueError(f"sequences must be at least 1, got {sequences}")
+        check_least(1, sequences=sequences)
         self._sequences = sequences
-
-    @property
-    def draft_rows(self) -> int:
-        """All sequences, sharing nothing."""
-        return self._sequences * self._num_draft_tokens
+        self.draft_rows = sequences * num_draft_tokens  # all sequences, sharing nothing
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``. All sequences of a request are of the same length: none is cut at an end token."""
@@ -66,7 +60,7 @@ class SpectrDrafter(ModelDrafter):
                 self._extend(drafts[at], logits)
         for draft in drafts:
             if not draft.request.params.greedy:
-                self._rules[draft.request.request_id] = KSeqRule(draft.tokens, draft.rows, draft.probs)
+                draft.tree.rule = KSeqRule(draft.tokens, draft.rows, draft.probs)
         return [draft.tree for draft in drafts]
 
     def _extend(self, draft: _Sequences, logits: torch.Tensor) -> None:
@@ -102,6 +96,4 @@ class _Sequences:
                 parents.append(parent)
             self.tokens[number].append(token)
             self.rows[number].append(row)
-        sources = np.full(len(tokens), SOURCE, np.int8)
-        sources[0] = 0
-        self.tree = DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), sources, len(tokens))
+        self.tree = DraftTree.of(tokens, parents, SOURCE)

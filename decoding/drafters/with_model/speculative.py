@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from decoding.drafters.base import check_choice
 from decoding.drafters.with_model.base import SOURCE, ModelDrafter
 from decoding.request import Request
 from decoding.tree import DraftTree
@@ -47,8 +48,7 @@ class SpeculativeDrafter(ModelDrafter):
             ValueError: a value that is not one of these.
         """
         super().__init__(num_draft_tokens)
-        if sampling not in SAMPLINGS:
-            raise ValueError(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
+        check_choice(SAMPLINGS, sampling=sampling)
         self._sampling = sampling
         self.own_rules = sampling == "rejection"
 
@@ -74,12 +74,13 @@ class SpeculativeDrafter(ModelDrafter):
             return [(token, True) for token in tokens]
 
         chains = self.chains(requests, depths, next_tokens)
-        for request, probs in zip(requests, drawn, strict=True):
+        trees = [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+        for tree, probs in zip(trees, drawn, strict=True):
             if probs:
                 from decoding.verify.rules import RejectionRule
 
-                self._rules[request.request_id] = RejectionRule(probs)
-        return [DraftTree.chain(request.root, chain, SOURCE) for request, chain in zip(requests, chains, strict=True)]
+                tree.rule = RejectionRule(probs)
+        return trees
 
     def _takes_likeliest(self, request: Request) -> bool:
         """Whether the argmax of what the draft model says is drafted as it is."""

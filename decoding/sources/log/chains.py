@@ -37,6 +37,7 @@ PlainArrays = tuple[Int32Array, Int32Array, Int64Array, Int64Array, Int64Array, 
 # A log as it is read: its arrays, its first position that is still there, -1 where there is none, and the number of a text in it
 # that is passed over, -1 for none.
 Log = tuple[PlainArrays, int, int]
+LogTokens = tuple[Int32Array, Int32Array, Int32Array]  # of three logs that are read together
 
 
 @compiled

@@ -2,58 +2,107 @@
 
 from __future__ import annotations
 
-from decoding.budget.candidates import MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
+from typing import NamedTuple
+
+import numpy as np
+
+from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.jit import compiled
-from decoding.sources.log.chains import LogArrays, PlainArrays, follower, gather_chain
-from decoding.sources.log.trie_memory import (
-    AHEAD,
-    CHILDREN,
-    COUNT,
-    DEPTH,
-    FIRST,
-    INPUT,
-    LINK,
-    MIXED,
-    PARENT,
-    PLACE,
-    ROW,
-    SLOT,
-    TOKEN,
-    Nodes,
-    PlainNodes,
-    add_node,
-)  # fmt: skip
+from decoding.sources.log.chains import Int64Array, Log, LogArrays, LogTokens, follower, gather_chain
 from decoding.tree import Int32Array
+
+MAX_NODES = 16384  # looked at in one retrieval
+MAX_FOUND = 8192  # occurrences
+# Frequencies to go by. Mixed, an occurrence in the prompt counts 9,999 times one in an output.
+INPUT, OUTPUT, MIXED = range(3)
+# Columns of a node: its token, node above (-1 below the root), depth, row in the draft (-1 for none), first occurrence, first
+# child (-1: not looked at) and number of children.
+TOKEN, PARENT, DEPTH, ROW, FIRST, CHILDREN, COUNT = range(7)
+# Columns of an occurrence: its slot in the log, where that is (0: the prompt, 1: a reference, 2: the log of the tenant's outputs,
+# 3: the public log), and the next occurrence of the same node; and a token further on, see ``occurrences``.
+SLOT, PLACE, LINK, AHEAD = range(4)
+
+
+class Nodes(NamedTuple):
+    """Working memory of a retrieval, kept between calls: few arrays, as passing one costs time, and a node in one cache line."""
+
+    nodes: Int32Array  # [nodes, 8]
+    frequencies: Float64Array  # [3, nodes] prompt's, outputs', mixed
+    heap: Int32Array  # [nodes + 1]
+    queue: Int32Array  # [nodes]
+    slots: Int32Array  # [HASH_SLOTS]
+    found: Int32Array  # [occurrences, 4]
+    positions: Int64Array  # [occurrences]
+    lengths: Int32Array  # [occurrences] agreement
+
+    @classmethod
+    def empty(cls) -> Nodes:
+        """Memory for one thread."""
+        return cls(
+            nodes=np.empty((MAX_NODES, 8), np.int32),
+            frequencies=np.empty((3, MAX_NODES)),
+            heap=np.empty(MAX_NODES + 1, np.int32),
+            queue=np.empty(MAX_NODES, np.int32),
+            slots=np.full(HASH_SLOTS, -1, np.int32),
+            found=np.empty((MAX_FOUND, 4), np.int32),
+            positions=np.empty(MAX_FOUND, np.int64),
+            lengths=np.empty(MAX_FOUND, np.int32),
+        )
+
+
+# ``Nodes`` as a plain tuple, which is passed to compiled code in half the time.
+PlainNodes = tuple[Int32Array, Float64Array, Int32Array, Int32Array, Int32Array, Int32Array, Int64Array, Int32Array]
+# The request's prompt and references, of which no block is ever gone; the outputs of its tenant, or its own alone; what every
+# tenant drafts from, which counts as outputs.
+Logs = tuple[Log, Log, Log]
+# Which frequencies count: ``INPUT``, ``OUTPUT`` or ``MIXED``. The first position of the references, which count as outputs, in
+# the request's log; the most tokens to look up, and of a branch; the most occurrences to take from each log.
+Query = tuple[int, int, int, int, int]
+# Of each suffix that is looked up: enough rows to look up no shorter one, ``branch_length`` as published; rows for the best by
+# the prompt's frequency, and then by that of outputs.
+Quotas = tuple[int, int, int]
 
 
 @compiled
-def open_children(
-    own: Int32Array, shared: Int32Array, public: Int32Array, first: int, parent: int, depth: int, count: int, nodes: Int32Array,
-    frequencies: Float64Array, slots: Int32Array, found: Int32Array,
-) -> int:  # fmt: skip
+def text_at(texts: LogTokens, place: int) -> Int32Array:
+    """The tokens of the log in which an occurrence stands."""
+    return texts[0] if place < 2 else (texts[1] if place == 2 else texts[2])
+
+
+@compiled
+def add_node(memory: Nodes, node: int, token: int, parent: int, depth: int) -> None:
+    """Writes a node that is in no row, has no occurrence, and was not looked at."""
+    nodes, frequencies = memory.nodes, memory.frequencies
+    nodes[node, TOKEN], nodes[node, PARENT], nodes[node, DEPTH] = token, parent, depth
+    nodes[node, ROW], nodes[node, FIRST], nodes[node, CHILDREN], nodes[node, COUNT] = -1, -1, -1, 0
+    frequencies[INPUT, node] = frequencies[OUTPUT, node] = frequencies[MIXED, node] = 0.0
+
+
+@compiled
+def open_children(texts: LogTokens, first: int, parent: int, depth: int, count: int, memory: Nodes) -> int:
     """Makes the children of a node from its occurrences.
 
     Args:
-        own: tokens of the log of the request's texts, ``shared`` of that of outputs, ``public`` of the public one.
         first: occurrence in the node's list.
         parent: the node, -1 for the root.
+        count: nodes in use.
 
     Returns:
-        Nodes in use.
+        Nodes in use afterwards.
     """
+    nodes, frequencies, slots, found = memory.nodes, memory.frequencies, memory.slots, memory.found
     begin, at = count, first
     names = nodes[:, TOKEN]
     while at >= 0:
         after, place = found[at, LINK], found[at, PLACE]
-        log_tokens = own if place < 2 else (shared if place == 2 else public)
-        token = follower(log_tokens, found[at, SLOT] + 1 + depth)
+        token = follower(text_at(texts, place), found[at, SLOT] + 1 + depth)
         if token >= 0:
             slot = slot_of(token, slots, names)
             child = slots[slot]
             if child < 0 and count < len(nodes) and count - begin < MAX_CHILDREN:
                 child, count = count, count + 1
                 slots[slot] = child
-                add_node(nodes, frequencies, child, token, parent, depth + 1)
+                add_node(memory, child, token, parent, depth + 1)
             if child >= 0:
                 frequencies[min(place, 1), child] += 1.0
                 frequencies[MIXED, child] += 1e-4 if place else 0.9999
@@ -62,6 +111,21 @@ def open_children(
         at = after
     clear_slots(begin, count, slots, names)
     return count
+
+
+@compiled
+def open_only_child(texts: LogTokens, node: int, count: int, memory: Nodes) -> int:
+    """As ``open_children`` of a node with one occurrence: it has at most one child, which is as frequent."""
+    nodes, frequencies, found = memory.nodes, memory.frequencies, memory.found
+    first, depth = nodes[node, FIRST], nodes[node, DEPTH]
+    token = follower(text_at(texts, found[first, PLACE]), found[first, SLOT] + 1 + depth)
+    if token < 0 or count == len(nodes):
+        return count
+    add_node(memory, count, token, node, depth + 1)
+    nodes[count, FIRST] = first
+    for frequency in range(3):
+        frequencies[frequency, count] = frequencies[frequency, node]
+    return count + 1
 
 
 @compiled
@@ -75,31 +139,35 @@ def find_rows(nodes: Int32Array, begin: int, end: int, row: int, since: int, tok
 
 
 @compiled
-def occurrences(
-    own: LogArrays, references: int, shared: LogArrays, shared_oldest: int, public: LogArrays, public_oldest: int,
-    context: Int32Array, length: int, mode: int, cap: int, memory: Nodes,
-) -> tuple[int, bool]:  # fmt: skip
-    """Links the occurrences at which ``length`` or more tokens agree, ``cap`` of each log: of the longest n-grams, the latest.
+def gather_all(log: Log, context: Int32Array, length: int, cap: int, used: int, memory: Nodes) -> int:
+    """Lists up to ``cap`` occurrences in one log behind ``used`` entries, of long n-grams first; returns the entries in use."""
+    plain, oldest, owner = log
+    if oldest < 0:
+        return used
+    begin, arrays = used, LogArrays(*plain)
+    shortest, limit = (0 if length < 2 else (1 if length < 4 else 2)), max(4, length)
+    for chain in range(2, shortest - 1, -1):
+        room = cap - (used - begin)
+        used = gather_chain(arrays, chain, oldest, owner, context, room, limit, used, memory.positions, memory.lengths)
+    return used
+
+
+@compiled
+def occurrences(logs: Logs, query: Query, context: Int32Array, length: int, memory: Nodes) -> tuple[int, bool]:
+    """Links the occurrences at which ``length`` or more tokens agree.
 
     Returns:
         The first of the list, -1 for none, and whether one is in the prompt.
     """
+    mode, references, cap = query[0], query[1], query[4]
     found, positions, lengths = memory.found, memory.positions, memory.lengths
-    shortest, limit = (0 if length < 2 else (1 if length < 4 else 2)), max(4, length)
-    used = 0
-    for chain in range(2, shortest - 1, -1):
-        used = gather_chain(own, chain, 0, -1, context, cap - used, limit, used, positions, lengths)
-    in_own = in_shared = used
+    in_own = in_shared = used = gather_all(logs[0], context, length, cap, 0, memory)
     if mode != INPUT:
-        for chain in range(2, shortest - 1, -1):
-            room = cap - (used - in_own)
-            used = gather_chain(shared, chain, shared_oldest, -1, context, room, limit, used, positions, lengths)
-        in_shared = used
-        for chain in range(2, shortest - 1 if public_oldest >= 0 else 2, -1):
-            room = cap - (used - in_shared)
-            used = gather_chain(public, chain, public_oldest, -1, context, room, limit, used, positions, lengths)
+        in_shared = gather_all(logs[1], context, length, cap, used, memory)
+        used = gather_all(logs[2], context, length, cap, in_shared, memory)
     first, any_prompt = -1, False
-    own_mask, shared_mask, public_mask = len(own.tokens) - 1, len(shared.tokens) - 1, len(public.tokens) - 1
+    own, shared, public = logs[0][0][0], logs[1][0][0], logs[2][0][0]
+    own_mask, shared_mask, public_mask = len(own) - 1, len(shared) - 1, len(public) - 1
     for at in range(used):
         place = 2 if at < in_shared else 3
         if at < in_own:
@@ -109,10 +177,10 @@ def occurrences(
             # A branch further on: read here, where reads overlap, so that its cache line is near when the branch is followed.
             if place == 2:
                 slot = positions[at] & shared_mask
-                ahead = shared.tokens[(slot + 12) & shared_mask]
+                ahead = shared[(slot + 12) & shared_mask]
             elif place == 3:
                 slot = positions[at] & public_mask
-                ahead = public.tokens[(slot + 12) & public_mask]
+                ahead = public[(slot + 12) & public_mask]
             found[at, SLOT], found[at, PLACE], found[at, LINK], found[at, AHEAD] = slot, place, first, ahead
             first = at
             any_prompt = any_prompt or place == 0
@@ -121,21 +189,23 @@ def occurrences(
 
 @compiled
 def choose_best(
-    own: Int32Array, shared: Int32Array, public: Int32Array, by: int, quota: int, top: int, branch_length: int, count: int,
-    nodes: Int32Array, frequencies: Float64Array, heap: Int32Array, queue: Int32Array, slots: Int32Array, found: Int32Array,
-    tokens: Int32Array, parents: Int32Array, since: int, drafted: int,
+    texts: LogTokens, by: int, quota: int, top: int, branch_length: int, count: int, memory: Nodes, tokens: Int32Array,
+    parents: Int32Array, since: int, drafted: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Sees to it that the draft holds the ``quota`` nodes of the highest frequency; frequencies never rise along a path.
 
     Args:
         by: which frequency.
-        since: nodes in rows before it, which longer suffixes gave, are not counted.
         top: children of the root; they are the first nodes.
+        count: nodes in use.
+        since: nodes in rows before it, which longer suffixes gave, are not counted.
+        drafted: rows of the draft.
 
     Returns:
         Nodes in use and rows of the draft.
     """
-    keys, size, waiting, served, begin, end = frequencies[by], 0, 0, 0, 0, top
+    nodes, heap, queue = memory.nodes, memory.heap, memory.queue
+    keys, size, waiting, served, begin, end = memory.frequencies[by], 0, 0, 0, 0, top
     least = 1e-4 if by == MIXED else 1.0  # the nodes that were seen once, which are most, wait in line for all others
     while quota > 0 and drafted < len(tokens):
         for child in range(begin, end):
@@ -165,18 +235,10 @@ def choose_best(
             continue
         if nodes[best, CHILDREN] < 0:
             nodes[best, CHILDREN], first = count, nodes[best, FIRST]
-            if found[first, LINK] < 0 and row >= since:  # one occurrence: at most one child, as frequent
-                place = found[first, PLACE]
-                log_tokens = own if place < 2 else (shared if place == 2 else public)
-                token = follower(log_tokens, found[first, SLOT] + 1 + depth)
-                if token >= 0 and count < len(nodes):
-                    add_node(nodes, frequencies, count, token, best, depth + 1)
-                    nodes[count, FIRST] = first
-                    for frequency in range(3):
-                        frequencies[frequency, count] = frequencies[frequency, best]
-                    count += 1
+            if memory.found[first, LINK] < 0 and row >= since:
+                count = open_only_child(texts, best, count, memory)
             else:
-                count = open_children(own, shared, public, first, best, depth, count, nodes, frequencies, slots, found)
+                count = open_children(texts, first, best, depth, count, memory)
                 find_rows(nodes, nodes[best, CHILDREN], count, row, since, tokens, parents)
             nodes[best, COUNT] = count - nodes[best, CHILDREN]
         begin, end = nodes[best, CHILDREN], nodes[best, CHILDREN] + nodes[best, COUNT]
@@ -185,49 +247,42 @@ def choose_best(
 
 @compiled
 def hierarchical(
-    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, public: PlainArrays, public_oldest: int,
-    context: Int32Array, max_query_length: int, branch_length: int, enough: int, min_input: int, min_output: int, mode: int,
-    cap: int, memory: PlainNodes, tokens: Int32Array, parents: Int32Array,
+    logs: Logs, query: Query, quotas: Quotas, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array,
+    parents: Int32Array,
 ) -> int:  # fmt: skip
     """The draft tree for the end of ``context``: the published multi-stage retrieval and selection, its defects mended.
 
-    Suffixes are looked up from the longest on until there are ``enough`` rows; a shorter one adds to what longer ones gave. Of
-    each, the ``min_input`` best by the prompt's frequency are taken, then the ``min_output`` best by that of outputs, then the
-    best by both.
+    Suffixes are looked up from the longest on until there are enough rows; a shorter one adds to what longer ones gave. Of each,
+    the best by the prompt's frequency are taken, then the best by that of outputs, then the best by both.
 
     Args:
-        own: log of the request's prompt and references; it never lets go of a block.
-        references: positions of ``own`` from here on are references, which count as outputs.
-        shared: log of outputs, of the request's tenant or of the request alone; its positions before ``shared_oldest`` are gone.
-        public: log of what every tenant drafts from, which counts as outputs; not looked into with a ``public_oldest`` of -1.
-        enough: rows, ``branch_length`` as published.
-        mode: INPUT, OUTPUT or MIXED, which frequencies count.
+        logs: see ``Logs``.
+        query: see ``Query``.
+        quotas: see ``Quotas``.
         tokens: [decoding length] out; row 0 is the root.
         parents: [decoding length] out.
 
     Returns:
         Rows of the draft, the root included.
     """
-    own_log, shared_log, public_log, working = LogArrays(*own), LogArrays(*shared), LogArrays(*public), Nodes(*memory)
-    nodes, frequencies, heap, queue, slots, found, _, _ = memory
+    memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
+    mode, max_query_length, branch_length = query[0], query[2], query[3]
+    enough, min_input, min_output = quotas
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first, any_prompt = occurrences(
-            own_log, references, shared_log, shared_oldest, public_log, public_oldest, context, length, mode, cap, working
-        )
+        first, any_prompt = occurrences(logs, query, context, length, memory)
         if first < 0:
             continue
         since = drafted
-        count = top = open_children(own[0], shared[0], public[0], first, -1, 0, 0, nodes, frequencies, slots, found)
-        find_rows(nodes, 0, top, 0, since, tokens, parents)
+        count = top = open_children(texts, first, -1, 0, 0, memory)
+        find_rows(memory.nodes, 0, top, 0, since, tokens, parents)
         for by in range(3):
             # Without an occurrence in the prompt the mixed order is that of outputs: nothing has to be reserved.
             if by != mode and (mode != MIXED or not any_prompt):
                 continue
             quota = len(tokens) if by == mode else (min_input if by == INPUT else min_output)
             count, drafted = choose_best(
-                own[0], shared[0], public[0], by, quota, top, branch_length, count, nodes, frequencies, heap, queue, slots, found,
-                tokens, parents, since, drafted,
+                texts, by, quota, top, branch_length, count, memory, tokens, parents, since, drafted
             )  # fmt: skip
         if drafted == len(tokens) or 1 < drafted >= enough:
             break
@@ -236,25 +291,23 @@ def hierarchical(
 
 @compiled
 def single(
-    own: PlainArrays, references: int, shared: PlainArrays, shared_oldest: int, public: PlainArrays, public_oldest: int,
-    context: Int32Array, max_query_length: int, branch_length: int, mode: int, cap: int, memory: PlainNodes, tokens: Int32Array,
-    parents: Int32Array,
-) -> int:  # fmt: skip
+    logs: Logs, query: Query, context: Int32Array, plain_memory: PlainNodes, tokens: Int32Array, parents: Int32Array
+) -> int:
     """One chain: the most frequent child of the most frequent child. Arguments and result as in ``hierarchical``.
 
-    A shorter suffix goes on where a longer one knew no more; suffixes are tried until there are ``branch_length // 2`` rows.
+    A shorter suffix goes on where a longer one knew no more; suffixes are tried until there are half as many rows as a branch
+    may have tokens.
     """
-    own_log, shared_log, public_log, working = LogArrays(*own), LogArrays(*shared), LogArrays(*public), Nodes(*memory)
-    nodes, frequencies, _, _, slots, found, _, _ = memory
+    memory, texts = Nodes(*plain_memory), (logs[0][0][0], logs[1][0][0], logs[2][0][0])
+    nodes, frequencies = memory.nodes, memory.frequencies
+    mode, max_query_length, branch_length = query[0], query[2], query[3]
     tokens[0], parents[0], drafted = context[-1], -1, 1
     for length in range(min(max_query_length, len(context)), 0, -1):
-        first, _ = occurrences(
-            own_log, references, shared_log, shared_oldest, public_log, public_oldest, context, length, mode, cap, working
-        )
+        first, _ = occurrences(logs, query, context, length, memory)
         depth = count = 0
         while first >= 0 and depth < branch_length and drafted < len(tokens):
             begin = count
-            count = open_children(own[0], shared[0], public[0], first, -1, depth, count, nodes, frequencies, slots, found)
+            count = open_children(texts, first, -1, depth, count, memory)
             best = -1
             for child in range(begin, count):
                 if depth + 1 < drafted:  # on the way down what the longer suffix gave

@@ -8,9 +8,11 @@ would depend on the code around it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
@@ -19,18 +21,11 @@ from decoding.jit import compiled
 
 WIDTH = 16
 
-_FLOAT, _INT, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
-_FLOATS, _INTS, _HALVES = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH), ir.VectorType(_HALF, WIDTH)
-_FLOAT16S, LONG = ir.VectorType(ir.HalfType(), WIDTH), ir.IntType(64)
+FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
+HALVES, FLOAT16S = ir.VectorType(ir.IntType(16), WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
+TYPES = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}  # a value of each type, by torch's name
 _SPINS = 4096
-
-Generator = Callable[[Any, Any, Any, Any], Any]
-
-
-def primitive(defined: Callable[..., tuple[Any, Generator]]) -> Callable[..., Any]:
-    """numba's ``intrinsic``, for type checkers the function that compiled code sees."""
-    primitive: Callable[..., Any] = intrinsic(defined)
-    return primitive
 
 
 class LanesType(types.Type):
@@ -41,37 +36,58 @@ class LanesType(types.Type):
 
 
 LANES = LanesType()
+LIKE = None  # among the arguments of a primitive: one of which the type alone counts
 
 
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, lanes: LanesType) -> None:
-        super().__init__(manager, lanes, _FLOATS)
+        super().__init__(manager, lanes, FLOATS)
 
 
-def _floats(value: float) -> ir.Constant:
-    return ir.Constant(_FLOATS, [value] * WIDTH)
+def primitive(returns: types.Type, *takes: types.Type | None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that emits LLVM's code one that compiled code calls.
+
+    The function gets a builder and the values of its arguments, and gives the value that it returns; of an argument that is
+    ``LIKE`` it gets numba's type. What is made has it as ``emit``, for functions that emit more.
+
+    Args:
+        returns: numba's type.
+        takes: numba's types of the arguments.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def define(typing: Any, *given: Any) -> tuple[Any, Callable[..., Any]]:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                arguments = [one if kind is LIKE else value for kind, one, value in zip(takes, given, values, strict=True)]
+                value = emit(builder, *arguments)
+                return context.get_dummy_value() if returns == types.void else value
+
+            return returns(*(one if kind is LIKE else kind for kind, one in zip(takes, given, strict=True))), generate
+
+        made: Any = intrinsic(define)
+        made.emit = emit
+        return made
+
+    return decorate
 
 
-def _ints(values: list[int]) -> ir.Constant:
-    return ir.Constant(_INTS, values)
+def _all(value: float, kind: ir.VectorType = FLOATS) -> ir.Constant:
+    return ir.Constant(kind, [value] * WIDTH)
 
 
-def _same(value: int) -> ir.Constant:
-    return _ints([value] * WIDTH)
-
-
-def spread_lanes(builder: Any, number: Any) -> Any:
-    """Code for ``splat``."""
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(undefined, number, _INT(0)), undefined, _same(0))
+def spread(builder: Any, number: Any, kind: ir.VectorType = FLOATS) -> Any:
+    """Code for a number in all lanes."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(undefined, number, INT(0)), undefined, _all(0, INTS))
 
 
 def _rounded(builder: Any, numbers: Any) -> Any:
     """Bits whose upper halves are the numbers in bfloat16."""
-    bits = builder.bitcast(numbers, _INTS)
-    odd = builder.and_(builder.lshr(bits, _same(16)), _same(1))
-    return builder.add(bits, builder.add(odd, _same(0x7FFF)))
+    bits = builder.bitcast(numbers, INTS)
+    odd = builder.and_(builder.lshr(bits, _all(16, INTS)), _all(1, INTS))
+    return builder.add(bits, builder.add(odd, _all(0x7FFF, INTS)))
 
 
 def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -> None:
@@ -87,263 +103,195 @@ def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -
     builder.position_at_end(end)
 
 
-@primitive
-def bytes_of(typing: Any, like: Any) -> tuple[Any, Generator]:
+@primitive(types.int64, LIKE)
+def bytes_of(builder: Any, like: Any) -> Any:
     """Bytes of one number of a type."""
-    size = 4 if like == types.float32 else 2
-    return types.int64(like), lambda context, builder, signature, args: LONG(size)
+    return LONG(4 if like == types.float32 else 2)
 
 
-@primitive
-def load(typing: Any, address: Any, like: Any) -> tuple[Any, Generator]:
+@primitive(LANES, types.int64, LIKE)
+def load(builder: Any, address: Any, like: Any) -> Any:
     """Sixteen numbers that lie side by side at an address."""
-
-    return LANES(types.int64, like), lambda context, builder, signature, args: load_lanes(builder, args[0], like)
-
-
-def load_lanes(builder: Any, address: Any, like: Any) -> Any:
-    """Code for ``load``."""
     if like == types.float32:
-        return builder.load(builder.inttoptr(address, _FLOATS.as_pointer()), align=4)
+        return builder.load(builder.inttoptr(address, FLOATS.as_pointer()), align=4)
     if like == types.int16:
-        return builder.fpext(builder.load(builder.inttoptr(address, _FLOAT16S.as_pointer()), align=2), _FLOATS)
-    halves = builder.load(builder.inttoptr(address, _HALVES.as_pointer()), align=2)
-    return builder.bitcast(builder.shl(builder.zext(halves, _INTS), _same(16)), _FLOATS)
+        return builder.fpext(builder.load(builder.inttoptr(address, FLOAT16S.as_pointer()), align=2), FLOATS)
+    halves = builder.load(builder.inttoptr(address, HALVES.as_pointer()), align=2)
+    return builder.bitcast(builder.shl(builder.zext(halves, INTS), _all(16, INTS)), FLOATS)
 
 
-@primitive
-def store(typing: Any, address: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
+@primitive(types.void, types.int64, LANES, LIKE)
+def store(builder: Any, address: Any, numbers: Any, like: Any) -> None:
     """Writes sixteen numbers side by side; to half precision they are rounded to the nearest, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if like == types.float32:
-            builder.store(args[1], builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
-            return context.get_dummy_value()
-        if like == types.int16:
-            halves = builder.fptrunc(args[1], _FLOAT16S)
-        else:
-            halves = builder.trunc(builder.lshr(_rounded(builder, args[1]), _same(16)), _HALVES)
-        builder.store(halves, builder.inttoptr(args[0], halves.type.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, LANES, like), generate
+    if like == types.float32:
+        builder.store(numbers, builder.inttoptr(address, FLOATS.as_pointer()), align=4)
+        return
+    if like == types.int16:
+        halves = builder.fptrunc(numbers, FLOAT16S)
+    else:
+        halves = builder.trunc(builder.lshr(_rounded(builder, numbers), _all(16, INTS)), HALVES)
+    builder.store(halves, builder.inttoptr(address, halves.type.as_pointer()), align=2)
 
 
-@primitive
-def stored(typing: Any, numbers: Any, like: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LIKE)
+def stored(builder: Any, numbers: Any, like: Any) -> Any:
     """The numbers as they would be read back after a ``store``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if like == types.float32:
-            return args[0]
-        if like == types.int16:
-            return builder.fpext(builder.fptrunc(args[0], _FLOAT16S), _FLOATS)
-        return builder.bitcast(builder.and_(_rounded(builder, args[0]), _same(0xFFFF0000)), _FLOATS)
-
-    return LANES(LANES, like), generate
+    if like == types.float32:
+        return numbers
+    if like == types.int16:
+        return builder.fpext(builder.fptrunc(numbers, FLOAT16S), FLOATS)
+    return builder.bitcast(builder.and_(_rounded(builder, numbers), _all(0xFFFF0000, INTS)), FLOATS)
 
 
-@primitive
-def splat(typing: Any, number: Any) -> tuple[Any, Generator]:
+@primitive(LANES, types.float32)
+def splat(builder: Any, number: Any) -> Any:
     """One float32 sixteen times."""
-    return LANES(types.float32), lambda context, builder, signature, args: spread_lanes(builder, args[0])
+    return spread(builder, number)
 
 
-@primitive
-def load_splat(typing: Any, address: Any) -> tuple[Any, Generator]:
+@primitive(LANES, types.int64)
+def load_splat(builder: Any, address: Any) -> Any:
     """The float32 at an address sixteen times."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return spread_lanes(builder, builder.load(builder.inttoptr(args[0], _FLOAT.as_pointer()), align=4))
-
-    return LANES(types.int64), generate
+    return spread(builder, builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4))
 
 
-@primitive
-def add(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def add(builder: Any, left: Any, right: Any) -> Any:
     """Sums."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fadd(*args)
+    return builder.fadd(left, right)
 
 
-@primitive
-def multiply(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def multiply(builder: Any, left: Any, right: Any) -> Any:
     """Products."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fmul(*args)
+    return builder.fmul(left, right)
 
 
-@primitive
-def subtract(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def subtract(builder: Any, left: Any, right: Any) -> Any:
     """Differences."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fsub(*args)
+    return builder.fsub(left, right)
 
 
-@primitive
-def divide(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def divide(builder: Any, left: Any, right: Any) -> Any:
     """Quotients."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fdiv(*args)
+    return builder.fdiv(left, right)
 
 
-@primitive
-def absolute(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES)
+def absolute(builder: Any, numbers: Any) -> Any:
     """The numbers without their signs."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.and_(builder.bitcast(args[0], _INTS), _same(0x7FFFFFFF)), _FLOATS)
-
-    return LANES(LANES), generate
+    return builder.bitcast(builder.and_(builder.bitcast(numbers, INTS), _all(0x7FFFFFFF, INTS)), FLOATS)
 
 
-@primitive
-def sign_of(typing: Any, numbers: Any, signs: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def sign_of(builder: Any, numbers: Any, signs: Any) -> Any:
     """The numbers, none of which is negative, with the signs of others."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sign = builder.and_(builder.bitcast(args[1], _INTS), _same(0x80000000))
-        return builder.bitcast(builder.or_(builder.bitcast(args[0], _INTS), sign), _FLOATS)
-
-    return LANES(LANES, LANES), generate
+    sign = builder.and_(builder.bitcast(signs, INTS), _all(0x80000000, INTS))
+    return builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), sign), FLOATS)
 
 
-@primitive
-def multiply_add(typing: Any, left: Any, right: Any, addend: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES, LANES)
+def multiply_add(builder: Any, left: Any, right: Any, addend: Any) -> Any:
     """``left * right + addend``, rounded once."""
-    return LANES(LANES, LANES, LANES), lambda context, builder, signature, args: fused(builder, *args)
-
-
-def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
-    """Code for ``multiply_add``."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{WIDTH}f32", fnty=kind), (left, right, addend))
 
 
-@primitive
-def maximum(typing: Any, left: Any, right: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, LANES)
+def maximum(builder: Any, left: Any, right: Any) -> Any:
     """The larger of each pair."""
-    return LANES(LANES, LANES), lambda context, builder, signature, args: _larger(builder, *args)
-
-
-def _larger(builder: Any, left: Any, right: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
 def _fold(builder: Any, numbers: Any, operation: Callable[[Any, Any, Any], Any]) -> Any:
     distance = WIDTH // 2
     while distance:
-        turned = builder.shuffle_vector(numbers, numbers, _ints([(lane + distance) % WIDTH for lane in range(WIDTH)]))
-        numbers, distance = operation(builder, numbers, turned), distance // 2
-    return builder.extract_element(numbers, _INT(0))
+        turn = ir.Constant(INTS, [(lane + distance) % WIDTH for lane in range(WIDTH)])
+        numbers = operation(builder, numbers, builder.shuffle_vector(numbers, numbers, turn))
+        distance //= 2
+    return builder.extract_element(numbers, INT(0))
 
 
-@primitive
-def total(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+@primitive(types.float32, LANES)
+def total(builder: Any, numbers: Any) -> Any:
     """The sum of all sixteen, a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fold(builder, args[0], lambda b, left, right: b.fadd(left, right))
-
-    return types.float32(LANES), generate
+    return _fold(builder, numbers, add.emit)
 
 
-@primitive
-def largest(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+@primitive(types.float32, LANES)
+def largest(builder: Any, numbers: Any) -> Any:
     """The largest of all sixteen, a float32."""
-    return types.float32(LANES), lambda context, builder, signature, args: _fold(builder, args[0], _larger)
+    return _fold(builder, numbers, maximum.emit)
 
 
-@primitive
-def exponential(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES)
+def exponential(builder: Any, numbers: Any) -> Any:
     """e to each number, none of which is positive; 0 below -87, where float32 ends.
 
     As in Cephes' ``expf``: ``x = n log 2 + r``, a polynomial for ``e ** r``, and ``n`` goes into the exponent's bits. The error
     is below 2 units in the last place.
     """
-
-    return LANES(LANES), lambda context, builder, signature, args: _exponential(builder, args[0])
-
-
-def _exponential(builder: Any, numbers: Any) -> Any:
-    vanishing = builder.fcmp_ordered("<", numbers, _floats(-87.0))
-    x = builder.select(vanishing, _floats(-87.0), numbers)
-    half = builder.fsub(builder.fmul(x, _floats(1.44269504088896341)), _floats(0.5))
-    power = builder.fptosi(half, _INTS)  # cut towards zero, and so rounded to the nearest
-    n = builder.sitofp(power, _FLOATS)
-    r = builder.fsub(x, builder.fmul(n, _floats(0.693359375)))  # log 2 in two parts, the first without rounding
-    r = builder.fsub(r, builder.fmul(n, _floats(-2.12194440e-4)))
-    series = _floats(1.9875691500e-4)
+    vanishing = builder.fcmp_ordered("<", numbers, _all(-87.0))
+    x = builder.select(vanishing, _all(-87.0), numbers)
+    half = builder.fsub(builder.fmul(x, _all(1.44269504088896341)), _all(0.5))
+    power = builder.fptosi(half, INTS)  # cut towards zero, and so rounded to the nearest
+    n = builder.sitofp(power, FLOATS)
+    r = builder.fsub(x, builder.fmul(n, _all(0.693359375)))  # log 2 in two parts, the first without rounding
+    r = builder.fsub(r, builder.fmul(n, _all(-2.12194440e-4)))
+    series = _all(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        series = fused(builder, series, r, _floats(factor))
-    series = fused(builder, series, builder.fmul(r, r), r)
-    series = builder.fadd(series, _floats(1.0))
-    scale = builder.bitcast(builder.shl(builder.add(power, _same(127)), _same(23)), _FLOATS)
-    return builder.select(vanishing, _floats(0.0), builder.fmul(series, scale))
+        series = multiply_add.emit(builder, series, r, _all(factor))
+    series = multiply_add.emit(builder, series, builder.fmul(r, r), r)
+    series = builder.fadd(series, _all(1.0))
+    scale = builder.bitcast(builder.shl(builder.add(power, _all(127, INTS)), _all(23, INTS)), FLOATS)
+    return builder.select(vanishing, _all(0.0), builder.fmul(series, scale))
 
 
-@primitive
-def silu(typing: Any, numbers: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES)
+def silu(builder: Any, numbers: Any) -> Any:
     """``x / (1 + exp(-x))`` of each number."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        down = builder.bitcast(builder.or_(builder.bitcast(args[0], _INTS), _same(0x80000000)), _FLOATS)  # -|x|
-        power = _exponential(builder, down)
-        above = builder.select(builder.fcmp_ordered("<", args[0], _floats(0.0)), power, _floats(1.0))
-        return builder.fmul(args[0], builder.fdiv(above, builder.fadd(_floats(1.0), power)))
-
-    return LANES(LANES), generate
+    down = builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), _all(0x80000000, INTS)), FLOATS)  # -|x|
+    power = exponential.emit(builder, down)
+    above = builder.select(builder.fcmp_ordered("<", numbers, _all(0.0)), power, _all(1.0))
+    return builder.fmul(numbers, builder.fdiv(above, builder.fadd(_all(1.0), power)))
 
 
-@primitive
-def copy_bytes(typing: Any, source: Any, target: Any, count: Any) -> tuple[Any, Generator]:
+@primitive(types.void, types.int64, types.int64, types.int64)
+def copy_bytes(builder: Any, source: Any, target: Any, count: Any) -> None:
     """Copies so many bytes from one address to another."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        octets = ir.IntType(8).as_pointer()
-        source, target = (builder.inttoptr(address, octets) for address in args[:2])
-        cgutils.raw_memcpy(builder, target, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    source, target = (builder.inttoptr(address, BYTE.as_pointer()) for address in (source, target))
+    cgutils.raw_memcpy(builder, target, source, count, 1)
 
 
-@primitive
-def claim(typing: Any, address: Any) -> tuple[Any, Generator]:
-    """Takes the next number from the int64 counter at an address; threads never get the same."""
-    return types.int64(types.int64), lambda context, builder, signature, args: _count(builder, args[0], LONG(1))
-
-
-@primitive
-def count_on(typing: Any, address: Any, number: Any) -> tuple[Any, Generator]:
-    """Adds a number to the int64 counter at an address. Who sees the sum sees what this thread wrote before."""
-    return types.int64(types.int64, types.int64), lambda context, builder, signature, args: _count(builder, *args)
-
-
-def _count(builder: Any, address: Any, number: Any) -> Any:
+@primitive(types.int64, types.int64, types.int64)
+def count_on(builder: Any, address: Any, number: Any) -> Any:
+    """Adds a number to the int64 counter at an address, and gives what it was. Who sees the sum sees what this thread wrote."""
     return builder.atomic_rmw("add", builder.inttoptr(address, LONG.as_pointer()), number, "acq_rel")
 
 
-@primitive
-def counted(typing: Any, address: Any) -> tuple[Any, Generator]:
+@primitive(types.int64, types.int64)
+def claim(builder: Any, address: Any) -> Any:
+    """Takes the next number from the int64 counter at an address; threads never get the same."""
+    return count_on.emit(builder, address, LONG(1))
+
+
+@primitive(types.int64, types.int64)
+def counted(builder: Any, address: Any) -> Any:
     """The int64 counter at an address, as the other threads have left it. What they wrote before they counted is there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], LONG.as_pointer()), "acquire", align=8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(builder.inttoptr(address, LONG.as_pointer()), "acquire", align=8)
 
 
-@primitive
-def _pause(typing: Any) -> tuple[Any, Generator]:
+@primitive(types.void)
+def _pause(builder: Any) -> None:
     """Tells the processor that this thread waits in a loop."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        triple = str(builder.module.triple)
-        kind = ir.FunctionType(ir.VoidType(), [_INT] if triple.startswith(("aarch64", "arm64")) else [])
-        if triple.startswith(("x86_64", "i686")):
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), ())
-        elif triple.startswith(("aarch64", "arm64")):
-            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=kind), (_INT(1),))
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    triple = str(builder.module.triple)
+    kind = ir.FunctionType(ir.VoidType(), [INT] if triple.startswith(("aarch64", "arm64")) else [])
+    if triple.startswith(("x86_64", "i686")):
+        builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), ())
+    elif triple.startswith(("aarch64", "arm64")):
+        builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", fnty=kind), (INT(1),))
 
 
 _give_way = types.ExternalFunction("sched_yield", types.int32())
@@ -361,41 +309,27 @@ def wait_for(address: int, number: int) -> None:
             _give_way()
 
 
-@primitive
-def keep(typing: Any, numbers: Any, seen: Any, otherwise: Any) -> tuple[Any, Generator]:
+@primitive(LANES, LANES, types.int64, LANES)
+def keep(builder: Any, numbers: Any, seen: Any, otherwise: Any) -> Any:
     """The numbers where the sixteen bytes at address ``seen`` are not 0, and ``otherwise`` where they are."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        octets = ir.VectorType(ir.IntType(8), WIDTH)
-        flags = builder.load(builder.inttoptr(args[1], octets.as_pointer()), align=1)
-        return builder.select(builder.icmp_unsigned("!=", flags, ir.Constant(octets, [0] * WIDTH)), args[0], args[2])
-
-    return LANES(LANES, types.int64, LANES), generate
+    octets = ir.VectorType(BYTE, WIDTH)
+    flags = builder.load(builder.inttoptr(seen, octets.as_pointer()), align=1)
+    return builder.select(builder.icmp_unsigned("!=", flags, _all(0, octets)), numbers, otherwise)
 
 
-@primitive
-def byte_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+@primitive(types.uint8, types.int64)
+def byte_at(builder: Any, address: Any) -> Any:
     """The byte at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
-
-    return types.uint8(types.int64), generate
+    return builder.load(builder.inttoptr(address, BYTE.as_pointer()))
 
 
-@primitive
-def int_at(typing: Any, address: Any) -> tuple[Any, Generator]:
+@primitive(types.int64, types.int64)
+def int_at(builder: Any, address: Any) -> Any:
     """The int64 at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], LONG.as_pointer()))
-
-    return types.int64(types.int64), generate
+    return builder.load(builder.inttoptr(address, LONG.as_pointer()))
 
 
-@primitive
-def address_of(typing: Any, address: Any) -> tuple[Any, Generator]:
+@primitive(types.voidptr, types.int64)
+def address_of(builder: Any, address: Any) -> Any:
     """An address as a pointer, for ``numba.carray``."""
-    return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(
-        args[0], ir.IntType(8).as_pointer()
-    )
+    return builder.inttoptr(address, BYTE.as_pointer())

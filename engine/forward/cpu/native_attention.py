@@ -15,14 +15,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    FLOATS,
+    LIKE,
     LONG,
+    TYPES,
     WIDTH,
-    Generator,
     absolute,
     add,
     address_of,
@@ -33,12 +34,10 @@ from engine.forward.cpu.lanes import (
     copy_bytes,
     divide,
     exponential,
-    fused,
     int_at,
     keep,
     largest,
     load,
-    load_lanes,
     load_splat,
     maximum,
     multiply,
@@ -46,12 +45,12 @@ from engine.forward.cpu.lanes import (
     primitive,
     sign_of,
     splat,
-    spread_lanes,
     store,
     subtract,
     wait_for,
 )
-from engine.forward.cpu.native_linear import PANEL, TILE_ROWS, piece_of, products
+from engine.forward.cpu.native_linear import TILE_ROWS, piece_of, products
+from engine.forward.cpu.row_linear import PANEL
 
 BLOCK = 16  # rows that go through the keys together
 _ONE, _MINUS_TWO = np.float32(1), np.float32(-2)
@@ -113,30 +112,31 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 _MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS == 8 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
 
 
-def _emit_mixed(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> None:
-    """Adds weighted values to ``_MIX_WIDE`` numbers of some rows; ``at`` has the arguments of ``_mixed``."""
-    b, parts = builder, _MIX_WIDE // WIDTH
-    floats, wide = ir.VectorType(ir.FloatType(), WIDTH), 4 if like == types.float32 else 2
+def _emit_mixed(
+    b: Any, rows: int, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any, mixed_stride: Any,
+    like: Any,
+) -> None:  # fmt: skip
+    """Code for ``_mixed`` with so many rows."""
+    parts, wide = _MIX_WIDE // WIDTH, 4 if like == types.float32 else 2
     before, head, loop, after = b.block, b.append_basic_block("head"), b.append_basic_block("mix"), b.append_basic_block("after")
     places = [(row, part) for row in range(rows) for part in range(parts)]
 
     def pointer(row: int, part: int) -> Any:
-        address = b.add(b.add(at["mixed"], b.mul(at["mixed_stride"], LONG(row))), LONG(part * WIDTH * 4))
-        return b.inttoptr(address, floats.as_pointer())
+        address = b.add(b.add(mixed, b.mul(mixed_stride, LONG(row))), LONG(part * WIDTH * 4))
+        return b.inttoptr(address, FLOATS.as_pointer())
 
     begun = [b.load(pointer(*place), align=4) for place in places]
     b.branch(head)
     b.position_at_end(head)
-    key, sums = b.phi(LONG), [b.phi(floats) for _ in places]
-    b.cbranch(b.icmp_signed("<", key, at["count"]), loop, after)
+    key, sums = b.phi(LONG), [b.phi(FLOATS) for _ in places]
+    b.cbranch(b.icmp_signed("<", key, count), loop, after)
     b.position_at_end(loop)
-    value = b.add(at["values"], b.mul(key, at["stride"]))
-    values = [load_lanes(b, b.add(value, LONG(part * WIDTH * wide)), like) for part in range(parts)]
+    value = b.add(values, b.mul(key, stride))
+    loaded = [load.emit(b, b.add(value, LONG(part * WIDTH * wide)), like) for part in range(parts)]
     added = []
     for row in range(rows):
-        address = b.add(b.add(at["weights"], b.mul(at["weights_stride"], LONG(row))), b.mul(key, LONG(4)))
-        weight = spread_lanes(b, b.load(b.inttoptr(address, ir.FloatType().as_pointer()), align=4))
-        added += [fused(b, weight, values[part], sums[row * parts + part]) for part in range(parts)]
+        weight = load_splat.emit(b, b.add(b.add(weights, b.mul(weights_stride, LONG(row))), b.mul(key, LONG(4))))
+        added += [multiply_add.emit(b, weight, loaded[part], sums[row * parts + part]) for part in range(parts)]
     key.add_incoming(LONG(0), before)
     key.add_incoming(b.add(key, LONG(1)), loop)
     for one, first, new in zip(sums, begun, added, strict=True):
@@ -148,22 +148,16 @@ def _emit_mixed(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> None:
         b.store(total_, pointer(*place), align=4)
 
 
-_MIXED = ("rows", "weights", "weights_stride", "values", "stride", "count", "mixed", "mixed_stride")
-
-
-@primitive
+@primitive(types.void, *[types.int64] * 8, LIKE)
 def _mixed(
-    typing: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
+    builder: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
     mixed_stride: Any, like: Any,
-) -> tuple[Any, Generator]:  # fmt: skip
+) -> None:  # fmt: skip
     """Adds ``count`` weighted values, in their order, to ``_MIX_WIDE`` numbers of up to ``_MIX_ROWS`` rows."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = dict(zip(_MIXED, args[:-1], strict=True))
-        by_count(builder, at["rows"], _MIX_ROWS, lambda number: _emit_mixed(builder, like, number, at))
-        return context.get_dummy_value()
-
-    return types.void(*([types.int64] * len(_MIXED)), like), generate
+    by_count(
+        builder, rows, _MIX_ROWS,
+        lambda number: _emit_mixed(builder, number, weights, weights_stride, values, stride, count, mixed, mixed_stride, like),
+    )  # fmt: skip
 
 
 @compiled
@@ -344,26 +338,18 @@ def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
 
 
 @compiled
-def move_entries(
-    keys: int, values: int, layers: int, layer_bytes: int, heads: int, room: int, wide: int, panel: int, piece: int, start: int,
-    rows: Any,
-) -> None:  # fmt: skip
+def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> None:
     """Copies entry ``start + rows[i]`` of a slot to ``start + i``, in all layers and heads. Rows increase.
 
     Args:
         keys: address of the slot's panels in the first layer; ``values`` likewise.
-        layers: of them.
-        layer_bytes: from one layer to the next.
-        heads: KV heads.
-        room: entries of a slot.
-        wide: bytes of an entry of one head.
-        panel: entries whose keys lie side by side.
-        piece: bytes of a key that do.
+        slots: an ``engine.kv.kv_cache.SlotLayout``.
         start: entries before the rows.
         rows: [n] int64.
     """
-    for part in range(layers * heads):
-        slot = part // heads * layer_bytes + part % heads * room * wide
+    wide, panel, piece = slots.wide, slots.panel, slots.piece
+    for part in range(slots.layers * slots.heads):
+        slot = part // slots.heads * slots.layer_bytes + part % slots.heads * slots.room * wide
         for row in range(len(rows)):
             entry, to = start + rows[row], start + row
             copy_bytes(values + slot + entry * wide, values + slot + to * wide, wide)
@@ -422,21 +408,6 @@ def _run(job: Any, like: Any) -> None:
     attend_blocks(layer, requests, at + _BLOCKS, like)
 
 
-def _bfloat16(job: Any) -> None:
-    _run(job, np.uint16(0))
-
-
-def _float16(job: Any) -> None:
-    _run(job, np.int16(0))
-
-
-def _float32(job: Any) -> None:
-    _run(job, _FLOAT)
-
-
-_FUNCTIONS = {"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}
-
-
 @cache
 def entry_point(dtype: str) -> Any:
     """The C function ``void (Layer *)`` that computes a layer, with its ``address``.
@@ -446,4 +417,10 @@ def entry_point(dtype: str) -> Any:
     Args:
         dtype: of queries, keys, values and outputs: bfloat16, float16 or float32.
     """
-    return compiled_callback(_SIGNATURE)(_FUNCTIONS[dtype])
+    like = TYPES[dtype]
+
+    def run(job: Any) -> None:
+        _run(job, like)
+
+    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

@@ -23,8 +23,15 @@ from numba.core.registry import cpu_target
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    BYTE,
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    LIKE,
+    LONG,
+    TYPES,
     WIDTH,
-    Generator,
     add,
     by_count,
     bytes_of,
@@ -32,28 +39,21 @@ from engine.forward.cpu.lanes import (
     copy_bytes,
     load,
     multiply,
+    multiply_add,
     primitive,
     silu,
+    spread,
     store,
     stored,
 )
+from engine.forward.cpu.row_linear import COUNTER, PANEL, STEPS
 
 FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))  # of the processor that is compiled for
-PANEL = 2 * WIDTH  # outputs side by side
-STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pairs
 TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # with their sums in registers
-COUNTER = 64  # bytes from one counter to the next: they lie in cache lines of their own
 _PAIRS = "+avx512bf16" in FEATURES
 _AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 _FLOAT = np.float32(0)  # names the type
-
-_I32, _I64, _FLOATS, _INTS = (
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.VectorType(ir.FloatType(), WIDTH),
-    ir.VectorType(ir.IntType(32), WIDTH),
-)
 
 
 class Linear(ctypes.Structure):
@@ -77,123 +77,108 @@ class Linear(ctypes.Structure):
     )
 
 
-def _emit_products(builder: Any, like: Any, rows: int, at: dict[str, Any]) -> None:
-    """Adds up the products of some rows with a panel; ``at`` has the arguments of ``products``."""
-    b = builder
+def _emit_products(
+    b: Any, rows: int, input: Any, stride: Any, panel: Any, steps: Any, sums_at: Any, ahead_at: Any, ahead_step: Any, like: Any
+) -> None:
+    """Code for ``products`` of so many rows."""
     step_bytes, wide = PANEL * (2 if like == types.int16 else 4), 4 if like != types.int16 else 2
     before, head, loop = b.block, b.append_basic_block("head"), b.append_basic_block("products")
     after = b.append_basic_block("after")
-    inputs = [b.add(at["input"], b.mul(at["stride"], _I64(row))) for row in range(rows)]
-    zero = ir.Constant(_FLOATS, [0.0] * WIDTH)
+    inputs = [b.add(input, b.mul(stride, LONG(row))) for row in range(rows)]
+    zero = ir.Constant(FLOATS, [0.0] * WIDTH)
     b.branch(head)
     b.position_at_end(head)
-    step, sums = b.phi(_I64), [b.phi(_FLOATS) for _ in range(2 * rows)]
-    step.add_incoming(_I64(0), before)
-    b.cbranch(b.icmp_signed("<", step, at["steps"]), loop, after)
+    step, sums = b.phi(LONG), [b.phi(FLOATS) for _ in range(2 * rows)]
+    step.add_incoming(LONG(0), before)
+    b.cbranch(b.icmp_signed("<", step, steps), loop, after)
     b.position_at_end(loop)
     added: list[Any] = list(sums)
-    weight = b.add(at["panel"], b.mul(step, _I64(step_bytes)))
-    number = b.mul(step, _I64(wide))
-    ahead = b.add(at["ahead"], b.mul(step, at["ahead_step"]))
+    weight = b.add(panel, b.mul(step, LONG(step_bytes)))
+    number = b.mul(step, LONG(wide))
+    ahead = b.add(ahead_at, b.mul(step, ahead_step))
     for offset in range(STEPS):
-        place = b.add(weight, _I64(offset * step_bytes))
+        place = b.add(weight, LONG(offset * step_bytes))
         for line in range(0, step_bytes, 64):
-            _prefetch(b, b.add(ahead, _I64(line)))
-        ahead = b.add(ahead, at["ahead_step"])
-        weights = [_weights(b, like, b.add(place, _I64(half * step_bytes // 2))) for half in range(2)]
+            _prefetch(b, b.add(ahead, LONG(line)))
+        ahead = b.add(ahead, ahead_step)
+        weights = [_weights(b, like, b.add(place, LONG(half * step_bytes // 2))) for half in range(2)]
         for row, address in enumerate(inputs):
-            numbers = _spread(b, like, b.add(b.add(address, number), _I64(offset * wide)))
+            numbers = _spread(b, like, b.add(b.add(address, number), LONG(offset * wide)))
             for half in range(2):
                 added[2 * row + half] = _multiply_add(b, like, numbers, weights[half], added[2 * row + half])
-    step.add_incoming(b.add(step, _I64(STEPS)), loop)
+    step.add_incoming(b.add(step, LONG(STEPS)), loop)
     for one, new in zip(sums, added, strict=True):
         one.add_incoming(zero, before)
         one.add_incoming(new, loop)
     b.branch(head)
     b.position_at_end(after)
     for place, total in enumerate(sums):
-        b.store(total, b.inttoptr(b.add(at["sums"], _I64(place * WIDTH * 4)), _FLOATS.as_pointer()), align=4)
+        b.store(total, b.inttoptr(b.add(sums_at, LONG(place * WIDTH * 4)), FLOATS.as_pointer()), align=4)
 
 
 def _prefetch(builder: Any, address: Any) -> None:
     """Asks for a line that is read once: it passes by the caches that hold what is done between steps."""
-    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, _I32(0), _I32(0), _I32(1)))
+    pointer = builder.inttoptr(address, BYTE.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(0), INT(1)))
 
 
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
     """Half a panel's numbers of a step: one register of float32, or of pairs of bfloat16 as they are or as two registers."""
     b = builder
-    if like == types.float32:
-        return (b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=4),)
-    if like == types.int16:
-        halves = ir.VectorType(ir.HalfType(), WIDTH)
-        return (b.fpext(b.load(b.inttoptr(address, halves.as_pointer()), align=2), _FLOATS),)
-    return _parts(b, b.load(b.inttoptr(address, _INTS.as_pointer()), align=4))
+    if like != types.uint16:
+        return (load.emit(b, address, like),)
+    return _parts(b, b.load(b.inttoptr(address, INTS.as_pointer()), align=4))
 
 
 def _parts(builder: Any, pairs: Any) -> tuple[Any, ...]:
     """Pairs of bfloat16 as they are multiplied."""
     if _PAIRS:
         return (pairs,)
-    low = builder.shl(pairs, ir.Constant(_INTS, [16] * WIDTH))
-    high = builder.and_(pairs, ir.Constant(_INTS, [0xFFFF0000] * WIDTH))
-    return builder.bitcast(low, _FLOATS), builder.bitcast(high, _FLOATS)
+    low = builder.shl(pairs, ir.Constant(INTS, [16] * WIDTH))
+    high = builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * WIDTH))
+    return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
 
 
 def _spread(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
     """A row's number, or pair, in all lanes."""
     b = builder
     if like == types.uint16:
-        return _parts(b, _same(b, b.load(b.inttoptr(address, _I32.as_pointer()), align=2), _INTS))
-    kind = ir.HalfType() if like == types.int16 else ir.FloatType()
+        return _parts(b, spread(b, b.load(b.inttoptr(address, INT.as_pointer()), align=2), INTS))
+    kind = ir.HalfType() if like == types.int16 else FLOAT
     number = b.load(b.inttoptr(address, kind.as_pointer()), align=2)
-    return (_same(b, number if like == types.float32 else b.fpext(number, ir.FloatType()), _FLOATS),)
-
-
-def _same(builder: Any, number: Any, kind: Any) -> Any:
-    undefined = ir.Constant(kind, ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(undefined, number, _I32(0)), undefined, ir.Constant(_INTS, [0] * WIDTH))
+    return (spread(b, number if like == types.float32 else b.fpext(number, FLOAT)),)
 
 
 def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[Any, ...], addend: Any) -> Any:
     if like == types.uint16 and _PAIRS:
-        kind = ir.FunctionType(_FLOATS, (_FLOATS, _INTS, _INTS))
+        kind = ir.FunctionType(FLOATS, (FLOATS, INTS, INTS))
         multiply = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind)
         return builder.call(multiply, (addend, left[0], right[0]))
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    multiply = builder.module.declare_intrinsic(f"llvm.fma.v{WIDTH}f32", fnty=kind)
     for one, other in zip(left, right, strict=True):
-        addend = builder.call(multiply, (one, other, addend))
+        addend = multiply_add.emit(builder, one, other, addend)
     return addend
 
 
-_PRODUCTS = ("rows", "input", "stride", "panel", "size", "sums", "ahead", "ahead_step")
-
-
-@primitive
+@primitive(types.void, *[types.int64] * 8, LIKE)
 def products(
-    typing: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, like: Any
-) -> tuple[Any, Generator]:
+    builder: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, like: Any
+) -> None:
     """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
 
     What comes later is asked for beside them: ``ahead`` and, with each step, ``ahead_step`` bytes on.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = dict(zip(_PRODUCTS, args[:-1], strict=True))
-        at["steps"] = builder.lshr(at["size"], _I64(int(like == types.uint16)))
-        by_count(builder, at["rows"], TILE_ROWS, lambda number: _emit_products(builder, like, number, at))
-        return context.get_dummy_value()
-
-    return types.void(*([types.int64] * len(_PRODUCTS)), like), generate
+    steps = builder.lshr(size, LONG(int(like == types.uint16)))
+    by_count(
+        builder, rows, TILE_ROWS,
+        lambda number: _emit_products(builder, number, input, stride, panel, steps, sums, ahead, ahead_step, like),
+    )  # fmt: skip
 
 
-@primitive
-def piece_of(typing: Any, like: Any) -> tuple[Any, Generator]:
+@primitive(types.int64, LIKE)
+def piece_of(builder: Any, like: Any) -> Any:
     """Bytes of an output that lie side by side in a panel."""
-    return types.int64(like), lambda context, builder, signature, args: _I64(2 if like == types.int16 else 4)
+    return LONG(2 if like == types.int16 else 4)
 
 
 @compiled
@@ -269,20 +254,9 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
     return done
 
 
-def _bfloat16(jobs: Any) -> None:
-    _run(carray(jobs, 1)[0], np.uint16(0))
-
-
-def _float16(jobs: Any) -> None:
-    _run(carray(jobs, 1)[0], np.int16(0))
-
-
-def _float32(jobs: Any) -> None:
-    _run(carray(jobs, 1)[0], _FLOAT)
-
-
 @compiled
-def _run(job: Any, like: Any) -> None:
+def _run(jobs: Any, like: Any) -> None:
+    job = carray(jobs, 1)[0]
     thread = claim(job.taken + COUNTER * job.threads)
     multiply_rows(job, job.rows, thread, job.threads, job.taken, like)
 
@@ -292,5 +266,11 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Linear))))
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Linear *)`` that every thread calls, with its ``address``; see ``attention.entry_point``."""
-    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}[dtype])
+    """The C function ``void (Linear *)`` that every thread calls, with its ``address``; see ``native_attention.entry_point``."""
+    like = TYPES[dtype]
+
+    def run(job: Any) -> None:
+        _run(job, like)
+
+    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

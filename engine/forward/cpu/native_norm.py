@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
-from engine.forward.cpu.lanes import WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
+from engine.forward.cpu.lanes import TYPES, WIDTH, bytes_of, load, multiply, multiply_add, splat, store, stored, total
 
 _FLOAT = np.float32(0)  # names the type
 
@@ -22,7 +22,7 @@ class Norm(ctypes.Structure):
         ("input", ctypes.c_int64),  # [rows, size]
         ("weight", ctypes.c_int64),  # [size]
         ("output", ctypes.c_int64),  # [rows, size]
-        ("rows", ctypes.c_int64),
+        ("rows", ctypes.c_int64),  # of a step that says how many there are: 0
         ("size", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("epsilon", ctypes.c_double),
     )
@@ -52,19 +52,13 @@ def _run(job: Any, like: Any) -> None:
         normalise(norm.input + at, norm.weight, norm.output + at, norm.size, norm.epsilon, like)
 
 
-def _bfloat16(job: Any) -> None:
-    _run(job, np.uint16(0))
-
-
-def _float16(job: Any) -> None:
-    _run(job, np.int16(0))
-
-
-def _float32(job: Any) -> None:
-    _run(job, _FLOAT)
-
-
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (Norm *)``, with its ``address``; see ``attention.entry_point``."""
-    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}[dtype])
+    """The C function ``void (Norm *)``, with its ``address``; see ``native_attention.entry_point``."""
+    like = TYPES[dtype]
+
+    def run(job: Any) -> None:
+        _run(job, like)
+
+    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

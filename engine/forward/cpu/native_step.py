@@ -18,6 +18,7 @@ from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    TYPES,
     WIDTH,
     add,
     address_of,
@@ -34,8 +35,9 @@ from engine.forward.cpu.lanes import (
     wait_for,
 )
 from engine.forward.cpu.native_attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
-from engine.forward.cpu.native_linear import COUNTER, PANEL, Linear, multiply_rows, panels, piece_of
-from engine.forward.cpu.native_norm import normalise
+from engine.forward.cpu.native_linear import Linear, multiply_rows, panels, piece_of
+from engine.forward.cpu.native_norm import Norm, normalise
+from engine.forward.cpu.row_linear import COUNTER, PANEL
 
 EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND = range(7)
 
@@ -48,18 +50,6 @@ class Embed(ctypes.Structure):
         ("panels", ctypes.c_int64),  # whether it is panels
         ("size", ctypes.c_int64),
         ("output", ctypes.c_int64),  # [rows, size]
-    )
-
-
-class RowNorm(ctypes.Structure):
-    """Normalises rows, as ``engine.forward.cpu.native_norm``."""
-
-    _fields_ = (
-        ("input", ctypes.c_int64),  # [rows, size]
-        ("weight", ctypes.c_int64),
-        ("output", ctypes.c_int64),  # as input; of picked rows one after another
-        ("size", ctypes.c_int64),
-        ("epsilon", ctypes.c_double),
     )
 
 
@@ -89,7 +79,7 @@ class Operation(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int64),
         ("waits", ctypes.c_int64),  # whether all before it must be done
-        ("job", ctypes.c_int64),  # address of ``Embed``, ``RowNorm``, ``Linear``, ``Rotate`` or ``attention.Layer``
+        ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate`` or ``attention.Layer``
     )
 
 
@@ -116,7 +106,7 @@ def num_counters(operations: int, threads: int) -> int:
     return 2 + operations * threads
 
 
-_EMBED, _NORM, _LINEAR, _ROTATE = (np.dtype(each) for each in (Embed, RowNorm, Linear, Rotate))
+_EMBED, _NORM, _LINEAR, _ROTATE = (np.dtype(each) for each in (Embed, Norm, Linear, Rotate))
 _OPERATION = np.dtype(Operation)
 
 
@@ -236,22 +226,16 @@ def _run(steps: Any, like: Any) -> None:
             count_on(finished, done)
 
 
-def _bfloat16(steps: Any) -> None:
-    _run(steps, np.uint16(0))
-
-
-def _float16(steps: Any) -> None:
-    _run(steps, np.int16(0))
-
-
-def _float32(steps: Any) -> None:
-    _run(steps, np.float32(0))
-
-
 _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 
 @cache
 def entry_point(dtype: str) -> Any:
-    """The C function ``void (NativeStep *)`` that every thread calls, with its ``address``; see ``attention.entry_point``."""
-    return compiled_callback(_SIGNATURE)({"bfloat16": _bfloat16, "float16": _float16, "float32": _float32}[dtype])
+    """The C function ``void (NativeStep *)`` that every thread calls; see ``native_attention.entry_point``."""
+    like = TYPES[dtype]
+
+    def run(job: Any) -> None:
+        _run(job, like)
+
+    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

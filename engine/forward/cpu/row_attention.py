@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.forward.batch import Segment
+from engine.forward.batch import AttentionCall, Segment
 from engine.forward.cpu.row_linear import DTYPES, PANEL, has_kernels
-from engine.forward.cpu.threads import on_threads
+from engine.forward.cpu.threads import Kernel
 from engine.kv.kv_cache import KVShape, SlotCache
 
 if TYPE_CHECKING:  # it imports numba
@@ -33,31 +33,27 @@ def laid_out(shape: KVShape) -> KVShape:
 class RowAttention:
     """Compiled attention over the slots of one model."""
 
-    def __init__(self, cache: SlotCache, kernel: Callable[[int], None], address: int) -> None:
+    def __init__(self, cache: SlotCache, kernel: Kernel) -> None:
         """See ``over``."""
-        self.cache, self.kernel, self.address = cache, kernel, address
+        self.cache, self.kernel = cache, kernel
 
     @staticmethod
     def over(cache: SlotCache) -> RowAttention | None:
         """For slots that are ``laid_out`` for compiled code; None for others.
 
         The first time on a machine it compiles, which takes some seconds.
-
-        Args:
-            cache: the slots.
         """
         shape = cache.shape
         if shape.panel != PANEL:
             return None
         from engine.forward.cpu.native_attention import entry_point, move_entries
 
-        address: int = entry_point(DTYPES[shape.dtype]).address
-        move_entries(0, 0, 0, 0, 0, 0, 0, PANEL, 0, 0, np.zeros(1, np.int64))  # compiled here, so that no request waits for it
-        return RowAttention(cache, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address)
+        move_entries(0, 0, cache.layout, 0, np.zeros(0, np.int64))  # compiled here, so that no request waits for it
+        return RowAttention(cache, Kernel(entry_point(DTYPES[shape.dtype]).address))
 
-    def fits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def fits(self, call: AttentionCall) -> bool:
         """Whether a layer's inputs are of the type and the shape of the slots."""
-        shape = self.cache.shape
+        shape, query, key, value = self.cache.shape, call.query, call.key, call.value
         entry = (1, shape.kv_heads, query.shape[2], shape.head_dim)
         sizes = key.shape == entry and value.shape == entry and query.shape[3] == shape.head_dim
         return sizes and query.dtype == key.dtype == value.dtype == shape.dtype
@@ -98,12 +94,7 @@ class RowStep:
     """The segments of one forward."""
 
     def __init__(self, attention: RowAttention, segments: Sequence[Segment], positions: torch.Tensor) -> None:
-        """
-        Args:
-            attention: over the slots of the segments.
-            segments: of the batch.
-            positions: [rows of the batch] int64.
-        """
+        """Positions are [rows of the batch] int64."""
         from engine.forward.cpu.native_attention import Layer
 
         self._attention = attention
@@ -115,19 +106,11 @@ class RowStep:
         self._count = sum(segment.rows for segment in segments)
         self._pairs = sum(segment.rows * segment.end for segment in segments)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``; rows that are in no segment are zeros."""
+        query, key, value = call.query, call.key, call.value
         job, size = self._layer, query.shape[3]
-        job.scale = size**-0.5 if scaling is None else scaling
+        job.scale = call.scale
         if size < job.head_dim:
             query, key, value = (torch.nn.functional.pad(each, (0, job.head_dim - size)) for each in (query, key, value))
         elif any(each.stride(3) != 1 for each in (query, key, value)):  # the elements of a head do not lie side by side
@@ -141,11 +124,10 @@ class RowStep:
         job.query, job.query_head, job.query_row = query.data_ptr(), of_query[1] * wide, of_query[2] * wide
         job.key, job.key_head, job.key_row = key.data_ptr(), of_key[1] * wide, of_key[2] * wide
         job.value, job.value_head, job.value_row = value.data_ptr(), of_value[1] * wide, of_value[2] * wide
-        job.output, job.group, job.window, job.softcap = output.data_ptr(), heads // job.kv_heads, window or 0, softcap or 0.0
-        job.keys, job.values = self._attention.cache.addresses(layer)
+        job.output, job.group = output.data_ptr(), heads // job.kv_heads
+        job.window, job.softcap = call.window or 0, call.softcap or 0.0
+        job.keys, job.values = self._attention.cache.addresses(call.layer)
         job.taken = job.stored = job.blocks = 0
-        threads = torch.get_num_threads()
-        worth = threads > 1 and self._pairs * heads >= _WORTH_THREADS
-        if not (worth and on_threads(self._attention.address, ctypes.addressof(job), threads)):
-            self._attention.kernel(ctypes.addressof(job))
+        threads = torch.get_num_threads() if self._pairs * heads >= _WORTH_THREADS else 1
+        self._attention.kernel(job, threads)
         return output[..., :size]

@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decoding.jit import NATIVE
-from engine.forward.cpu.threads import on_threads
+from engine.forward.cpu.threads import Kernel
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-PANEL, _STEPS, _COUNTER = (
-    32,
-    2,
-    64,
-)  # as those of ``engine.forward.cpu.native_linear``, which is imported where numba is installed
+PANEL = 32  # outputs side by side: two vectors of ``engine.forward.cpu.lanes``
+STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pairs
+COUNTER = 64  # bytes from one counter of threads to the next: they lie in cache lines of their own
 _WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
 
 
@@ -45,13 +43,9 @@ class PanelWeight(torch.Tensor):
 
     @staticmethod
     def of(weight: torch.Tensor) -> PanelWeight:
-        """The same numbers, in memory of their own.
-
-        Args:
-            weight: [..., outputs, size], of a type in ``DTYPES``.
-        """
+        """The same numbers, [..., outputs, size] of a type in ``DTYPES``, in memory of their own."""
         outputs, size = weight.shape[-2:]
-        multiple = _STEPS * _pair(weight.dtype)
+        multiple = STEPS * _pair(weight.dtype)
         whole = -(-outputs // PANEL) * PANEL, -(-max(size, 1) // multiple) * multiple
         made = weight.new_empty(*weight.shape[:-2], *whole)[..., :outputs, :size].as_subclass(PanelWeight)
         made._write(weight)
@@ -170,7 +164,7 @@ def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None =
     memory = weight.as_subclass(torch.Tensor)
     (outputs, size), wide = memory.shape, memory.stride(0)
     assert input.dtype == memory.dtype and input.shape[-1] == size, (input.dtype, memory.dtype, input.shape, memory.shape)
-    kernel, address, job_type = _kernel(DTYPES[input.dtype])
+    kernel, job_type = _kernel(DTYPES[input.dtype])
     if not size:  # of what has no numbers torch tells no address
         return torch.nn.functional.linear(input, weight.plain(), bias)
     rows = input.reshape(math.prod(input.shape[:-1]), size)
@@ -182,13 +176,12 @@ def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None =
     output = input.new_empty(count, outputs)
     bias = None if bias is None else filled_up(bias)
     threads = torch.get_num_threads() if count * outputs * size >= _WORTH_THREADS else 1
-    taken = ctypes.create_string_buffer(_COUNTER * (threads + 1))
+    taken = ctypes.create_string_buffer(COUNTER * (threads + 1))
     job = job_type(
         rows.data_ptr(), rows.stride(0) * of_number, memory.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, 0, 0,
         output.data_ptr(), outputs * of_number, count, wide, outputs, threads, ctypes.addressof(taken),
     )  # fmt: skip
-    if threads == 1 or not on_threads(address, ctypes.addressof(job), threads):
-        kernel(ctypes.addressof(job))
+    kernel(job, threads)
     return output.view(*input.shape[:-1], outputs)
 
 
@@ -199,14 +192,11 @@ def filled_up(bias: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _kernel(dtype: str) -> tuple[Callable[[int], None], int, Callable[..., ctypes.Structure]]:
+def _kernel(dtype: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.forward.cpu.native_linear import COUNTER, STEPS, Linear, entry_point
-    from engine.forward.cpu.native_linear import PANEL as panel
+    from engine.forward.cpu.native_linear import Linear, entry_point  # needs numba
 
-    assert (panel, STEPS, COUNTER) == (PANEL, _STEPS, _COUNTER)
-    address: int = entry_point(dtype).address
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), address, Linear
+    return Kernel(entry_point(dtype).address), Linear
 
 
 @torch.no_grad()

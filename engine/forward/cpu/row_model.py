@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.forward.batch import Batch
 from engine.forward.cpu.row_attention import ENTRY_STEP, request_rows
 from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels
-from engine.forward.cpu.threads import on_threads
+from engine.forward.cpu.threads import Kernel
 from engine.forward.thin_modules import CompiledNorm
 from engine.kv.kv_cache import SlotCache
 
@@ -35,8 +35,7 @@ class RowModel:
         from engine.forward.cpu import native_step as step
 
         self._native, self._model, self._cache, self._windows = step, model, cache, windows
-        self._address: int = step.entry_point(DTYPES[model.dtype]).address
-        self._kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        self._kernel = Kernel(step.entry_point(DTYPES[model.dtype]).address)
         self._angles = _angles(model, cache.capacity)
         self._vocab = model.lm_head.weight.shape[0]
         self._make_room(_ROWS)
@@ -46,11 +45,6 @@ class RowModel:
         """For a whole model whose layers are all known, after ``row_linears`` and ``thin_modules``; None for others.
 
         The first time on a machine it compiles, which takes some seconds.
-
-        Args:
-            model: with a class of transformers' own.
-            cache: the slots.
-            windows: of the layers' attention, by index.
         """
         return RowModel(model, cache, windows) if _is_known(model, cache) else None
 
@@ -81,8 +75,7 @@ class RowModel:
             ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
             count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
         )  # fmt: skip
-        if threads == 1 or not on_threads(self._address, ctypes.addressof(job), threads):
-            self._kernel(ctypes.addressof(job))
+        self._kernel(job, threads)
         del kept
         return logits
 
@@ -145,7 +138,7 @@ class RowModel:
 
     def _norm(self, norm: Any, source: str, target: str) -> int:
         size, epsilon = norm.weight.shape[0], norm.variance_epsilon
-        return self._keep(self._native.RowNorm(self._at(source), self._address_of(norm.weight), self._at(target), size, epsilon))
+        return self._keep(self._native.Norm(self._at(source), self._address_of(norm.weight), self._at(target), 0, size, epsilon))
 
     def _product(
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""

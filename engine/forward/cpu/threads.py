@@ -33,19 +33,19 @@ def _parallel() -> Callable[..., None] | None:
     return parallel
 
 
-def on_threads(function: int, data: int, threads: int) -> bool:
-    """Calls ``void function(void *data)`` once on each of so many threads, and returns when all are done.
+class Kernel:
+    """A C function ``void (job *)``, for one thread or for several at once."""
 
-    Args:
-        function: its address.
-        data: an address.
-        threads: at least 1; the caller's thread is one of them.
+    def __init__(self, address: int) -> None:
+        self._address, self._call = address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    Returns:
-        False when there is no way to torch's threads, and nothing was called.
-    """
-    parallel = _parallel()
-    if parallel is None:
-        return False
-    parallel(function, data, threads, 0)
-    return True
+    def __call__(self, job: ctypes.Structure, threads: int = 1) -> None:
+        """Calls it once on each of so many threads, one of which is the caller's, and returns when all are done.
+
+        Where there is no way to torch's threads it is called once.
+        """
+        at, parallel = ctypes.addressof(job), _parallel() if threads > 1 else None
+        if parallel is None:
+            self._call(at)
+        else:
+            parallel(self._address, at, threads, 0)

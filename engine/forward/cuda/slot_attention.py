@@ -22,8 +22,9 @@ import math
 import torch
 from torch import Tensor
 
+from engine.forward.batch import AttentionCall
 from engine.forward.cuda.slot_kernels import TRITON, context_kernel, path_kernel
-from engine.forward.cuda.step_rows import StepRows
+from engine.forward.cuda.step_buffers import StepRows
 from engine.kv.kv_cache import KVShape
 
 BLOCK_N = 64  # keys of a block
@@ -67,11 +68,9 @@ class SlotAttention:
     """Launches the kernels for the layers of one model, which share the memory for the states between them."""
 
     def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int, block_rows: int = 64) -> None:
-        """
+        """For so many query heads, and at most so many rows of a forward.
+
         Args:
-            shape: of the slots' entries.
-            heads: query heads.
-            rows: the most rows of a forward.
             capacity: entries of a slot. It fixes the splits: with another one, the last bits of outputs may differ.
             block_rows: queries of a block, a power of two from 16. Hopper takes 64 at once; before it, 16 need fewer registers.
         """
@@ -82,40 +81,23 @@ class SlotAttention:
         taken = (rows, heads, int(self._sizes["SPLITS"]), shape.head_dim + 4)  # 4: rows stay aligned to 16 bytes
         self._states = torch.empty(taken, dtype=torch.float32, device=shape.device)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: StepRows,
-        output: Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, rows: StepRows, output: Tensor) -> None:
         """Stores the new keys and values of a layer in its slots and writes what the rows see.
 
         The first call with arguments of a kind compiles for seconds, which a captured graph must not: run it once before.
 
         Args:
-            query: [1, heads, rows, head_dim], the elements of a head side by side, as in key and value.
-            key: [1, kv_heads, rows, head_dim].
-            value: as key.
+            call: of the layer; the elements of a head lie side by side.
             keys: [slots, kv_heads, capacity, head_dim] of the layer, without gaps.
             values: as keys.
             rows: where they lie; no new entry lies before its row's ``start``.
             output: [1, rows, heads, head_dim], contiguous; zeros for rows that compute nothing.
-            scale: of the scores; 1 / sqrt(head_dim) when None.
-            window: a row sees only keys less than this many positions before it.
-            softcap: scores are bounded by it, ``softcap * tanh(score / softcap)``.
         """
+        query, key, value, window, softcap = call.query, call.key, call.value, call.window, call.softcap
         self._check(query, (key, value), (keys, values), rows, output)
         assert (window is None or window > 0) and (softcap is None or softcap > 0), (window, softcap)
         log2e, kv_heads = math.log2(math.e), self.shape.kv_heads
-        scale = self.shape.head_dim**-0.5 if scale is None else scale
-        scale *= log2e if softcap is None else 2 * log2e / softcap
+        scale = call.scale * (log2e if softcap is None else 2 * log2e / softcap)
         limits = {"CAP": (softcap or 0.0) * log2e, "WINDOW": window or 0, **self._sizes}
         query_strides, new_strides = query.stride()[1:3], (*key.stride()[1:3], *value.stride()[1:3])
         where, tiles = (rows.slot, rows.start, rows.position), rows.tiles

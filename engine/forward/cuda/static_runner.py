@@ -2,7 +2,7 @@
 
 A decoding step of a GPU is over in the time that Python takes to launch its thousand kernels one by one. A graph launches them at
 once, but for shapes and addresses that do not change: rows are filled up to the next of ``ROWS``, and what differs from step to
-step, where each row lies and what it sees, is read from tensors (``engine.forward.cuda.step_rows``). Steps with more rows,
+step, where each row lies and what it sees, is read from tensors (``engine.forward.cuda.step_buffers``). Steps with more rows,
 prefills, run as in ``ModelRunner``.
 """
 
@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError, one_line
-from engine.forward.batch import Batch
+from engine.forward.batch import AttentionCall, Batch
 from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
 from engine.forward.cuda.slot_kernels import kernel_errors
 from engine.forward.cuda.step_buffers import StepBuffers, longest_path
-from engine.forward.cuda.step_rows import StepRows
 from engine.forward.runner import ModelRunner, kv_shape, wanted_rows
 from engine.kv.kv_cache import KVShape, SlotCache
 
@@ -31,29 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries take their workspaces
 
 
-class Attention(Protocol):
-    """``SlotAttention``, or what a test puts in its place."""
-
-    rows_of_tile: int
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: StepRows,
-        output: torch.Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> None:
-        """See ``SlotAttention.attend``."""
-        ...
-
-
-MakeAttention = Callable[[KVShape, int, int, int], Attention]  # of a shape, heads, rows and the capacity of a slot
+MakeAttention = Callable[[KVShape, int, int, int], SlotAttention]  # of a shape, heads, rows and the capacity of a slot
 
 
 def has_graphs(model: PreTrainedModel) -> bool:
@@ -72,16 +49,9 @@ class StaticStep:
     """The forward of one number of rows: as ``Attending`` what its layers see of the step, and its graph."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: Attention, logits: bool
+        self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: SlotAttention, logits: bool
     ) -> None:
-        """
-        Args:
-            model: see ``ModelRunner``.
-            cache: where keys and values are kept.
-            buffers: of the rows.
-            attention: of so many rows.
-            logits: whether those of all rows are computed, or none.
-        """
+        """Logits are computed of all rows, or of none."""
         self.buffers, self.windows = buffers, dict[int, int | None]()
         self._model, self._cache, self._attention = model, cache, attention
         device = model.device
@@ -90,21 +60,11 @@ class StaticStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``."""
-        self.windows[layer] = window
+        self.windows[call.layer], query = call.window, call.query
         output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-        keys, values = self._cache.layer(layer)
-        self._attention.attend(query, key, value, keys, values, self.buffers.step_rows, output, scaling, window, softcap)
+        self._attention.attend(call, *self._cache.layer(call.layer), self.buffers.step_rows, output)
         return output
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -181,7 +141,7 @@ class StaticRunner(ModelRunner):
         self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
         self._attention = attention
         self._steps: dict[tuple[int, bool], StaticStep] = {}
-        self._attentions: dict[int, Attention] = {}
+        self._attentions: dict[int, SlotAttention] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         super().__init__(model, slots, capacity, fixed_rows=fixed_rows)
 

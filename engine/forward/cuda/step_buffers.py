@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,19 +12,32 @@ import torch
 from decoding.jit import compiled
 from decoding.tree import BoolArray, Int32Array
 from engine.forward.batch import Batch, Segment
-from engine.forward.cuda.step_rows import StepRows
 
 _TURNS = 4  # copies that may be on their way while the next is filled
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """R rows, some of which compute nothing: R stays the same from step to step, how many are used does not.
+
+    A row sees the tokens at the logical positions ``0 .. position`` of its sequence. Those before ``start`` lie at the entry of
+    the same number in the slot; that at ``start + j`` lies at the entry ``path[row, j]``, and the last of these is the row's own.
+    So a row of a tree knows its ancestors in the order of the text, wherever in the slot they lie.
+    """
+
+    slot: torch.Tensor  # [R] int32
+    start: torch.Tensor  # [R] int32: entries that lie where their positions say
+    position: torch.Tensor  # [R] int32: of the row's own token; -1 for a row that computes nothing
+    entry: torch.Tensor  # [R] int32: where the row's own key and value go; path[row, position - start]
+    path: torch.Tensor  # [R, P] int32: the first position - start + 1 count
+    tiles: torch.Tensor  # [T, 2] int32: first row and rows of each tile, all of one slot and start; 0 rows: none
 
 
 @compiled
 def fill_paths(mask: BoolArray, start: int, path: Int32Array) -> None:
     """Fills the first places of [rows, P] ``path`` with the entries that each row sees behind ``start``, in their order.
 
-    Args:
-        mask: [rows, n] what is seen, an ancestor before what is below it.
-        start: entry of the first column.
-        path: filled as far as a row sees something.
+    ``mask`` says it, [rows, n], an ancestor before what is below it.
     """
     for row in range(len(mask)):
         count = 0
@@ -44,14 +58,7 @@ class StepBuffers:
     """Token ids, positions and ``StepRows`` of R rows."""
 
     def __init__(self, rows: int, rows_per_tile: int, segments: int, path: int, device: torch.device) -> None:
-        """
-        Args:
-            rows: R.
-            rows_per_tile: the most of a tile.
-            segments: the most of a batch.
-            path: P, the most entries of a path.
-            device: of the tensors.
-        """
+        """R rows, and at most so many of a tile, segments of a batch and entries of a path."""
         self.rows, self.path = rows, path
         self._per_tile, self._tiles = rows_per_tile, rows // rows_per_tile + min(segments, rows)
         sizes = (rows, rows, rows, rows, rows, 2 * self._tiles, rows * path)

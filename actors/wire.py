@@ -1,0 +1,158 @@
+"""Messages between ranks as msgpack, by the types of their fields.
+
+Nothing is unpickled: what comes from a connection is checked and can build these messages only. Arrays travel as little-endian
+bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+import numpy as np
+
+MAX_MESSAGE_BYTES = 1 << 26  # prompts of millions of tokens; more is no message of ours
+_MESSAGES: dict[str, Any] = {}
+
+
+class WireError(ValueError):
+    """Bytes that are no message."""
+
+
+class Message:
+    """What ranks send: a dataclass of numbers, texts, arrays, other dataclasses, and tuples of these."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _MESSAGES[cls.__name__] = cls
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    kind: Any = type(message)
+    told = kind.__name__, _form(kind).pack(message)
+    data: bytes = msgpack.packb(told, unicode_errors="surrogatepass")  # ids and stop strings may be any text
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """The message of some bytes.
+
+    Raises:
+        WireError: they are none.
+    """
+    try:
+        name, told = msgpack.unpackb(data, use_list=False, unicode_errors="surrogatepass")
+        message: Message = _form(_MESSAGES[name]).build(told)
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise WireError(f"not a message of a group: {type(error).__name__}: {error}") from None
+    return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How values of a type travel."""
+
+    pack: Callable[[Any], Any]  # to what msgpack knows
+    build: Callable[[Any], Any]  # back from it; raises ValueError or TypeError for what is none
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+@cache
+def _form(hint: Any) -> _Form:
+    """Of a type as fields of messages have it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _object(hint)
+    if origin is np.ndarray:
+        (number,) = get_args(arguments[1])
+        return _array(np.dtype(number))
+    if origin is tuple and arguments[-1] is ...:
+        return _sequence(_form(arguments[0]))
+    if origin is tuple:
+        forms = [_form(one) for one in arguments]
+        return _Form(_as_is, lambda value: tuple(form.build(one) for form, one in zip(forms, value, strict=True)))
+    if origin in (Union, types.UnionType):
+        return _optional(_form(arguments[0])) if types.NoneType in arguments else _one_of(arguments)
+    return _plain((int, float) if hint is float else hint)
+
+
+def _plain(kinds: Any) -> _Form:
+    """Of numbers, texts and bytes."""
+
+    def build(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise ValueError(f"{type(value).__name__} in the place of {kinds}")
+        return value
+
+    return _Form(_as_is, build)
+
+
+def _object(kind: Any) -> _Form:
+    """Of a dataclass: its fields in order."""
+    hints = get_type_hints(kind)
+    forms = [_form(hint) for hint in hints.values()]
+    packs = [(name, None if form.pack is _as_is else form.pack) for name, form in zip(hints, forms, strict=True)]
+    builds = [form.build for form in forms]
+
+    def pack(value: Any) -> list[Any]:
+        return [getattr(value, name) if inner is None else inner(getattr(value, name)) for name, inner in packs]
+
+    def build(told: Sequence[Any]) -> Any:
+        return kind(*[inner(value) for inner, value in zip(builds, told, strict=True)])
+
+    return _Form(pack, build)
+
+
+def _array(dtype: np.dtype[Any]) -> _Form:
+    """Of an array: its shape, and its numbers."""
+    little = dtype.newbyteorder("<")
+
+    def build(told: Sequence[Any]) -> Any:
+        shape, data = told
+        return np.frombuffer(data, little).reshape(shape).astype(dtype)
+
+    return _Form(lambda array: (array.shape, array.astype(little, copy=False).tobytes()), build)
+
+
+def _sequence(form: _Form) -> _Form:
+    """Of tuples of any length."""
+
+    def build(told: Any) -> tuple[Any, ...]:
+        if not isinstance(told, tuple):
+            raise ValueError(f"{type(told).__name__} in the place of a tuple")
+        return tuple([form.build(one) for one in told])
+
+    return _Form(_as_is if form.pack is _as_is else lambda values: [form.pack(one) for one in values], build)
+
+
+def _optional(form: _Form) -> _Form:
+    """Of None, too."""
+    return _Form(
+        lambda value: None if value is None else form.pack(value), lambda told: None if told is None else form.build(told)
+    )
+
+
+def _one_of(kinds: Sequence[Any]) -> _Form:
+    """Of one of several dataclasses, which its number tells."""
+    forms = [_form(kind) for kind in kinds]
+
+    def pack(value: Any) -> tuple[int, Any]:
+        number = kinds.index(type(value))
+        return number, forms[number].pack(value)
+
+    def build(told: Sequence[Any]) -> Any:
+        number, fields = told
+        return forms[number].build(fields)
+
+    return _Form(pack, build)

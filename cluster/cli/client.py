@@ -1,0 +1,69 @@
+"""A running server, as commands talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cluster.cli.terminal import fail, fail_input
+
+if TYPE_CHECKING:
+    import httpx
+
+ADMIN_KEY, API_KEY = "OUTRIDER_ADMIN_KEY", "OUTRIDER_API_KEY"  # names of environment variables
+_TIMEOUT_S = 600.0  # a snapshot of many tokens takes a while to make, and so does plain decoding of a long answer
+
+
+class RefusedError(Exception):
+    """The server refuses; the message is its own."""
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """The answer. Raises ``RefusedError`` with the server's own words about why there is none."""
+    if response.status_code != 200:
+        response.read()
+        raise RefusedError(server_message(response))
+    return response
+
+
+def server_message(response: httpx.Response) -> str:
+    """What a server says about an error; its status when it says nothing in OpenAI's shape."""
+    try:
+        message: str = response.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {response.status_code} {response.reason_phrase}"
+    return message
+
+
+@contextlib.contextmanager
+def connected(url: str, variable: str, key: str | None = None, below: str = "") -> Iterator[httpx.Client]:
+    """A client that sends a key, if there is one. What goes wrong with it ends the command in one line.
+
+    Args:
+        url: where the server listens, with or without ``/v1``.
+        variable: of the environment, which holds the key: ``ADMIN_KEY``, without which nothing is asked, or ``API_KEY``.
+        key: in the place of the variable's.
+        below: the path of all routes that are asked.
+    """
+    import httpx
+
+    held = (key or os.environ.get(variable, "")).strip()
+    if variable == ADMIN_KEY and not held:
+        fail_input(f"{variable} holds no key: export the one whose hash is in tenancy.admin_keys (outrider new-key makes one)")
+    if not held.isascii():
+        fail_input("the key holds characters that no key has")
+    try:
+        with httpx.Client(
+            base_url=f"{url.rstrip('/').removesuffix('/v1')}{below}",
+            headers={"Authorization": f"Bearer {held}"} if held else {},
+            timeout=httpx.Timeout(_TIMEOUT_S, connect=5.0),
+        ) as client:
+            yield client
+    except RefusedError as error:
+        fail(f"{url}: {error}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        fail(f"no server answers at {url} ({error or type(error).__name__}); give its address with --url")
+    except (ValueError, LookupError, TypeError):
+        fail(f"{url}: this is not an Outrider server: its answer is of another form")

@@ -1,0 +1,273 @@
+"""``POST /v1/compare``: one request answered twice, with drafts and without, and what that changed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Tag, model_validator
+
+from cluster.admission.controller import AdmittedRequest
+from cluster.http import errors
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.answers.openai_shapes import Usage, usage_of
+from cluster.http.documents import Authorization, ErrorDetails
+from cluster.http.errors import ApiError
+from cluster.http.job_planner import Answering
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.strict import Strict, unsupported
+from cluster.observe.difference import first_difference
+from cluster.serving.generation import EnginePort
+from decoding.request import PLAIN, FinishReason, StepOutput
+from engine.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+Against = Literal["baseline", "plain"]
+
+# Fields of the other routes whose effect the answer of a comparison has no place for.
+_NO_PLACE = ("stream", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
+
+
+class _Compared(Strict):
+    """What a comparison takes beside the fields of a completion."""
+
+    against: Against | None = None  # plain: the same engine without drafts; the baseline, where one is deployed, when absent
+
+    @model_validator(mode="after")
+    def _check_form(self) -> _Compared:
+        for name in _NO_PLACE:
+            if getattr(self, name, None) not in (None, False):
+                raise unsupported(name, f"{name} is not supported in a comparison; leave it out")
+        if (getattr(self, "n", None) or 1) > 1:
+            raise unsupported("n", "n must be 1 in a comparison: ask for each choice by its seed")
+        speculation = getattr(self, "speculation", None)
+        if speculation is not None and speculation.report:
+            raise unsupported("speculation.report", "speculation.report is not supported in a comparison; leave it out")
+        return self
+
+
+class CompareChatRequest(ChatCompletionRequest, _Compared):
+    """A chat to be answered twice."""
+
+
+class CompareCompletionRequest(CompletionRequest, _Compared):
+    """A prompt to be continued twice."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> CompareCompletionRequest:
+        if len(self.prompt) > 1:
+            raise unsupported("prompt", "prompt must be one prompt in a comparison: ask for each of several alone")
+        return self
+
+
+def _kind(body: Any) -> str | None:
+    """Which of the two a body is; None for what is no object."""
+    if isinstance(body, dict):
+        return "<chat>" if "messages" in body else "<text>"
+    return None
+
+
+# The tags are in the paths of errors; in brackets, no field has their names (see cluster.http.errors).
+CompareRequest = Annotated[
+    Annotated[CompareChatRequest, Tag("<chat>")] | Annotated[CompareCompletionRequest, Tag("<text>")], Discriminator(_kind)
+]
+
+
+class Side(BaseModel):
+    """One of the two answers, with the times that the API's process saw; only ``strategy`` and ``error`` where it failed."""
+
+    strategy: str  # that drafted
+    kind: str | None = None  # of the other side: what it is; plain is plain decoding in an engine of this server's own
+    text: str | None = None
+    finish_reason: FinishReason | None = None  # stop or length
+    usage: Usage | None = None  # prompt_tokens_details says what of the prompt was not computed: compare ttft_s with it in mind
+    ttft_s: float | None = None  # to the first token
+    latency_s: float | None = None  # to the last token
+    tokens_per_s: float | None = None  # of the tokens after the first step; null where there is one step only
+    tokens_per_step: float | None = None  # emitted tokens over forwards of the model that emitted some
+    error: ErrorDetails | None = None
+
+
+class FirstDifference(BaseModel):
+    """The first token that is not the same; null on a side that has ended before it."""
+
+    index: int  # in the answer, from 0
+    accelerated: str | None  # what the token stands for
+    baseline: str | None
+
+
+class Comparison(BaseModel):
+    """Two answers to one request. What compares them is null where one of them failed."""
+
+    id: str
+    object: Literal["comparison"] = "comparison"
+    created: int  # seconds since 1970
+    model: str
+    lossless: bool  # whether the accelerated answer has the distribution of plain decoding
+    against: Against
+    ran: Literal["in turns", "at once"]  # in turns where both compute on the same devices, who begins alternates
+    accelerated: Side
+    baseline: Side
+    identical: bool | None  # token for token, and ended for the same reason
+    first_difference: FirstDifference | None
+    speedup: float | None  # tokens_per_s of the accelerated answer over those of the baseline: the prompt's time is not in it
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What accelerated answers are compared with, beside plain decoding on their own engine."""
+
+    engine: EnginePort
+    kind: str  # as configured
+    shares_devices: bool  # with the engine: then one waits for the other
+
+
+@dataclass(slots=True)
+class _Run:
+    """What came of one side."""
+
+    token_ids: list[int]
+    text: str = ""
+    reason: FinishReason | None = None
+    steps: int = 0
+    first: int = 0  # tokens that came at ttft_s: more than one where little of the prompt was to be computed
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    usage: Usage | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Those after the first step, over the time since."""
+        took_s, rest = self.latency_s - self.ttft_s, len(self.token_ids) - self.first
+        return rest / took_s if rest and took_s > 0 else None
+
+    def hear(self, output: StepOutput, latency_s: float) -> None:
+        """Takes in an output that came so long after the side began."""
+        self.latency_s = latency_s
+        if output.token_ids:
+            if not self.steps:
+                self.ttft_s, self.first = latency_s, len(output.token_ids)
+            self.steps += 1
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.reason = output.finish_reason
+
+    def side(self, strategy: str, kind: str | None) -> Side:
+        """As it is answered."""
+        return Side(
+            strategy=strategy, kind=kind, text=self.text, finish_reason=self.reason, usage=self.usage,
+            ttft_s=round(self.ttft_s, 6), latency_s=round(self.latency_s, 6),
+            tokens_per_s=_rounded(self.tokens_per_s), tokens_per_step=_rounded(len(self.token_ids) / max(1, self.steps)),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class CompareService:
+    """Answers a request twice. The baseline's answer belongs to no tenant: it drafts from nothing and teaches nobody."""
+
+    engine: EnginePort
+    baseline: Baseline | None  # deployed beside it; None where there is none
+    answering: Answering
+    token_bytes: TokenBytes
+    _turns: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    async def compare(self, body: CompareRequest, authorization: Authorization = None) -> Comparison:
+        """Both answers.
+
+        Raises:
+            ApiError: the request is refused, or both sides failed: then the error of the accelerated one.
+        """
+        planner = await self.answering.planner("cmp", body, authorization)
+        answer_id, info = planner.answer_id, planner.info
+        against, other, apart = self._other(body.against)
+        (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
+        plain = dataclasses.replace(
+            job, request_id=f"{answer_id}/1", tenant=None, public=False, references=(), strategy=PLAIN, max_draft_tokens=0
+        )
+        sides = [(engine, self.answering.admission.admit([one], body)) for engine, one in ((self.engine, job), (other, plain))]
+        accelerated, baseline = await self._both(sides, apart)
+        if isinstance(accelerated, ApiError) and isinstance(baseline, ApiError):
+            raise accelerated
+        asked = body.drafting
+        kind = self.baseline.kind if against == "baseline" and self.baseline is not None else "plain"
+        judged: dict[str, Any] = dict.fromkeys(("identical", "first_difference", "speedup"))
+        if not isinstance(accelerated, ApiError) and not isinstance(baseline, ApiError):
+            judged = self._judged(accelerated, baseline)
+        return Comparison(
+            id=answer_id, created=int(time.time()), model=info.served_name, against=against,
+            lossless=info.is_lossless(asked.strategy, asked.max_draft_tokens),
+            ran="at once" if apart else "in turns",
+            accelerated=_side(accelerated, asked.strategy or info.strategy, None), baseline=_side(baseline, PLAIN, kind),
+            **judged,
+        )  # fmt: skip
+
+    def _other(self, against: Against | None) -> tuple[Against, EnginePort, bool]:
+        """What the request is compared with, its engine, and whether that computes on devices of its own."""
+        if against == "plain" or (against is None and self.baseline is None):
+            return "plain", self.engine, False
+        if self.baseline is None:
+            raise RequestError(
+                "against", "this server has no baseline deployment (baseline.enabled): send 'plain', or leave it out"
+            )
+        return "baseline", self.baseline.engine, not self.baseline.shares_devices
+
+    async def _both(
+        self, sides: Sequence[tuple[EnginePort, AdmittedRequest]], apart: bool
+    ) -> tuple[_Run | ApiError, _Run | ApiError]:
+        """Both runs, at once or in turns; the first to run is the second of the next comparison."""
+        if apart:
+            first, second = await asyncio.gather(*(self._run(*side) for side in sides))
+            return first, second
+        if next(self._turns) % 2:
+            second = await self._run(*sides[1])
+            return await self._run(*sides[0]), second
+        return await self._run(*sides[0]), await self._run(*sides[1])
+
+    async def _run(self, engine: EnginePort, admitted: AdmittedRequest) -> _Run | ApiError:
+        """One side, or why it failed."""
+        run, began_s = _Run([]), time.perf_counter()
+        try:
+            async with self.answering.generation(engine, admitted) as generation:
+                async for _, output in generation.outputs():
+                    run.hear(output, time.perf_counter() - began_s)
+                run.usage = usage_of(generation)
+        except Exception as error:  # the other side's answer is still given
+            told = errors.api_error(error)
+            if told.status == 500:
+                logger.exception("a side of a comparison failed")
+            return told
+        return run
+
+    def _judged(self, accelerated: _Run, baseline: _Run) -> dict[str, Any]:
+        """What compares two answers."""
+        index, first = first_difference(accelerated.token_ids, baseline.token_ids), None
+        if index is not None:
+            left, right = self._spelled(accelerated.token_ids, index), self._spelled(baseline.token_ids, index)
+            first = FirstDifference(index=index, accelerated=left, baseline=right)
+        fast, plain = accelerated.tokens_per_s, baseline.tokens_per_s
+        return {
+            "identical": index is None and accelerated.reason == baseline.reason,
+            "first_difference": first,
+            "speedup": None if fast is None or plain is None else round(fast / plain, 3),
+        }
+
+    def _spelled(self, token_ids: Sequence[int], index: int) -> str | None:
+        return self.token_bytes(token_ids[index]).decode("utf-8", "backslashreplace") if index < len(token_ids) else None
+
+
+def _side(run: _Run | ApiError, strategy: str, kind: str | None) -> Side:
+    if isinstance(run, ApiError):
+        return Side(strategy=strategy, kind=kind, error=ErrorDetails(**run.body()["error"]))
+    return run.side(strategy, kind)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,103 @@
+"""An engine as a Serve deployment. Its module is imported wherever the application is known, what it computes with is not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from actors.description import Description
+from cluster.cli.launch.preflight import group_size
+from cluster.serving.cache_actor import CachePlace
+from cluster.serving.generation import Job
+from cluster.serving.handle_engine import BEAT_S
+from cluster.serving.membership import MembershipClient, MembershipOptions, node_secret
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from decoding.request import StepOutput
+from decoding.tree import Int32Array
+from engine.errors import QueueFullError, RequestError
+
+if TYPE_CHECKING:
+    from actors.ranks import Ranks
+
+
+class EngineReplica:
+    """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor."""
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        engine: EngineOptions,
+        speculation: SpeculationOptions,
+        parallelism: ParallelismOptions,
+        cache: CachePlace | None,
+        start_timeout_s: float,
+        membership: MembershipOptions | None = None,
+        metered: bool = True,
+    ) -> None:
+        # Here and not above: torch and the model library are this process's alone.
+        from actors.heap import spare_collector
+        from actors.lookahead.elastic import Elastic
+        from actors.replica import Replica
+        from actors.sharded.group import ShardedGroup, whole_model
+        from engine.measures.energy import open_meter
+
+        elastic = None if membership is None else Elastic(parallelism, node_secret(), membership.world_size)
+        ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
+        if isinstance(ranks, ShardedGroup):
+            model = whole_model(model)
+        self._replica = Replica(
+            model, engine, speculation, None if cache is None else cache.access(), ranks, open_meter if metered else None
+        )
+        self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
+        spare_collector()
+        if membership is not None and elastic is not None:
+            self._membership_client = MembershipClient(membership.actor, elastic.address, elastic.meet)
+
+    async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
+        """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""
+        outputs = self._replica.generate(job.request(self._shared(job)), BEAT_S)
+        try:
+            async for output in outputs:
+                yield output
+        except (QueueFullError, RequestError) as refusal:
+            yield refusal
+        finally:
+            await outputs.aclose()
+
+    def _shared(self, job: Job) -> tuple[Int32Array, ...]:
+        """The texts that an answer may repeat, in one copy for all its choices that are here: each came with its own."""
+        answer = job.request_id.rpartition("/")[0]
+        return tuple(self._references.setdefault((answer, place), text) for place, text in enumerate(job.references))
+
+    async def describe(self) -> Description:
+        """The model and the counts; raises ``ReplicaError`` when the engine does not serve."""
+        return self._replica.describe()
+
+    def check_health(self) -> None:
+        """Raises ``ReplicaError`` when Serve has to replace this actor."""
+        self._replica.check_health()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_membership_client"):
+            self._membership_client.close()
+        if hasattr(self, "_replica"):  # else the model did not load
+            self._replica.stop()
+
+
+def _ranks(
+    model: ModelOptions,
+    engine: EngineOptions,
+    speculation: SpeculationOptions,
+    parallelism: ParallelismOptions,
+    start_timeout_s: float,
+) -> Ranks | None:
+    """Who shares the steps of the replica in this actor; None where it computes alone."""
+    from actors.lookahead.group import Group
+    from actors.sharded.actors import actor_group
+
+    if parallelism.mode == "tensor" or parallelism.mode == "pipeline":
+        return actor_group(parallelism.mode, model, parallelism, start_timeout_s)
+    if group_size(parallelism) > 1:
+        return Group(model, engine, speculation, parallelism, start_timeout_s=start_timeout_s)
+    return None

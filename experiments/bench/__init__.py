@@ -1,0 +1,1 @@
+"""What measurements share, and ``outrider bench``. In: prompts. Out: a record and a figure."""

@@ -1,0 +1,170 @@
+"""Contestants in turns over the same prompts: what each did, and where outputs part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.measures.energy import EnergyMeter, EnergySpan, NoMeter
+from experiments.bench.engines.contestants import Contestant, Prompt, Run
+from experiments.bench.progress import Progress
+from experiments.bench.record import NOT_METERED
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one contestant did in all repeats."""
+
+    wall_s: list[float]  # per repeat, as all times
+    prefill_s: list[float]  # to the first token
+    forward_s: list[float]  # forwards after it
+    propose_s: list[float] | None  # drafting after it; None where it cannot be told apart
+    tokens: int = 0
+    steps: int = 0
+    drafted: int | None = 0  # as propose_s
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
+    joules: float | None = 0.0  # of all repeats, idle power included; None where it was not metered
+    net_joules: float | None = 0.0  # without idle power
+
+    @classmethod
+    def empty(cls, repeats: int) -> Tally:
+        """Before the first run."""
+        return cls([0.0] * repeats, [0.0] * repeats, [0.0] * repeats, [0.0] * repeats)
+
+    def add(self, repeat: int, run: Run, wall_s: float) -> None:
+        """Counts a run."""
+        self.wall_s[repeat] += wall_s
+        self.prefill_s[repeat] += run.prefill_s
+        self.forward_s[repeat] += run.forward_s
+        if run.propose_s is None or self.propose_s is None:
+            self.propose_s = None
+        else:
+            self.propose_s[repeat] += run.propose_s
+        self.drafted = None if run.drafted is None or self.drafted is None else self.drafted + run.drafted
+        self.steps += run.steps
+        self.tokens += sum(map(len, run.outputs))
+        for source, count in run.accepted_by_source.items():
+            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
+
+    def book(self, span: EnergySpan) -> None:
+        """Counts the energy of a run. Sums of short spans are as good as a long one: the counter's steps go both ways."""
+        idle_j = None if span.idle_w is None else span.idle_w * span.seconds
+        self.joules = None if self.joules is None or span.joules is None else self.joules + span.joules
+        # Not the span's own, which is never below zero: of many short ones, those that are too low make up for the others.
+        if self.net_joules is None or span.joules is None or idle_j is None:
+            self.net_joules = None
+        else:
+            self.net_joules += span.joules - idle_j
+
+    def energy(self) -> dict[str, float | str]:
+        """See ``joules_per_token``."""
+        return joules_per_token([self])
+
+
+def joules_per_token(tallies: Sequence[Tally]) -> dict[str, float | str]:
+    """Of one contestant's emitted tokens, with and without idle power; ``n/a`` where a run of it was not metered."""
+    tokens = max(1, sum(tally.tokens for tally in tallies))
+
+    def figure(joules: Sequence[float | None]) -> float | str:
+        known = [one for one in joules if one is not None]
+        return round(sum(known) / tokens, 4) if len(known) == len(joules) else NOT_METERED
+
+    whole, net = [tally.joules for tally in tallies], [tally.net_joules for tally in tallies]
+    return {"j_per_token": figure(whole), "net_j_per_token": figure(net)}
+
+
+def compete(
+    contestants: Sequence[Contestant],
+    prompts: Sequence[Prompt],
+    repeats: int,
+    batch_size: int,
+    progress: Progress,
+    expected: Mapping[str, list[int]] | None = None,
+    meter: EnergyMeter | None = None,
+) -> tuple[Mapping[str, list[int]], dict[str, Tally]]:
+    """Runs everything; the first group is run once more before, untimed, to warm up.
+
+    The contestants take turns on each group, so that a drift of the machine hits all alike. Each repeat begins with contestants
+    that know no earlier prompt: what a drafter learned from an output must not help it with the same output again.
+
+    Args:
+        contestants: the first one is the baseline.
+        prompts: in the order in which they come.
+        repeats: how often all is run.
+        batch_size: prompts of a group.
+        progress: is told how far it is.
+        expected: output of each prompt by id; when absent, that of the baseline on each prompt alone.
+        meter: of the device that all compute on; without one, energy is not told.
+
+    Returns:
+        The expected outputs, and a tally per contestant.
+    """
+    meter = NoMeter() if meter is None else meter
+    groups = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+    if expected is None:
+        progress.say(f"{contestants[0].name} on {len(prompts)} prompts alone: what the others are compared with")
+        expected = {prompt.id: contestants[0].run([prompt]).outputs[0] for prompt in prompts}
+    tallies = {contestant.name: Tally.empty(repeats) for contestant in contestants}
+    for contestant in contestants:
+        contestant.run(groups[0])
+    for repeat in range(repeats):
+        for contestant in contestants:
+            contestant.renew()
+        for number, group in enumerate(groups):
+            for contestant in contestants:
+                progress.note(f"repeat {repeat + 1} of {repeats}, turn {number + 1} of {len(groups)}: {contestant.name}")
+                tally, started = tallies[contestant.name], time.perf_counter()
+                with meter.span() as span:
+                    run = contestant.run(group)
+                waited_s = time.perf_counter() - started
+                tally.add(repeat, run, waited_s if run.wall_s is None else run.wall_s)
+                tally.book(span)
+                for prompt, output in zip(group, run.outputs, strict=True):
+                    if output != expected[prompt.id]:
+                        tally.differing.setdefault(prompt.id, output)
+    return expected, tallies
+
+
+def summary(tally: Tally, num_prompts: int) -> dict[str, Any]:
+    """The figures of one contestant on its own."""
+    return {
+        "wall_s": [round(seconds, 3) for seconds in tally.wall_s],
+        "tokens_per_s": round(tally.tokens / sum(tally.wall_s), 1),
+        "tokens_per_step": round(tally.tokens / tally.steps, 3),
+        "identical": num_prompts - len(tally.differing),
+    }
+
+
+def decode_ratios(tally: Tally, baseline: Tally) -> list[float]:
+    """The baseline's seconds after the first token over a contestant's own, repeat by repeat."""
+    return [
+        (base - base_prefill) / (own - own_prefill)
+        for base, base_prefill, own, own_prefill in zip(
+            baseline.wall_s, baseline.prefill_s, tally.wall_s, tally.prefill_s, strict=True
+        )
+    ]
+
+
+def where_time_goes(tally: Tally, prefills: int) -> dict[str, float | None]:
+    """Milliseconds of one decoding step and of one prefill, when prompts ran one at a time.
+
+    Args:
+        tally: of a contestant.
+        prefills: prompts that it ran, those of all repeats.
+
+    Returns:
+        ``propose``, ``forward`` and ``rest`` of a step, and ``prefill``, to the first token. ``propose`` is None, and part of the
+        rest, where it cannot be told apart. Where every prompt ended with its first token, the step has zeros.
+    """
+    steps = max(tally.steps - prefills, 1)
+    propose_s = None if tally.propose_s is None else sum(tally.propose_s)
+    rest_s = sum(tally.wall_s) - sum(tally.prefill_s) - sum(tally.forward_s) - (propose_s or 0.0)
+    return {
+        "propose": None if propose_s is None else round(1e3 * propose_s / steps, 3),
+        "forward": round(1e3 * sum(tally.forward_s) / steps, 3),
+        "rest": round(1e3 * rest_s / steps, 3),
+        "prefill": round(1e3 * sum(tally.prefill_s) / prefills, 3),
+    }

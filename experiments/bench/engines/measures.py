@@ -1,0 +1,102 @@
+"""From journeys to numbers: throughput, latencies, and what was drafted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.engines.traffic import Journey, ServerCounts
+
+
+def full_load_s(journeys: Sequence[Journey]) -> float:
+    """How long a closed loop had all its clients: until the first of them that had nothing left to ask had its answer.
+
+    What follows is the same for all servers in tokens, and at ever lower concurrency: it would make a run at 32 look like one at
+    16.
+    """
+    last_sent_s = max(journey.sent_s for journey in journeys)
+    return min(journey.last_s for journey in journeys if journey.last_s > last_sent_s)
+
+
+def measured(journeys: Sequence[Journey], counts: ServerCounts, closed: bool) -> dict[str, Any]:
+    """What one server did with one load.
+
+    Args:
+        journeys: all ended, each with a token at least.
+        counts: what the server counted.
+        closed: whether clients waited for their answers. Throughput is then that of the time with all clients (see
+            ``full_load_s``), else of the whole run.
+
+    Returns:
+        Tokens and requests a second; percentiles of TTFT, TPOT and end to end in ms (from the arrival); drafted rows by step and
+        by request and step; tokens by request and step; and what was counted.
+    """
+    assert journeys and all(journey.finished and journey.moments for journey in journeys), "a request did not end"
+    wall_s = max(journey.last_s for journey in journeys)
+    span_s = full_load_s(journeys) if closed else wall_s
+    inside = sum(tokens for journey in journeys for at_s, tokens, _ in journey.moments if at_s <= span_s)
+    tokens = sum(len(journey.output) for journey in journeys)
+    turns = counts.turns or sum(len(journey.moments) for journey in journeys)
+    drafted = sum(rows for journey in journeys for _, _, rows in journey.moments)
+    return {
+        "requests": len(journeys),
+        "output_tokens": tokens,
+        "wall_s": round(wall_s, 3),
+        "span_s": round(span_s, 3),
+        "decode_s": round(sum(journey.last_s - journey.first_s for journey in journeys), 3),
+        "tokens_per_s": round(inside / span_s, 2),
+        "requests_per_s": round(inside / span_s / (tokens / len(journeys)), 3),
+        "ttft_ms": _percentiles([journey.ttft_s for journey in journeys]),
+        "tpot_ms": _percentiles([journey.tpot_s for journey in journeys if journey.tpot_s is not None]),
+        "e2e_ms": _percentiles([journey.e2e_s for journey in journeys]),
+        "steps": counts.steps,
+        "tokens_per_step": round(tokens / turns, 3),
+        "drafted_per_step": round(drafted / counts.steps, 2) if counts.tells_drafts and counts.steps else None,
+        "drafted_per_request_step": round(drafted / turns, 2) if counts.tells_drafts else None,
+        "accepted_by_source": counts.accepted_by_source,
+        "cached_tokens": counts.cached_tokens,
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    """p50, p99 and mean in ms; None without a value."""
+    if not seconds:
+        return {"p50": None, "p99": None, "mean": None}
+    p50, p99 = np.percentile(seconds, (50, 99)).tolist()
+    return {"p50": round(1e3 * p50, 2), "p99": round(1e3 * p99, 2), "mean": round(1e3 * statistics.fmean(seconds), 2)}
+
+
+def rows_of_a_cell(repeats: Mapping[str, Sequence[dict[str, Any]]], baseline: str) -> dict[str, dict[str, Any]]:
+    """A row a server: its repeats, and its ratios to the baseline's run in the same repeat.
+
+    Args:
+        repeats: what each server did, repeat by repeat (see ``measured``); some have fewer.
+        baseline: the one that the others are compared with, with as many repeats as any.
+
+    Returns:
+        By server: ``repeats``; ``ratio`` of tokens a second for each repeat and ``ratio_median``; ``e2e_ratio`` of the mean
+        seconds from arrival to end, and ``decode_ratio`` of those after the first token, where more is faster too; and medians
+        over the repeats of the other numbers.
+    """
+    rows = {}
+    for name, own in repeats.items():
+        pairs = list(zip(repeats[baseline], own, strict=False))
+        ratio = [round(run["tokens_per_s"] / base["tokens_per_s"], 3) for base, run in pairs]
+        row: dict[str, Any] = {"ratio": ratio, "ratio_median": round(statistics.median(ratio), 3)}
+        row["e2e_ratio"] = [round(base["e2e_ms"]["mean"] / run["e2e_ms"]["mean"], 3) for base, run in pairs]
+        if all(base["decode_s"] and run["decode_s"] for base, run in pairs):  # not where every output is one token
+            row["decode_ratio"] = [round(base["decode_s"] / run["decode_s"], 3) for base, run in pairs]
+        for key in ("tokens_per_s", "requests_per_s", "tokens_per_step", "drafted_per_step", "drafted_per_request_step"):
+            row[key] = _median([run[key] for run in own])
+        for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
+            row[key] = {part: _median([run[key][part] for run in own]) for part in own[0][key]}
+        rows[name] = row | {"cached_tokens": _median([run["cached_tokens"] for run in own]), "repeats": list(own)}
+    return rows
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,184 @@
+"""What ``outrider bench strategies`` runs on: prompts by workload, the model twice, and who competes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
+from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
+from cluster.cli.generate.strategy_option import StrategyChoice
+from configs.schema import find_model
+from configs.slices import EngineOptions, ModelOptions
+from engine.errors import ModelLoadError
+from engine.loading.model import LoadedModel, load_model, load_weights
+from engine.text.tokenizer import load_tokenizer
+from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
+from experiments.bench.engines.guided import GuidedExecutor, random_model, stock_twin
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
+from experiments.bench.workloads import fits, prompt_ids
+
+MAX_TOKENS = 128  # of an output, where nothing is said
+LIBRARY_FAULTS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # of a library's generate
+
+
+def calm(threads: int) -> None:
+    """So many threads, and no bars and warnings of transformers between ours."""
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A file of prompts that fit."""
+
+    name: str
+    prompts: list[Prompt]
+    too_long: int  # records that do not fit the context
+
+
+def known_workload(path: Path, tokenizer: TextTokenizer, max_tokens: int | None, limit: int | None) -> Workload:
+    """A workload whose outputs are known: prompts as they are, without a chat template, as in a replay.
+
+    Raises:
+        PromptFileError: it cannot be read, or a record has no output.
+    """
+    texts = read_known_texts(path, tokenizer, max_tokens, limit)
+    prompts = [
+        Prompt(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
+        for text in texts
+    ]
+    return Workload(path.stem, prompts, 0)
+
+
+def chat_workload(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> Workload:
+    """A workload whose prompts are user messages in the model's chat template. Raises ``PromptFileError``."""
+    prompts = [
+        Prompt(
+            record.id,
+            prompt_ids(record, tokenizer),
+            [tokenizer.encode(text, add_special_tokens=False) for text in record.references],
+        )
+        for record in read_prompts(path)[:limit]
+    ]
+    return Workload(path.stem, prompts, 0)
+
+
+def fitting(workload: Workload, max_tokens: int, context: int) -> Workload:
+    """Without the records that are too long for a context.
+
+    Raises:
+        PromptFileError: none fits, or two have one id.
+    """
+    prompts = [
+        prompt
+        for prompt in workload.prompts
+        if fits(len(prompt.ids), max_tokens if prompt.known is None else len(prompt.known), context)
+    ]
+    if not prompts:
+        raise PromptFileError(f"no record of {workload.name} fits the context of {context} tokens: lower --max-tokens")
+    if len({prompt.id for prompt in prompts}) < len(prompts):
+        raise PromptFileError(f"two records of {workload.name} have one id: give each its own")
+    return Workload(workload.name, prompts, len(workload.prompts) - len(prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model as our engine and as transformers run it, and its workloads."""
+
+    loaded: LoadedModel
+    stock: PreTrainedModel
+    workloads: list[Workload]
+
+
+def load_setting(args: argparse.Namespace) -> Setting:
+    """Reads the prompts and loads or makes the model.
+
+    Raises:
+        PromptFileError: a file that cannot be used.
+        ModelLoadError: a model that cannot be used.
+    """
+    if args.random_model is not None:
+        return _random_setting(args)
+    options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
+    loaded = load_model(options)
+    if args.guided:
+        cutter = TextTokenizer(args.tokenizer or Path(options.path))
+        if cutter.vocab_size > loaded.model.config.get_text_config().vocab_size:
+            raise PromptFileError(f"the tokenizer has more tokens ({cutter.vocab_size}) than the model: give the model's own")
+        workloads = [known_workload(path, cutter, args.max_tokens, args.records) for path in args.prompts]
+    else:
+        workloads = [chat_workload(path, loaded.tokenizer, args.records) for path in args.prompts]
+    max_tokens = args.max_tokens or MAX_TOKENS
+    workloads = [fitting(workload, max_tokens, loaded.max_model_len) for workload in workloads]
+    stock = load_weights(options.path, loaded.model.dtype, "sdpa", loaded.model.device)
+    return Setting(loaded, stock.eval(), workloads)
+
+
+def _random_setting(args: argparse.Namespace) -> Setting:
+    cutter = TextTokenizer(args.tokenizer)
+    workloads = [known_workload(path, cutter, args.max_tokens, args.records) for path in args.prompts]
+    context = max(len(prompt.ids) + len(prompt.known or ()) for workload in workloads for prompt in workload.prompts)
+    model = random_model(args.random_model, cutter.vocab_size, context, getattr(torch, args.dtype), args.seed)
+    device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device
+    model = model.to("cpu" if device == "auto" else device)
+    loaded = LoadedModel(model, load_tokenizer(str(args.tokenizer)), f"random-{args.random_model}", context, ())
+    stock = stock_twin(model)
+    return Setting(loaded, stock, [fitting(workload, 0, context) for workload in workloads])
+
+
+def contestants(
+    setting: Setting, choices: Sequence[StrategyChoice], args: argparse.Namespace
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Greedy generate first, then transformers' own drafting, then ours; and by name why one does not run.
+
+    Raises:
+        ModelLoadError: the assistant cannot be loaded.
+    """
+    loaded, max_tokens = setting.loaded, args.max_tokens or MAX_TOKENS
+    theirs: list[Contestant] = [
+        StockGenerate(setting.stock, max_tokens, loaded.eos_token_ids),
+        StockPromptLookup(setting.stock, max_tokens, loaded.eos_token_ids),
+    ]
+    skipped: dict[str, str] = {}
+    if args.guided:
+        skipped["assisted generation"] = "in a guided run the assistant would be guided too, or draft for another text"
+    else:
+        assisted = StockAssisted(setting.stock, max_tokens, loaded.eos_token_ids, _assistant(setting, args))
+        try:
+            assisted.run(setting.workloads[0].prompts[:1])
+        except LIBRARY_FAULTS as error:
+            skipped[assisted.name] = f"transformers could not run it: {error}"
+        else:
+            theirs.append(assisted)
+    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget, args.guided)
+    guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
+    ours = [EngineContestant(partial(shared.engine, choice), max_tokens, guide) for choice in choices]
+    return [*theirs, *ours], skipped
+
+
+def _assistant(setting: Setting, args: argparse.Namespace) -> PreTrainedModel | int:
+    """A model, or the layers after which the target leaves: half of them where nothing is said."""
+    if args.assistant is None:
+        layers: int = setting.stock.config.get_text_config().num_hidden_layers
+        return args.early_exit or max(1, layers // 2)
+    try:
+        return load_weights(find_model(args.assistant), setting.stock.dtype, "sdpa", setting.stock.device).eval()
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--assistant: {error}") from error

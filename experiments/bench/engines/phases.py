@@ -1,0 +1,76 @@
+"""Splits the steps of an engine into phases, by the clock: what the model's forward takes, and what is around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decoding.drafters.base import Drafter
+from engine.engine import Engine
+from engine.executor import LocalExecutor
+from engine.forward.batch import Work
+
+PHASES = ("schedule", "propose", "pack", "forward", "verify", "commit", "observe")
+
+
+class PhaseClock:
+    """Splits the steps of one engine into phases.
+
+    Example: ``execute`` runs from 10 to 20 ms and the forward in it from 11 to 18: 1 ms packed, 7 ms forward, 2 ms verified.
+    """
+
+    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]) -> None:
+        """
+        Args:
+            engine: whose steps are timed by ``step``.
+            executor: the engine's, as the drafter.
+            clock: seconds.
+        """
+        self._engine, self._clock = engine, clock
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        self._works: Sequence[Work] = ()  # of the step
+        for name, piece, method in (
+            ("schedule", engine._scheduler, "schedule"),
+            ("execute", executor, "execute"),
+            ("forward", executor.runner, "forward"),
+            ("observe", drafter, "observe"),
+        ):
+            setattr(piece, method, self._timed(name, getattr(piece, method)))
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "execute":
+                self._works = args[0]
+            started = self._clock()
+            result = method(*args, **kwargs)
+            self._spans.setdefault(name, []).append((started, self._clock()))
+            return result
+
+        return timed
+
+    def step(self, batch: int) -> dict[str, float] | None:
+        """One step of the engine: seconds of each phase, drafted rows and emitted tokens of all requests.
+
+        None where anything was prefilled, or fewer than ``batch`` requests decoded.
+        """
+        self._spans.clear()
+        self._works = []  # set by ``execute``
+        started = self._clock()
+        outputs = self._engine.step()
+        ended = self._clock()
+        works: Sequence[Work] = self._works
+        if len(works) != batch or any(work.tree is None or work.end - work.start != 1 for work in works):
+            return None
+        (execute,), (forward,), (schedule,) = (self._spans[name] for name in ("execute", "forward", "schedule"))
+        observe = sum(end - start for start, end in self._spans.get("observe", ()))
+        return {
+            "schedule": schedule[1] - schedule[0],
+            "propose": execute[0] - started - (schedule[1] - schedule[0]),
+            "pack": forward[0] - execute[0],
+            "forward": forward[1] - forward[0],
+            "verify": execute[1] - forward[1],
+            "commit": ended - execute[1] - observe,
+            "observe": observe,
+            "drafted": sum(len(work.tree) - 1 for work in works if work.tree is not None),
+            "emitted": sum(len(output.token_ids) for output in outputs),
+        }

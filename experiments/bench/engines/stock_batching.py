@@ -1,0 +1,114 @@
+"""transformers' own continuous batching (``generate_batch`` and the manager behind it), on a CPU too.
+
+On a CPU it runs with ``attn_implementation="sdpa"``, without CUDA graphs, and needs ``num_blocks`` and ``max_batch_tokens``: left
+to itself it would size its cache after the memory that is free. Its manager takes requests while others run, so that it is driven
+by the same arrivals as our engine; ``generate_batch`` is a loop around it that hands over all prompts at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from configs.slices import EngineOptions
+from experiments.bench.engines.contestants import Prompt
+from experiments.bench.engines.traffic import Progress, ServerCounts
+
+_PAGE = 256  # tokens of a cache page, transformers' default
+_STOP_S = 30.0  # after so long its thread should have ended
+
+
+class StockBatching:
+    """An unmodified model behind transformers' continuous batching, greedy: a server of a load.
+
+    In a guided run it computes its own tokens, as many as are known: what a plain decoding step costs does not depend on which.
+    """
+
+    name = "generate_batch"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_tokens: int,
+        end_tokens: tuple[int, ...],
+        max_running: int,
+        context: int,
+        step_tokens: int | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        """
+        Args:
+            model: as transformers runs it, with its "sdpa" attention; nothing else may use it between ``begin`` and ``end``.
+            max_tokens: of each output.
+            end_tokens: of the model.
+            max_running: requests in one step.
+            context: tokens of prompt and output together.
+            step_tokens: rows of one forward; as many as of our engine when absent.
+            prefix_caching: whether prompts share their prefixes' KV, as transformers does when nothing is said.
+        """
+        self._model, self._max_tokens = model, max_tokens
+        self._end_tokens: Any = list(end_tokens) or -1
+        self._generation = GenerationConfig(
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=self._end_tokens,
+            pad_token_id=end_tokens[0] if end_tokens else 0,
+        )
+        self._batching = {
+            "num_blocks": max_running * (-(-context // _PAGE) + 1),
+            "max_batch_tokens": step_tokens or EngineOptions().max_step_tokens,
+            "max_requests_per_batch": max_running,
+            "allow_block_sharing": prefix_caching,
+            "use_cuda_graph": None if model.device.type == "cuda" else False,
+        }
+        self._manager: ContinuousBatchingManager | None = None
+
+    def begin(self) -> None:
+        """See ``Server``: a new manager, with an empty cache."""
+        assert self._manager is None, "begun before"
+        batching = ContinuousBatchingConfig(**self._batching)
+        manager: ContinuousBatchingManager = self._model.init_continuous_batching(self._generation, batching)
+        manager.warmup()  # takes its memory now; the first request would wait for it
+        manager.start()
+        self._manager = manager
+
+    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
+        """See ``Server``; it knows no tenants."""
+        assert self._manager is not None, "not begun"
+        known = prompt.known is not None
+        self._manager.add_request(
+            prompt.ids,
+            request_id=prompt.id,
+            max_new_tokens=len(prompt.known) if prompt.known is not None else self._max_tokens,
+            record_timestamps=True,
+            eos_token_id=-1 if known else self._end_tokens,
+        )
+
+    def poll(self, wait_s: float) -> list[Progress]:
+        """See ``Server``. A request is told of when it has ended, with the time of each of its tokens.
+
+        Raises:
+            RuntimeError: transformers failed.
+        """
+        assert self._manager is not None, "not begun"
+        result = self._manager.get_result(timeout=wait_s)
+        if result is None:
+            if not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching ended by itself: its log says why")
+            return []
+        if result.error is not None:
+            raise RuntimeError(f"transformers' continuous batching failed at {result.request_id}: {result.error}")
+        last = len(result.generated_tokens) - 1
+        moments = zip(result.generated_tokens, result.timestamps or (), strict=True)
+        return [Progress(result.request_id, at, (token,), 0, place == last) for place, (token, at) in enumerate(moments)]
+
+    def end(self) -> ServerCounts:
+        """See ``Server``."""
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
+            self._manager.destroy()
+            self._manager = None
+        return ServerCounts()

@@ -1,0 +1,188 @@
+"""Requests that come while others run: closed and open loops, and what became of each request."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from experiments.bench.engines.contestants import Prompt
+
+_WAIT_S = 1.0  # longest wait for a token, while nothing else is due
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens that a request was given at one moment."""
+
+    key: str  # id of its prompt
+    at_s: float  # by time.perf_counter
+    tokens: tuple[int, ...]
+    drafted: int = 0  # rows that were drafted for them
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCounts:
+    """What a server counted since it began; None where it cannot tell."""
+
+    steps: int | None = None  # target forwards, each for all requests of its step
+    turns: int | None = None  # the same, counted for each request that a forward gave a token to; as many as moments when None
+    tells_drafts: bool = False  # whether ``Progress.drafted`` is known
+    cached_tokens: int | None = None  # prompt tokens whose KV was there already
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+
+
+class Server(Protocol):
+    """What answers requests, many at a time."""
+
+    name: str
+
+    def begin(self) -> None:
+        """Starts without requests, history and reusable KV."""
+        ...
+
+    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
+        """Takes a request in; the id of its prompt is its key, in use by no other live one."""
+        ...
+
+    def poll(self, wait_s: float) -> list[Progress]:
+        """Works, or waits for at most so long, and tells what came."""
+        ...
+
+    def end(self) -> ServerCounts:
+        """Gives back what ``begin`` took; requests that live are dropped."""
+        ...
+
+
+@dataclass(slots=True)
+class Journey:
+    """One request. Times are seconds since the loop began."""
+
+    key: str
+    arrival_s: float  # when it was due: what it waits until it is sent counts too
+    sent_s: float
+    moments: list[tuple[float, int, int]] = field(default_factory=list)  # when tokens came, how many, rows drafted for them
+    output: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def first_s(self) -> float:
+        """When the first token came."""
+        return self.moments[0][0]
+
+    @property
+    def last_s(self) -> float:
+        """When the last token came."""
+        return self.moments[-1][0]
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token, from the arrival."""
+        return self.first_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None of a single token."""
+        return (self.last_s - self.first_s) / (len(self.output) - 1) if len(self.output) > 1 else None
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last token, from the arrival."""
+        return self.last_s - self.arrival_s
+
+
+class Arrivals(Protocol):
+    """When requests come."""
+
+    def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
+        """The arrival times of the requests to send now.
+
+        Args:
+            sent: requests so far.
+            in_flight: of these, those that have not ended.
+            now_s: since the loop began.
+        """
+        ...
+
+    def wait_s(self, sent: int, now_s: float) -> float:
+        """How long to wait for a token at most."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many clients, each with one request at a time and the next one at once."""
+
+    concurrency: int
+
+    def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
+        """See ``Arrivals``."""
+        return [now_s] * (self.concurrency - in_flight)
+
+    def wait_s(self, sent: int, now_s: float) -> float:
+        """See ``Arrivals``."""
+        return _WAIT_S
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests come when they come, however many are still under way."""
+
+    times_s: tuple[float, ...]  # ascending
+
+    def due(self, sent: int, in_flight: int, now_s: float) -> Sequence[float]:
+        """See ``Arrivals``."""
+        return self.times_s[sent : bisect_right(self.times_s, now_s)]
+
+    def wait_s(self, sent: int, now_s: float) -> float:
+        """See ``Arrivals``."""
+        return max(0.0, self.times_s[sent] - now_s) if sent < len(self.times_s) else _WAIT_S
+
+
+def poisson(rate: float, count: int, seed: int) -> OpenLoop:
+    """A Poisson process of ``rate`` requests a second: same seed, same times, stretched by the rate."""
+    gaps = np.random.default_rng(seed).exponential(1.0, count) / rate
+    return OpenLoop(tuple(np.cumsum(gaps).tolist()))
+
+
+def drive(server: Server, prompts: Sequence[Prompt], arrivals: Arrivals) -> tuple[list[Journey], ServerCounts]:
+    """Sends all prompts as they become due, and follows each to its end.
+
+    Args:
+        server: not begun.
+        prompts: in the order in which they come, with ids of their own.
+        arrivals: when they come.
+
+    Returns:
+        The journeys in the order of the prompts, and what the server counted.
+    """
+    server.begin()
+    journeys: dict[str, Journey] = {}
+    in_flight, began = 0, time.perf_counter()
+    try:
+        while in_flight or len(journeys) < len(prompts):
+            now = time.perf_counter() - began
+            for arrival in arrivals.due(len(journeys), in_flight, now)[: len(prompts) - len(journeys)]:
+                prompt = prompts[len(journeys)]
+                journeys[prompt.id] = Journey(prompt.id, arrival, now)
+                server.submit(prompt)
+                in_flight += 1
+            for progress in server.poll(arrivals.wait_s(len(journeys), now)):
+                in_flight -= advance(journeys[progress.key], progress, began)
+    finally:
+        counts = server.end()
+    return list(journeys.values()), counts
+
+
+def advance(journey: Journey, progress: Progress, began: float) -> int:
+    """Notes what came; how many requests ended with it: 0 or 1."""
+    if progress.tokens:
+        journey.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
+        journey.output.extend(progress.tokens)
+    journey.finished = journey.finished or progress.finished
+    return int(progress.finished)

@@ -1,0 +1,73 @@
+"""The options that several benches have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+DTYPES = ("bfloat16", "float32", "float64")
+SIZES = ("110m", "280m", "tiny")  # of ``engines.guided``
+
+
+def add_model(parser: argparse.ArgumentParser, dtype: str, dtypes: Sequence[str] = DTYPES, model: str = "demo_model") -> None:
+    """Adds ``--model`` and ``--dtype``.
+
+    Args:
+        parser: of the command.
+        dtype: where none is named.
+        dtypes: that can be.
+        model: where none is named.
+    """
+    parser.add_argument("--model", default=model, help=f"folder of the model, or its name on the hub; default: {model}")
+    parser.add_argument("--dtype", choices=dtypes, default=dtype)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds what runs of an engine in this process have besides: how much of what, and where."""
+    parser.add_argument("--records", type=int, help="at most so many of each file")
+    parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, in a guided run the whole output")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights and arrivals")
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--prompts``."""
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
+
+
+def add_guided(parser: argparse.ArgumentParser) -> None:
+    """Adds what runs have that can follow known outputs."""
+    parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights; with --guided and --tokenizer")
+    parser.add_argument("--guided", action="store_true", help="follow the known outputs of the prompts")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a guided run; the model's own when absent")
+
+
+def check_prompts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where files have one name, or a random model has no texts to follow."""
+    if len({path.stem for path in args.prompts}) < len(args.prompts):
+        parser.error("two files of --prompts have one name: a workload is called after its file")
+    if getattr(args, "random_model", None) and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
+        parser.error("--random-model needs --guided, --tokenizer and a --dtype")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--set``, for who starts a server."""
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of the server")
+
+
+def numbers(kind: Callable[[str], float], least: float) -> Callable[[str], tuple[float, ...]]:
+    """What reads ``1,2,4``: numbers of a kind, each at least ``least``."""
+
+    def read(text: str) -> tuple[float, ...]:
+        try:
+            found = tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be numbers with commas between them, such as 1,2,4: got {text!r}") from None
+        if not all(least <= number < float("inf") for number in found):
+            raise argparse.ArgumentTypeError(f"must be numbers from {least:g} on, got {text!r}")
+        return found
+
+    return read

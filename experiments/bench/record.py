@@ -1,0 +1,187 @@
+"""Records of runs: what was run, on what, and what came out, as one JSON file a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.environment import cpu_name
+from engine.measures.energy import EnergySpan
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiments" / "results"
+IDLE_S = 5.0  # for which a bench measures the idle power of its device, where there is a meter
+NOT_METERED = "n/a"  # what a record says of energy where no counter told it
+_PACKAGES = ("torch", "transformers", "outrider")
+
+
+def write_record(
+    name: str,
+    config: Mapping[str, Any],
+    results: Mapping[str, Any],
+    seed: int | None,
+    started: datetime,
+    device: str = "cpu",
+    folder: Path = RESULTS,
+    energy: EnergySpan | None = None,
+) -> Path:
+    """Writes the record of a finished run. It names no host, no user and no absolute path.
+
+    Args:
+        name: of the experiment, a part of the file name.
+        config: settings of the run; absolute paths in it are made relative to the repository, or cut to their last part.
+        results: what was measured, as JSON values. They are kept as they are, so they should hold numbers and ids, no prompts.
+        seed: None where nothing was drawn.
+        started: with a time zone.
+        device: torch's name of it.
+        folder: where the file goes; created when absent.
+        energy: of the run, after its end; None where it was not metered.
+
+    Returns:
+        ``folder/DATE-NAME.json``, or ``-2``, ``-3``, ... behind the name when there is one already.
+    """
+    finished = datetime.now(UTC)
+    record = {
+        "name": name,
+        "started": started.astimezone(UTC).isoformat(timespec="seconds"),
+        "finished": finished.isoformat(timespec="seconds"),
+        "duration_s": round((finished - started).total_seconds(), 1),
+        "git": git_state(ROOT),
+        "command": command_line(sys.orig_argv),
+        "config": portable(config),
+        "seed": seed,
+        "device": describe_device(device),
+        "energy": {"source": NOT_METERED} if energy is None else describe_energy(energy),
+        "versions": {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES},
+        "results": results,
+    }
+    text = json.dumps(record, indent=1, ensure_ascii=False, default=_encode) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, number = f"{finished:%Y-%m-%d}-{name}", 1
+    while True:
+        path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+class KeptLines:
+    """What a run has found so far, as JSON lines in a file that grows: a run which is cut off goes on with them."""
+
+    def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
+        """Reads what is there.
+
+        Raises:
+            ValueError: it is of another setting or revision.
+        """
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if lines and json.loads(lines[0]) != json.loads(json.dumps(setting)):
+            raise ValueError(f"--kept {path.name} is of another setting or revision: delete it, or name another file")
+        self.found = [json.loads(line) for line in lines[1:]]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        if not lines:
+            print(json.dumps(setting), file=self._file, flush=True)
+
+    def add(self, value: Any) -> None:
+        """Keeps a JSON value."""
+        self.found.append(value)
+        print(json.dumps(value), file=self._file, flush=True)
+
+
+def portable(value: Any) -> Any:
+    """The value with every absolute path in it made relative to the repository, or cut to its last part."""
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return _portable_path(value)
+    if isinstance(value, str):
+        option, separator, path = value.partition("=")  # --out=/some/where
+        if separator and path.startswith("/"):
+            return f"{option}={_portable_path(Path(path))}"
+        return _portable_path(Path(value)) if value.startswith("/") else value
+    if isinstance(value, Sequence):
+        return [portable(item) for item in value]
+    return value
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as one could type it in the root of the repository; the interpreter is called ``python``."""
+    return " ".join(["python", *(portable(argument) for argument in arguments[1:])])
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Revision of a checkout, and whether files differ from it, records of earlier runs aside; None outside of one."""
+    try:
+        revision = _git(root, "rev-parse", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)experiments/results")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"revision": revision, "dirty": bool(changes)}
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """What computed: the processor always, and the GPU where ``device`` is one."""
+    described: dict[str, Any] = {
+        "type": device,
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if device.startswith("cuda"):
+        described["gpu"] = torch.cuda.get_device_name(device)
+    return described
+
+
+def describe_energy(span: EnergySpan) -> dict[str, Any]:
+    """What a meter said of a span: joules with and without idle power, and the idle power; ``n/a`` for what it could not tell."""
+    return {
+        "source": span.source,
+        "joules": _figure(span.joules),
+        "net_joules": _figure(span.net_joules),
+        "idle_w": _figure(span.idle_w),
+        "seconds": round(span.seconds, 3),
+        "coarse": span.coarse,
+    }
+
+
+def _figure(value: float | None) -> float | str:
+    return NOT_METERED if value is None else round(value, 3)
+
+
+def _portable_path(path: Path) -> str:
+    if not path.is_absolute():
+        return str(path)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, Path):
+        return _portable_path(value)
+    raise TypeError(f"a record holds JSON values and paths, got {type(value).__name__}: {value!r}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"  # outrider run from its source tree: the git revision says which
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,159 @@
+"""The one runner: a bench says what it is called, asks for and measures; record, figure and tables come from here.
+
+A bench is a ``Bench``. ``run`` reads its options, lets it measure while ``Progress`` says how far it is, and writes
+``DATE-NAME.json``; the panels that its results hold under ``figures`` are drawn beside it (``figure.draw``), and its tables are
+those that a report shows (``report.tables``), or whatever its results look like as tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelLoadError
+from engine.measures.energy import EnergyMeter, EnergySpan, measure_idle, open_meter
+from experiments.bench.progress import Progress
+from experiments.bench.record import RESULTS, write_record
+
+IDLE_S = 5.0  # for which the idle power of the devices is measured, where there is a meter
+Results = dict[str, Any]
+Options = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a bench is given beside its options."""
+
+    progress: Progress
+    meter: EnergyMeter  # of ``--device``, or of the processor
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A measurement."""
+
+    name: str  # of its record
+    text: str  # what ``--help`` says
+    measure: Callable[[argparse.Namespace, Run], Results]  # raises ``ValueError``, ``ModelLoadError``, ``OSError``: exit code 2
+    options: Options = lambda parser: None
+    least: Mapping[str, float] = field(default_factory=dict)  # by option, the lowest value that can be
+    check: Callable[[argparse.Namespace, argparse.ArgumentParser], None] = lambda args, parser: None
+    wrong: Callable[[Results, argparse.Namespace], Sequence[str]] = lambda results, args: ()  # what must not be: exit code 1
+    refuses: tuple[type[Exception], ...] = ()  # further errors that end with code 2
+    recorded: bool = True  # also without ``--out``
+
+
+def run(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Runs a bench; the exit code: 1 where something came out that must not, 2 for what cannot be used.
+
+    Args:
+        bench: what to run.
+        argv: the command line; the process's own when None.
+        prog: the command as ``--help`` shows it.
+    """
+    args, started = arguments(bench, argv, prog), datetime.now(UTC)
+    refuses: tuple[type[Exception], ...] = (ValueError, ModelLoadError, OSError, *bench.refuses)
+    try:
+        with Progress() as progress, metered(device_of(args)) as (meter, energy):
+            results = bench.measure(args, Run(progress, meter))
+    except refuses as error:
+        return refused(error)
+    if args.out is not None:
+        keep(bench.name, args, results, started, energy)
+    if args.json:
+        print(json.dumps(results, indent=1, default=str))
+    else:
+        show(bench.name, results)
+    wrong = bench.wrong(results, args)
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def keep(name: str, args: argparse.Namespace, results: Results, started: datetime, energy: EnergySpan) -> None:
+    """Writes the record of a run, and draws its figure beside it."""
+    path = write_record(name, vars(args), results, getattr(args, "seed", None), started, device_of(args), args.out, energy)
+    picture = ""
+    if results.get("figures") and find_spec("matplotlib") is None:
+        picture = ", no figure: it needs matplotlib, which the extra `dev` has"
+    elif results.get("figures"):
+        from experiments.bench.figure import draw
+
+        picture = f", figure: {draw(results['figures'], path.with_suffix('.svg')).name}"
+    print(f"record: {path.name}{picture}", file=sys.stderr)
+
+
+def run_named(benches: Mapping[str, str], prog: str, argv: Sequence[str] | None = None) -> int:
+    """Runs the bench that a command line names first; the exit code, 2 for a name that is not known.
+
+    Args:
+        benches: by name, the module that holds it as ``BENCH``.
+        prog: the command before the name.
+        argv: the command line; the process's own when None.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
+    if name not in benches:
+        print(f"usage: {prog} {{{','.join(benches)}}} ...; NAME --help says more", file=sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    return run(import_module(benches[name]).BENCH, rest, f"{prog} {name}")
+
+
+def arguments(bench: Bench, argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """The command line of a bench; ends the process with code 2 where an option cannot be."""
+    parser = argparse.ArgumentParser(prog=prog, description=bench.text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench.options(parser)
+    out, when = (RESULTS, "") if bench.recorded else (None, "; nothing is written when absent")
+    parser.add_argument("--out", type=Path, default=out, help=f"folder of the record and the figure{when}")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    args = parser.parse_args(argv)
+    for name, bound in bench.least.items():
+        value = getattr(args, name)
+        lowest = min(value) if isinstance(value, list | tuple) and value else value
+        if lowest is not None and lowest != [] and lowest != () and lowest < bound:
+            parser.error(f"--{name.replace('_', '-')} must be at least {bound:g}, got {lowest}")
+    bench.check(args, parser)
+    return args
+
+
+def show(name: str, results: Results) -> None:
+    """The tables of a run on stdout: what a report shows first of such a record, or all there is."""
+    from experiments.report.tables import headlines
+    from experiments.report.terminal import print_blocks
+    from experiments.report.values import blocks_of
+
+    results = json.loads(json.dumps(results, default=str))  # as a record holds them
+    rest = {key: value for key, value in results.items() if key != "figures"}
+    print_blocks(headlines({"name": name, "results": results}) or blocks_of("", rest))
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """What a run computes on, by torch's name."""
+    import torch
+
+    device = str(getattr(args, "device", "cpu"))
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+@contextmanager
+def metered(device: str) -> Iterator[tuple[EnergyMeter, EnergySpan]]:
+    """The meter of a device, whose idle power is measured first, and the span of the block, told when it has ended."""
+    meter = open_meter([device])
+    measure_idle(meter, IDLE_S)
+    with meter.span() as span:
+        yield meter, span
+
+
+def refused(error: Exception) -> int:
+    """Says why a run cannot be made; the exit code. Errors of libraries say little without their names."""
+    own = isinstance(error, ValueError | ModelLoadError | OSError | RuntimeError)
+    print(f"error: {error}" if own else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,154 @@
+"""``outrider bench strategies``: every strategy on the same prompts with a real model, beside transformers, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from cluster.cli.generate.strategy_option import chosen_strategies
+from configs.slices import Dtype, SpeculationOptions
+from decoding.drafters import LOSSLESS
+from experiments.bench.engines.competition import Tally, compete, decode_ratios, joules_per_token, summary, where_time_goes
+from experiments.bench.engines.models import Workload, calm, contestants, load_setting
+from experiments.bench.engines.stock_generate import StockPromptLookup
+from experiments.bench.figure import panel
+from experiments.bench.options import add_engine, add_guided, add_model, add_prompts, check_prompts
+from experiments.bench.run import Bench, Results, Run
+
+TEXT = """Every strategy on the same prompts with a real model, beside transformers, in one run.
+
+Beside them run transformers' greedy generate, its prompt lookup and its assisted generation (--assistant, or else by early
+exit from the model's own first layers). All take turns on each prompt, one prompt at a time, and give token ids; a strategy
+starts each workload and each repeat without history. Ratios are seconds of greedy generate over a contestant's own, prefill
+included, as the mean over the workloads, with the lowest and the highest of the repeats; "decode" leaves out the prefill,
+which no drafting shortens.
+
+With --guided the forwards are real and the committed tokens are a workload's known outputs (LLMA, arXiv 2304.04487, section
+3.2), so that speed on real text is measured with any weights, random ones included. Assisted generation then has no place:
+the assistant would be guided too, or draft for another text.
+"""
+EXACT_DTYPES = ("float32", "float64")
+
+
+def add_strategies(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> None:
+    """The options of benches that let strategies compete on one model."""
+    add_prompts(parser)
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
+    parser.add_argument("--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="most drafted rows of a step")
+    add_model(parser, "bfloat16", dtypes)
+    add_engine(parser)
+    add_guided(parser)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add_strategies(parser, get_args(Dtype))
+    parser.add_argument("--assistant", help="model for transformers' assisted generation, with the same tokenizer")
+    parser.add_argument("--early-exit", type=int, help="without --assistant, layers of the model that draft; half when absent")
+
+
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All contestants over all workloads.
+
+    Returns:
+        ``workloads`` by name, each with its counts and a row a contestant, ``overall`` with a row a contestant, ``skipped`` by
+        name with the reason, and ``lossless``, the strategies whose outputs must be those of ``generate``.
+    """
+    calm(args.threads)
+    choices = chosen_strategies(args.strategy)
+    setting = load_setting(args)
+    runners, skipped = contestants(setting, choices, args)
+    for name, reason in skipped.items():
+        run.progress.say(f"{name} does not run: {reason}")
+    workloads, tallies = {}, []
+    for workload in setting.workloads:
+        known = {prompt.id: prompt.known for prompt in workload.prompts if prompt.known is not None}
+        run.progress.say(f"{workload.name}: {len(workload.prompts)} prompts")
+        _, counted = compete(runners, workload.prompts, args.repeats, 1, run.progress, known or None, run.meter)
+        rows = {name: _row(workload, tally, counted[runners[0].name], args.repeats) for name, tally in counted.items()}
+        lengths = {"records": len(workload.prompts), "too_long": workload.too_long}
+        lengths["prompt_tokens"] = sum(len(prompt.ids) for prompt in workload.prompts)
+        workloads[workload.name] = lengths | {"contestants": rows}
+        tallies.append(counted)
+    overall = {runner.name: _overall(runner.name, runners[0].name, tallies, workloads) for runner in runners}
+    lossless = [choice.label for choice in choices if choice.name in LOSSLESS]
+    return {"workloads": workloads, "overall": overall, "skipped": skipped, "lossless": lossless, "figures": figures(overall)}
+
+
+def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dict[str, Any]:
+    """What a contestant did on one workload."""
+    row = summary(tally, len(workload.prompts))
+    row["decode_ratio"] = [round(ratio, 3) for ratio in decode_ratios(tally, baseline)]
+    row["drafted_per_step"] = None if tally.drafted is None else round(tally.drafted / tally.steps, 2)
+    row["accepted_by_source"] = dict(sorted(tally.accepted_by_source.items()))
+    row["ms"] = where_time_goes(tally, len(workload.prompts) * repeats)
+    row["energy"] = tally.energy()
+    return row
+
+
+def _overall(name: str, baseline: str, tallies: Sequence[Mapping[str, Tally]], workloads: Mapping[str, Any]) -> dict[str, Any]:
+    """A contestant over all workloads; ratios are means over them, repeat by repeat."""
+    own = [counted[name] for counted in tallies]
+    rows = [workload["contestants"][name] for workload in workloads.values()]
+    steps, tokens = sum(tally.steps for tally in own), sum(tally.tokens for tally in own)
+    accepted: dict[str, int] = {}
+    for tally in own:
+        for source, count in tally.accepted_by_source.items():
+            accepted[source] = accepted.get(source, 0) + count
+
+    def ratios(to: str) -> list[float]:
+        pairs = [(counted[to].wall_s, counted[name].wall_s) for counted in tallies]
+        return [round(statistics.fmean(a[r] / b[r] for a, b in pairs), 3) for r in range(len(pairs[0][0]))]
+
+    decode = [decode_ratios(counted[name], counted[baseline]) for counted in tallies]
+    return {
+        "ratio": ratios(baseline),
+        "ratio_to_lookup": ratios(StockPromptLookup.name),
+        "decode_ratio": [round(statistics.fmean(repeat), 3) for repeat in zip(*decode, strict=True)],
+        "tokens_per_step": round(statistics.fmean(row["tokens_per_step"] for row in rows), 3),
+        "tokens_per_s": round(tokens / sum(sum(tally.wall_s) for tally in own), 1),
+        "identical": sum(row["identical"] for row in rows),
+        "records": sum(workload["records"] for workload in workloads.values()),
+        "energy": joules_per_token(own),
+        "accepted_per_step": {source: round(count / steps, 4) for source, count in sorted(accepted.items())},
+        "ms": {key: _mean([row["ms"][key] for row in rows]) for key in ("propose", "forward", "rest", "prefill")},
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.fmean(known), 3) if len(known) == len(values) else None
+
+
+def figures(overall: Mapping[str, Any]) -> dict[str, Any]:
+    """Speed with its spread, and accepted tokens by source."""
+    sources = sorted({source for row in overall.values() for source in row["accepted_per_step"]})
+    stack: dict[str, dict[str, float]] = {"target": dict.fromkeys(overall, 1.0)}  # its own token
+    stack |= {source: {name: row["accepted_per_step"].get(source, 0.0) for name, row in overall.items()} for source in sources}
+    speed = {"speed": {name: row["ratio"] for name, row in overall.items()}}
+    return {
+        "speed": panel("bars", "against greedy generate", "", "times as fast", speed),
+        "tokens per step": panel("stack", "by source", "", "tokens", stack),
+    }
+
+
+def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
+    """The lossless strategies whose outputs are not what they must be; none where the type's rounding excuses it."""
+    if not args.guided and args.dtype not in EXACT_DTYPES:
+        return []
+    rows = results["overall"]
+    wrong = [name for name in results["lossless"] if rows[name]["identical"] < rows[name]["records"]]
+    return [f"{name} is not identical to plain decoding" for name in wrong]
+
+
+BENCH = Bench(
+    "bench-strategies",
+    TEXT,
+    measure,
+    options,
+    dict.fromkeys(("records", "max_tokens", "repeats", "threads", "early_exit"), 1) | {"budget": 0},
+    check_prompts,
+    unfaithful,
+)

@@ -1,0 +1,201 @@
+"""The CPU overlay's RayService on machines of their own, of which one after the other is lost, upgraded and given new keys.
+
+python -m experiments.faults nodes [--only engine head ...]
+
+Machines are network namespaces (root and iproute2 are needed), see ``faults/manifest_cluster.py``. While a fault is there,
+requests of several kinds run; their text, finish reason, tokens and usage have to be those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cache_service.store.embedded import EmbeddedRedisError
+from configs.schema import find_model
+from experiments.bench.options import add_model
+from experiments.bench.run import Bench, Results, Run
+from experiments.faults.machines import MachinesError
+from experiments.faults.manifest_cluster import ManifestCluster
+from experiments.service.asks import Ask, Told, make_asks, play
+from experiments.service.trial import spread
+
+OVERLAY, SPARE = "cpu-demo", "engine-2"
+_KINDS = ("greedy", "sampled", "whole", "json", "penalties")
+_AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
+_PATIENCE_S = 180.0
+_HEALTHY = {"status": "ok", "replicas": 2, "shared_cache": "connected"}
+Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns what is told of it
+
+
+def lose_engine(cluster: ManifestCluster) -> dict[str, Any]:
+    """A machine with an engine is gone, and another one comes."""
+    cluster.machine("engine-0").kill()
+    noticed_s = cluster.until("/health", {"status": "degraded"})
+    time.sleep(_AWAY_S)
+    cluster.start("engine-0")
+    return {"noticed_s": noticed_s, "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def lose_head(cluster: ManifestCluster) -> dict[str, Any]:
+    """The head is gone, and comes back with what Redis knows of the cluster."""
+    cluster.machine("head").kill()
+    time.sleep(_AWAY_S)
+    cluster.start("head")
+    return {"running_after_s": cluster.until_running(), "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
+    """The replicas' memory is gone, and comes back with what it had written."""
+    cluster.memory.kill()
+    time.sleep(_AWAY_S)
+    state = httpx.get(f"{cluster.url}/health", timeout=5).json()["shared_cache"]
+    cluster.memory.start()
+    return {"meanwhile": state, "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
+    """Another Serve configuration, as ``kubectl apply`` brings it, for API and engines, and back."""
+    before = copy.deepcopy(cluster.serve_config)
+    cluster.set({"engine": {"max_waiting": 128}, "audit": {"keep": 32}})
+    there_s = deployed(cluster)
+    cluster.serve_config = before
+    return {"upgrade_s": there_s, "rollback_s": deployed(cluster)}
+
+
+def scale(cluster: ManifestCluster) -> dict[str, Any]:
+    """A third engine on a machine of its own, and back to two."""
+    cluster.start(SPARE)
+    cluster.set({"server": {"replicas": 3}})
+    out_s = deployed(cluster, 3)
+    cluster.set({"server": {"replicas": 2}})
+    in_s = deployed(cluster)
+    cluster.machine(SPARE).kill()
+    return {"out_s": out_s, "in_s": in_s}
+
+
+def deployed(cluster: ManifestCluster, replicas: int = 2) -> float:
+    """Deploys what was set; the seconds until all runs with it."""
+    began = time.monotonic()
+    cluster.deploy()
+    time.sleep(1.0)  # until the old state is not told any more
+    cluster.until_running()
+    cluster.until("/health", _HEALTHY | {"replicas": replicas})
+    return round(time.monotonic() - began, 2)
+
+
+def rotate(cluster: ManifestCluster) -> dict[str, Any]:
+    """The secret with the keys changes."""
+    old, cluster.key = cluster.key, f"{cluster.key}-new"
+    cluster.give_key(cluster.key)
+    began, found = time.monotonic(), {}
+    for name, key, status in (("new_key_works_s", cluster.key, 200), ("old_key_refused_s", old, 401)):
+        while httpx.get(f"{cluster.url}/v1/models", headers=bearer(key), timeout=5).status_code != status:
+            if time.monotonic() - began > _PATIENCE_S:
+                raise MachinesError(f"{name}: not within {_PATIENCE_S:.0f} s")
+            time.sleep(0.1)
+        found[name] = round(time.monotonic() - began, 2)
+    return found
+
+
+def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
+    """The machine with the API is gone, which alone takes requests in; nobody is answered until it is back."""
+    cluster.machine("api-0").kill()
+    began = time.monotonic()
+    cluster.start("api-0")
+    cluster.until("/health", _HEALTHY)
+    return {"nobody_answers_s": round(time.monotonic() - began, 2)}
+
+
+WITH_REQUESTS: dict[str, Fault] = {
+    "engine": lose_engine,
+    "head": lose_head,
+    "redis": lose_redis,
+    "upgrade": upgrade,
+    "scale": scale,
+}
+ALONE: dict[str, Fault] = {"keys": rotate, "api": lose_api}
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that says who asks."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def under(
+    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], right: Sequence[Told], concurrency: int
+) -> dict[str, Any]:
+    """A fault while requests run, round after round until it is over.
+
+    Returns:
+        What the fault tells; ``answers``, how many of them ``identical``, ``wrong`` and ``pause_s`` of the streams.
+    """
+    rounds: list[Told] = []
+    wrong = []
+    beside = asyncio.create_task(asyncio.to_thread(fault, cluster))
+    while not beside.done():
+        answers, _ = await ask_all(cluster, asks, concurrency)
+        rounds += answers
+        for asked, told, good in zip(asks, answers, right, strict=True):
+            if found := told.differs(good):
+                wrong.append({"kind": asked.kind, "differs": found, "error": told.error})
+    pauses = [told.pause_s(0.0) for told in rounds if len(told.times) > 2]
+    counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "wrong": wrong, "pause_s": spread(pauses)}
+    return await beside | counts
+
+
+async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Told], float]:
+    """All requests, in the tenant's name, and the seconds they took."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
+        return await play(client, cluster.model_name, asks, concurrency, lambda text: None)
+
+
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All faults, one after the other, each on a whole cluster. Raises ``MachinesError``: no machines can be made."""
+    began = time.monotonic()
+    with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}, (SPARE,)) as cluster:
+        ready_s = time.monotonic() - began
+        asks = make_asks(args.requests, args.max_tokens, args.seed, _KINDS)
+        right, seconds = asyncio.run(ask_all(cluster, asks, args.concurrency))
+        failed = [told.error for told in right if told.error]
+        if failed:
+            raise MachinesError(f"the undisturbed run failed: {failed[0]}")
+        found: Results = {"ready_s": round(ready_s, 2), "undisturbed_s": round(seconds, 2), "faults": {}}
+        for name in args.only:
+            run.progress.say(name)
+            cluster.until("/health", _HEALTHY)
+            if name in ALONE:
+                found["faults"][name] = ALONE[name](cluster)
+            else:
+                found["faults"][name] = asyncio.run(under(cluster, WITH_REQUESTS[name], asks, right, args.concurrency))
+        return found
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add_model(parser, "float32", ("float32",))
+    names = [*WITH_REQUESTS, *ALONE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="faults; all by default")
+    parser.add_argument("--requests", type=int, default=10, help="of a round; rounds follow each other while a fault lasts")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+
+
+def other(results: Results, args: argparse.Namespace) -> list[str]:
+    """Answers that are not the undisturbed ones."""
+    return [f"{name}: {entry}" for name, told in results["faults"].items() for entry in told.get("wrong", ())]
+
+
+BENCH = Bench(
+    "node-faults", __doc__ or "", measure, options, dict.fromkeys(("requests", "concurrency", "max_tokens"), 1), wrong=other,
+    refuses=(MachinesError, EmbeddedRedisError),
+)  # fmt: skip

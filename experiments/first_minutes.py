@@ -1,0 +1,166 @@
+"""The first five minutes of a newcomer: clone, install, serve, first answer, second start, memory and disk.
+
+    python -m experiments.first_minutes            # a clone of what is committed, installed anew, with an empty cache folder
+    python -m experiments.first_minutes --here     # this folder and its environment, with an empty cache folder
+
+A start is timed from its command to what an HTTP client sees: ready, then the first whole answer. Its parts are what the command
+says of itself. The second start finds what the first one kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from experiments.bench.record import ROOT
+from experiments.bench.run import Bench, Results, Run, run
+
+_QUESTION = (
+    "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"
+)
+_MAX_TOKENS = 64
+_START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.05
+_LINE = re.compile(r"^\[ *([\d.]+) s\] (.*)$", re.MULTILINE)
+_LARGEST = 12  # packages that are named
+_ROLES = {  # by how the command line of a process begins
+    "ray::ServeController": "controller",
+    "ray::ProxyActor": "proxy",
+    "ray::ServeReplica:outrider:api": "api",
+    "ray::ServeReplica:outrider:cache": "cache",
+    "ray::ServeReplica:outrider:engine": "engine",
+    "ray::IDLE": "idle workers",
+}
+
+
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All of it, in order."""
+    found: Results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, cache = ROOT, Path(scratch) / "cache"
+        if not args.here:
+            folder = Path(scratch) / "clone"
+            run.progress.say("cloning and installing")
+            found["install"] = _install(folder)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(cache)}
+        for name in ("first start", *("later start",) * args.later):
+            run.progress.say(name)
+            found.setdefault("starts", []).append({"start": name, **_start(folder, environment, args.set)})
+        found["kept MB"] = round(sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e6)
+    return found
+
+
+def _install(folder: Path) -> dict[str, Any]:
+    """A clone of the last commit, and ``make install`` in it: seconds, and MB by package."""
+    began = time.perf_counter()
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    cloned = time.perf_counter()
+    subprocess.run(["make", "install"], cwd=folder, check=True, stdout=sys.stderr)
+    ended = time.perf_counter()
+    (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
+    sizes = {path.name: _megabytes(path) for path in packages.iterdir()}
+    largest = sorted(sizes.items(), key=lambda each: -each[1])[:_LARGEST]
+    return {
+        "clone_s": round(cloned - began, 1), "install_s": round(ended - cloned, 1), "mb": round(_megabytes(folder / ".venv")),
+        "packages_mb": {name: round(size) for name, size in largest},
+    }  # fmt: skip
+
+
+def _megabytes(path: Path) -> float:
+    """As ``du`` counts, links left out."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(each.lstat().st_blocks * 512 for each in files if not each.is_symlink()) / 1e6
+
+
+def _start(folder: Path, environment: Mapping[str, str], settings: list[str]) -> dict[str, Any]:
+    """``make serve`` until the first answer has come, and what its processes hold then."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile(suffix=".log") as log, httpx.Client(base_url=url, timeout=_START_S) as client:
+        began = time.perf_counter()
+        command = ["make", "serve", f"ARGS={' '.join((f'server.port={port}', *settings))}"]
+        with _running(command, folder, environment, Path(log.name)) as process:
+            ready_s = _seconds_until_ready(process, client, began, Path(log.name))
+            asked = time.perf_counter()
+            body = {"messages": [{"role": "user", "content": _QUESTION}], "temperature": 0, "max_tokens": _MAX_TOKENS}
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            answer = client.post("/v1/chat/completions", json={"model": model, **body}).raise_for_status().json()
+            answered = time.perf_counter()
+            memory = _memory(psutil.Process(process.pid))
+        said = {text: float(seconds) for seconds, text in _LINE.findall(Path(log.name).read_text())}
+    return {
+        "ready_s": round(ready_s, 1), "answer_s": round(answered - began, 1), "answer_alone_s": round(answered - asked, 2),
+        "model": model, "answer": answer["choices"][0]["message"]["content"], "tokens": answer["usage"]["completion_tokens"],
+        "memory_mb": memory, "said_at_s": said,
+    }  # fmt: skip
+
+
+@contextmanager
+def _running(command: list[str], folder: Path, environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=dict(environment), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(_STOP_S)
+
+
+def _seconds_until_ready(process: subprocess.Popen[bytes], client: httpx.Client, began: float, log: Path) -> float:
+    """Until ``/ready`` says so. Raises ``RuntimeError`` with what the command said last where it never does."""
+    while time.perf_counter() - began < _START_S and process.poll() is None:
+        try:
+            if client.get("/ready").status_code == 200:
+                return time.perf_counter() - began
+        except httpx.TransportError:
+            pass  # nobody listens yet
+        time.sleep(_POLL_S)
+    raise RuntimeError(f"make serve is not ready: {log.read_text()[-500:]}")
+
+
+def _memory(command: psutil.Process) -> dict[str, int]:
+    """MB in RAM of a command and its processes, by what they are; of several of a kind the largest."""
+    found: dict[str, int] = {}
+    for process in (command, *command.children(recursive=True)):
+        try:
+            line, megabytes = process.cmdline(), round(process.memory_info().rss / 1e6)
+        except psutil.Error:  # it has just ended
+            continue
+        name = next((role for title, role in _ROLES.items() if " ".join(line).startswith(title)), None)
+        if name is None:
+            words = [Path(word).name for word in line[:3]]
+            known = next((word for word in ("raylet", "gcs_server", "redis-server") if any(word in each for each in words)), None)
+            name = known or ("launcher" if "outrider" in words else "others")
+        found[name] = max(found.get(name, 0), megabytes)
+    return found
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("--here", action="store_true", help="this folder as it is installed, no clone")
+    parser.add_argument("--later", type=int, default=1, help="further starts; default: 1")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the server")
+
+
+BENCH = Bench("first-minutes", __doc__ or "", measure, options, {"later": 0}, refuses=(RuntimeError, subprocess.SubprocessError))
+
+if __name__ == "__main__":
+    sys.exit(run(BENCH))

@@ -1,0 +1,212 @@
+"""Llama-shaped models of random weights, made on the device in seconds, and the runners that compute their steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from configs.slices import EngineOptions
+from decoding.request import Request, SamplingParams
+from decoding.tree import DraftTree
+from engine.errors import ModelLoadError
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import Batch, Work, pack
+from engine.forward.cuda.static_runner import has_graphs
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
+from engine.loading.model import LoadedModel
+from experiments.bench.engines.guided import stock_twin
+from experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
+
+KINDS = ("graphs", "strict", "eager")
+DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
+_STD = 0.02  # of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's shape, and how it is measured."""
+
+    shape: dict[str, Any]
+    context: int = 3840  # tokens of prompt and output together
+    contexts: tuple[int, int] = (512, 2048)  # entries in front of the steps that are timed
+    rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # of those steps
+
+
+def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool = False) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+SIZES: dict[str, Size] = {
+    "1b": Size(_shape(128_256, 2048, 8192, 16, 32, 8, tied=True)),  # Llama-3.2-1B
+    "7b": Size(_shape(32_000, 4096, 11_008, 32, 32, 32)),  # Llama-2-7B: as many KV heads as heads
+    "8b": Size(_shape(128_256, 4096, 14_336, 32, 32, 8)),  # Llama-3.1-8B: four heads share one
+    "13b": Size(_shape(32_000, 5120, 13_824, 40, 40, 40)),  # Llama-2-13B
+    "tiny": Size(_shape(4096, 64, 96, 2, 4, 2), context=2048, contexts=(32, 96), rows=(1, 4, 16)),  # to try the script itself
+}
+
+
+@torch.no_grad()
+def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attention: str = TREE_ATTENTION) -> PreTrainedModel:
+    """A Llama whose weights are drawn where they stay: no copy of them is ever on the CPU.
+
+    Args:
+        size: a key of ``SIZES``.
+        device: torch's name of it.
+        dtype: of weights and activations.
+        seed: same seed and device, same weights.
+        attention: transformers' name of the attention function.
+    """
+    config = LlamaConfig(
+        **SIZES[size].shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    torch.manual_seed(seed)
+    assert all(buffer.device.type == torch.device(device).type for buffer in model.buffers()), size
+    for weight in model.parameters():
+        assert weight.device.type == torch.device(device).type and weight.dtype == dtype, (weight.device, weight.dtype)
+        if weight.dim() > 1:
+            weight.normal_(0.0, _STD)
+        else:
+            weight.fill_(1.0)
+    return model
+
+
+def build_runner(kind: str, model: PreTrainedModel, capacity: int) -> ModelRunner:
+    """A runner with one KV slot. Not to be called in inference mode: its slots are written to outside of it, too.
+
+    Args:
+        kind: ``eager``, kernel by kernel (``ModelRunner``); ``graphs``, captured CUDA graphs
+            (``engine.forward.cuda.static_runner``); ``strict``, rows that have the same bits in any company
+            (``engine.forward.exactness``), as graphs where there can be any; ``compiled``, graphs of compiled layers.
+        model: to run.
+        capacity: entries of the slot.
+
+    Raises:
+        UnavailableError: there is none of this kind on such a device.
+        ModelLoadError: it cannot be built, or does not keep what it promises.
+    """
+    if kind == "eager":
+        return ModelRunner(model, 1, capacity)
+    if kind in ("graphs", "compiled") and not has_graphs(model):
+        raise UnavailableError("needs CUDA and Triton")
+    exact: Literal["strict", "rounding"] = "strict" if kind == "strict" else "rounding"
+    try:
+        return make_runner(model, capacity, EngineOptions(max_running=1, exact=exact, compile=kind == "compiled"))
+    finally:
+        for module in model.modules():  # other kinds share the model: what is captured stays, what is called anew is as it was
+            module._compiled_call_impl = None
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model and its runners, made when they are first asked for."""
+
+    size: str
+    setting: Setting
+    twin: PreTrainedModel  # made first: whatever a runner does to the model, these are the weights as they were
+    loaded: LoadedModel
+    ready_s: float
+    _runners: dict[str, ModelRunner] = field(default_factory=dict)
+    _failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """Entries of the KV slot."""
+        return SIZES[self.size].context + DRAFT_ROWS
+
+    def folder(self, kind: str) -> Path:
+        """For the latency curve of a kind's runner, which every part of the run uses."""
+        return self.setting.scratch / self.size / kind
+
+    def runner(self, kind: str, report: Report) -> ModelRunner:
+        """Of a kind; raises as ``build_runner``, and ``UnavailableError`` where that failed before."""
+        report.using(kind)
+        if kind in self._failed:
+            raise UnavailableError(self._failed[kind])
+        if kind not in self._runners:
+            report.say(f"building the {kind} runner of {self.size}")
+            try:
+                self._runners[kind] = build_runner(kind, self.loaded.model, self.capacity)
+            except UnavailableError as error:
+                self._failed[kind] = str(error)
+                raise
+            except ModelLoadError as error:
+                self._failed[kind] = f"failed before: {one_line(error)}"
+                raise
+        return self._runners[kind]
+
+
+def bench(size: str, setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
+    """The model that the worker holds, or another one in its place."""
+    found = kept.get("bench")
+    if not isinstance(found, Bench) or found.size != size:
+        kept.pop("bench", None)
+        del found
+        gc.collect()
+        if setting.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        began = time.perf_counter()
+        model = device_model(size, setting.device, getattr(torch, setting.dtype), setting.seed)
+        loaded = LoadedModel(model, None, f"random-{size}", SIZES[size].context, ())
+        found = Bench(size, setting, stock_twin(model), loaded, time.perf_counter() - began)
+        kept["bench"] = found
+        report.say(f"made {size}: {model.num_parameters() / 1e9:.2f} billion parameters in {found.ready_s:.1f} s")
+    report.found["model"] = {
+        "size": size, **SIZES[size].shape, "num_parameters": found.loaded.model.num_parameters(),
+        "made_s": round(found.ready_s, 2),
+    }  # fmt: skip
+    return found
+
+
+def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
+    """What a step must read at the least, in bytes: every weight once, but for the embeddings, of which it takes single rows, and
+    the KV of ``entries``."""
+    model = runner.model
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(weight.nbytes for weight in model.parameters())
+    if embeddings.data_ptr() != head.data_ptr():
+        weights -= embeddings.nbytes
+    return {"weights": weights, "kv": runner.cache.shape.bytes_per_token() * entries}
+
+
+@torch.no_grad()
+def fill_slot(runner: ModelRunner, entries: int, seed: int) -> None:
+    """Random keys and values at the first entries of slot 0."""
+    cache, shape = runner.cache, runner.cache.shape
+    cache.prefixes.clear()
+    torch.manual_seed(seed)
+    for layer in range(shape.first_layer, shape.first_layer + shape.layers):
+        keys, values = torch.randn(2, shape.kv_heads, entries, shape.head_dim, device=shape.device).to(shape.dtype)
+        cache.write(layer, 0, 0, keys, values)
+
+
+def random_tree(rows: int, vocab_size: int, seed: int) -> DraftTree:
+    """A tree of random tokens; each row's parent is one of the eight rows before it, so that there are deep and wide places."""
+    draw = np.random.default_rng(seed)
+    parents = [-1, *(int(draw.integers(max(0, row - 8), row)) for row in range(1, rows))]
+    tokens = draw.integers(0, vocab_size, rows).astype(np.int32)
+    return DraftTree(tokens, np.array(parents, np.int32), np.zeros(rows, np.int8), rows)
+
+
+def tree_work(tree: DraftTree, context: int) -> Work:
+    """A tree behind so many entries of slot 0."""
+    request = Request("timed", np.zeros(context + 1, np.int32), SamplingParams(max_tokens=len(tree) + 1))
+    request.slot = 0
+    return Work(request, context, context + 1, tree, frozenset())
+
+
+def tree_batch(tree: DraftTree, context: int) -> Batch:
+    """One forward over a tree behind so many entries of slot 0."""
+    return pack([tree_work(tree, context)])

@@ -1,0 +1,107 @@
+"""What the host does around a forward, and how long it takes: schedule, propose, pack, verify, commit, observe."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.forward.batch import Batch
+from experiments.bench.engines.contestants import Prompt, make_request
+from experiments.bench.engines.phases import PHASES, PhaseClock
+from experiments.gpu_suite import models
+from experiments.gpu_suite.clock import shown, spread, wait
+from experiments.gpu_suite.report import Report, Setting, UnavailableError
+from experiments.gpu_suite.texts import read_texts
+from experiments.gpu_suite.traces import STRATEGIES, Engines, TraceExecutor
+
+GOAL_MS = 0.3  # of propose, pack, verify, commit and the rest together
+_SLICES = 5  # of the steps, for the spread
+_RECORDS = 4
+
+
+class Phases:
+    """The steps of an engine by phase; ``forward`` ends when the device is done, so that none of it is in ``verify``."""
+
+    def __init__(self, engines: Engines, strategy: str, device: str) -> None:
+        drafter = engines.drafter(strategy)
+        self._engine = engines.engine(strategy, drafter)
+        self._runner, self._executor, forward = engines.runner, engines.executor, engines.runner.forward
+
+        def complete(batch: Batch) -> torch.Tensor:
+            logits = forward(batch)
+            wait(device)
+            return logits
+
+        setattr(self._runner, "forward", complete)  # noqa: B010 - mypy: a method
+        self._clock = PhaseClock(self._engine, self._executor, drafter, time.perf_counter)
+
+    def close(self) -> None:
+        """Takes the wrapper off what other engines share."""
+        del self._runner.forward
+
+    def run(self, prompt: Prompt, over: Callable[[], bool]) -> list[dict[str, float]]:
+        """Seconds of each phase, of the steps in which nothing was prefilled."""
+        assert isinstance(self._executor, TraceExecutor)
+        self._engine.add(make_request(prompt, 0, self._executor))
+        steps = []
+        while self._engine.has_work and not over():
+            if (step := self._clock.step(1)) is not None:
+                steps.append({phase: step[phase] for phase in PHASES})
+        if self._engine.has_work:
+            self._engine.abort(prompt.id)
+        return steps
+
+
+def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
+    """The part ``host``: with the preferred kind of runner that there is."""
+    assert report.job.size is not None, report.job
+    bench = models.bench(report.job.size, setting, report, kept)
+    prompts = read_texts(setting, bench.loaded.vocab_size, models.SIZES[bench.size].context, report)[:_RECORDS]
+    for kind in setting.kinds:
+        with report.attempt(kind):
+            runner = bench.runner(kind, report)
+            report.found[kind] = {}
+            for number, strategy in enumerate(STRATEGIES):
+                share_s = report.left_s() / (len(STRATEGIES) - number)
+                ends = report.left_s() - share_s
+                phases = Phases(Engines(bench.loaded, runner, bench.folder(kind)), strategy, setting.device)
+                steps = _steps(phases, prompts, report, ends)
+                if steps:
+                    _tell(report, kind, strategy, steps)
+                else:
+                    report.line(f"{kind} {strategy}: host around a forward", "n/a: no time was left")
+            return  # one kind
+    raise UnavailableError("no kind of runner could be built")
+
+
+def _steps(phases: Phases, prompts: Sequence[Prompt], report: Report, ends_left_s: float) -> list[dict[str, float]]:
+    """The steps of all prompts but the first, which warms up, until so many seconds of the part are left."""
+    steps: list[dict[str, float]] = []
+    try:
+        phases.run(prompts[0], lambda: False)
+        for prompt in prompts[1:] or prompts:
+            steps += phases.run(prompt, lambda: report.left_s() < ends_left_s)
+    finally:
+        phases.close()
+    return steps
+
+
+def _tell(report: Report, kind: str, strategy: str, steps: Sequence[dict[str, float]]) -> None:
+    """Medians of the phases, and the spread of the whole over slices of the steps."""
+    size = max(1, -(-len(steps) // _SLICES))
+    slices = [steps[start : start + size] for start in range(0, len(steps), size)]
+    around = [statistics.median(sum(step.values()) - step["forward"] for step in part) for part in slices]
+    figures = {
+        "steps": len(steps),
+        "ms": {phase: round(1e3 * statistics.median(step[phase] for step in steps), 4) for phase in PHASES},
+        "around_ms": spread(around, 1e3),
+    }
+    report.found[kind][strategy] = figures
+    parts = ", ".join(f"{phase} {figures['ms'][phase]:.3f}" for phase in PHASES if phase != "forward")  # type: ignore[index]
+    report.say(f"{kind} {strategy}: {parts} ms")
+    met = figures["around_ms"]["median"] < GOAL_MS  # type: ignore[index]
+    report.line(f"{kind} {strategy}: host around a forward", *shown(figures["around_ms"], " ms", 3), f"< {GOAL_MS}", met)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What the papers published, as their tables have it."""

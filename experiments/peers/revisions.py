@@ -1,0 +1,153 @@
+"""This revision beside another: each in a process of its own that loads the model once, the same prompts in turns.
+
+What ``python -m experiments.exact_outputs --against CHECKOUT`` measures. The file is also run with the other revision's sources
+on the path, so that it imports nothing that is new.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import PLAIN, Request, SamplingParams
+from engine.engine import Engine
+from engine.errors import ModelLoadError
+from experiments.bench.record import ROOT, git_state
+from experiments.bench.workloads import run_engine
+
+_ids = count()
+
+CASES = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAIN, 8), ("auto at 8", "auto", 8))
+
+
+def serve_timings() -> int:
+    """Times what it reads on stdin, a JSON line each: run with the sources of a revision on the path."""
+    setting = json.loads(sys.stdin.readline())
+    path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
+    model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
+    if setting.get("start"):
+        return _serve_start(model, setting["asks"][0][0])
+    engines = {}
+    for name, strategy, running in CASES:
+        options = EngineOptions(running, max_waiting=1 << 20, prefix_caching=False)
+        engines[name] = Engine.load(model, options, SpeculationOptions(strategy))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        prefill = case == "prefill"
+        most = 1 if prefill else setting["max_tokens"]
+        params, asks = SamplingParams(max_tokens=most), setting["asks"]
+        requests = [Request(f"{next(_ids)}", prompt, params, references) for prompt, references in asks]
+        started = time.perf_counter()
+        run_engine(engines["plain at 1" if prefill else case], requests)
+        wall_s = time.perf_counter() - started
+        tokens = sum(request.num_prompt if prefill else request.num_output for request in requests)
+        decode_s = sum(request.stats.decode_s for request in requests) if case.endswith("at 1") else wall_s
+        print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), flush=True)
+    return 0
+
+
+def _serve_start(model: ModelOptions, prompt: Sequence[int]) -> int:
+    """Answers with a token, as ``outrider generate`` would, and tells the most memory that this process has taken, in MiB."""
+    engine = Engine.load(model, EngineOptions(), SpeculationOptions())
+    run_engine(engine, [Request("first", prompt, SamplingParams(max_tokens=1))])
+    print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}), flush=True)
+    return 0
+
+
+@contextmanager
+def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[tuple[Callable[[str], dict[str, float]], Any]]:
+    """A process that times cases with the sources below a folder: it is asked by their names. With what it said first."""
+    here = str(Path(__file__).resolve())
+    begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r})"
+    command = [sys.executable, "-c", f"{begin}; runpy.run_path({here!r}, run_name='__main__')"]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+
+    def ask(what: Any) -> Any:
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps(what), file=process.stdin, flush=True)
+        for line in process.stdout:
+            if line.startswith(("{", '"')):
+                return json.loads(line)
+        raise ModelLoadError(f"the process over {root.name} ended: see what it says above")
+
+    try:
+        yield ask, ask(setting)
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+def compare(
+    other: Path, setting: dict[str, Any], prompts: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], rounds: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Both revisions in turns: tokens per second of each round, and how many times as long this one takes.
+
+    Args:
+        other: a checkout.
+        setting: ``path``, ``dtype``, ``threads``, ``context`` and ``max_tokens``.
+        prompts: token ids of each, and of its references.
+        rounds: after one that warms up.
+        say: is told of each.
+
+    Raises:
+        ModelLoadError: a process ended.
+    """
+    told = {**setting, "asks": [[list(prompt), [list(each) for each in references]] for prompt, references in prompts]}
+    names = [*(name for name, _, _ in CASES), "prefill"]
+    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"this": [], "other": []} for name in names}
+    with timing_process(ROOT, told) as (this, _), timing_process(other.resolve(), told) as (that, _):
+        for turn in range(rounds + 1):
+            for name in names:
+                pair = (("this", this), ("other", that)) if turn % 2 else (("other", that), ("this", this))
+                for who, process in pair:
+                    answer = process(name)
+                    if turn:
+                        found[name][who].append(answer)
+            say(f"timing: round {turn} of {rounds}")
+    ratios = {name: _ratio(both) for name, both in found.items()}
+    starts = _starts(other.resolve(), {**told, "start": True}, rounds, say)
+    return {"revision": git_state(other.resolve()), "asks": len(prompts), "cases": ratios, "start": starts}
+
+
+def _starts(other: Path, setting: dict[str, Any], rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Of both revisions, in turns: seconds from a new process to its first token, and the most memory that it takes."""
+    found: dict[str, dict[str, list[float]]] = {who: {"seconds": [], "peak_mib": []} for who in ("this", "other")}
+    for turn in range(rounds + 1):
+        for who, root in (("this", ROOT), ("other", other))[:: 1 if turn % 2 else -1]:
+            started = time.perf_counter()
+            with timing_process(root, setting) as (_, said):
+                seconds = time.perf_counter() - started
+            if turn:  # in the first it may compile
+                found[who]["seconds"].append(seconds)
+                found[who]["peak_mib"].append(said["peak_mib"])
+        say(f"starting: round {turn} of {rounds}")
+    return found
+
+
+def _ratio(both: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    rates = {who: [one["tokens"] / one["decode_s"] for one in rounds] for who, rounds in both.items()}
+    ratios = sorted(other / this for this, other in zip(rates["this"], rates["other"], strict=True))
+    medians = {who: statistics.median(values) for who, values in rates.items()}
+    return {
+        "tokens_per_s": rates,
+        "median": medians,
+        "times_as_long": statistics.median(ratios),
+        "spread": [ratios[0], ratios[-1]],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(serve_timings())

@@ -1,0 +1,1 @@
+"""Records as pages, tables and figures. In: records. Out: HTML, markdown, SVG."""

@@ -1,0 +1,143 @@
+"""A paper's numbers beside ours, of records that hold both.
+
+Two forms are known: tables with the rows of ``paper`` and ``here``, and statements with a verdict (``experiments.papers``); and
+comparisons of two methods each (``papers/draft_models/agreement.py``). Whatever else stands under ``paper`` is shown as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.papers.draft_models.agreement import summed
+from experiments.report.cells import NOTHING, Cell, cell_of, number
+from experiments.report.values import Block, Table, blocks_of
+
+_TOLD = ("source", "agree", "told")
+_VERDICTS = {True: "yes", False: "no", None: NOTHING}
+_COMPARED = {"metric", "of", "paper", "here", "agree"}  # what a comparison has
+
+
+@dataclass(frozen=True, slots=True)
+class BesidePaper:
+    """What a record says of a paper."""
+
+    source: str
+    title: str
+    words: list[str]  # what ran there, what differs here
+    agree: int  # comparisons that go as in the paper
+    told: int  # of so many that this run could make; 0 where it made none
+    blocks: list[Block]
+    keys: frozenset[str]  # of the results that are shown by this
+
+
+def beside_paper(results: Mapping[str, Any]) -> BesidePaper | None:
+    """What the results of a record say of a paper; None where they say nothing."""
+    paper = results.get("paper")
+    if not isinstance(paper, Mapping):
+        return None
+    if isinstance(results.get("claims"), list) and isinstance(results.get("tables"), Mapping):
+        return _of_tables(paper, results)
+    blocks: list[Block] = []
+    for key, value in paper.items():
+        if key == "comparisons" and _comparisons(value):
+            blocks += [_compared(part, rows) for part, rows in value.items()]
+        elif key not in _TOLD:
+            blocks += blocks_of(key, value)
+    agree, told = int(paper.get("agree") or 0), int(paper.get("told") or 0)
+    return BesidePaper(str(paper.get("source", "")), "", [], agree, told, blocks, frozenset(("paper",)))
+
+
+def _of_tables(paper: Mapping[str, Any], results: Mapping[str, Any]) -> BesidePaper:
+    """The form of ``experiments.papers.beside``."""
+    words = [f"There: {paper['ran']}."] if paper.get("ran") else []
+    blocks: list[Block] = [_both(name, table) for name, table in results["tables"].items()]
+    return BesidePaper(
+        source=str(paper.get("source", "")),
+        title=str(paper.get("title", "")),
+        words=[*words, *results.get("notes", ())],
+        agree=int(results.get("agree") or 0),
+        told=int(results.get("told") or 0),
+        blocks=[*blocks, _statements(results["claims"])] if results["claims"] else blocks,
+        keys=frozenset(("paper", "claims", "tables", "agree", "told", "notes")),
+    )
+
+
+def directions(*records: Mapping[str, Any]) -> Table:
+    """How many statements of each paper hold, of the results of a record each."""
+    rows = []
+    for results in records:
+        found = beside_paper(results)
+        assert found is not None
+        title = f" {found.title}" if found.title else ""
+        rows.append((Cell(f"{found.source}{title}"), Cell(f"{found.agree} of {found.told}")))
+    return Table("", (("", "paper"), ("", "statements that hold here")), tuple(rows))
+
+
+def statements(results: Mapping[str, Any]) -> Table:
+    """What a paper says, and whether it holds in the results of a record: its statements, or who was better of each two."""
+    if "claims" in results:
+        return _statements(results["claims"])
+    parts = [_compared(part, rows) for part, rows in results["paper"]["comparisons"].items()]
+    rows = tuple((Cell(part.title), *row) for part in parts for row in part.rows)
+    return Table("", (("", "where"), *parts[0].header), rows)
+
+
+def _both(name: str, table: Mapping[str, Any]) -> Table:
+    """A table of the paper, and below its rows those of this run."""
+    sides = [(who, table.get(who) or {}) for who in ("paper", "here")]
+    columns = list(dict.fromkeys(column for _, rows in sides for row in rows.values() for column in row))
+    rows = tuple(
+        (Cell(who), Cell(row), *(_value(values.get(column)) for column in columns))
+        for who, of_side in sides
+        for row, values in of_side.items()
+    )
+    title = ", ".join(
+        part for part in (name, table.get("title"), f"section {table['section']}" if table.get("section") else "") if part
+    )
+    return Table(title, (("", ""), ("", ""), *(("", column) for column in columns)), rows, keys=2)
+
+
+def _statements(claims: Sequence[Mapping[str, Any]]) -> Table:
+    """What the paper says, and whether it holds here."""
+    titles = ("where", "dataset", "the paper says", "metric", "here", "agrees", "why not")
+    rows = tuple(
+        (
+            *(Cell(str(claim.get(key, ""))) for key in ("where", "dataset", "paper", "metric")),
+            Cell(_measured(claim)),
+            Cell(_VERDICTS[claim.get("agree")]),
+            Cell(str(claim.get("why", ""))),
+        )
+        for claim in claims
+    )
+    return Table("statements", tuple(("", title) for title in titles), rows, keys=1)
+
+
+def _measured(claim: Mapping[str, Any]) -> str:
+    if claim.get("here") is None:
+        return "not measured"
+    return " | ".join(f"{label} {number(value)}" for label, value in zip(claim["of"], claim["here"], strict=True))
+
+
+def _compared(part: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Who is better of each two: in the columns of the paper, and here."""
+    titles = ("of", "metric", "better in the paper (columns)", "better here", "columns that agree")
+    shown = []
+    for row in summed(rows):
+        there = ", ".join(f"{name} ({count})" for name, count in sorted(row["paper"].items(), key=lambda item: -item[1]))
+        agree = NOTHING if row["agree"] is None else f"{row['agree']} of {row['columns']}"
+        shown.append((Cell(" / ".join(row["of"])), Cell(row["metric"]), Cell(there), Cell(row["here"] or NOTHING), Cell(agree)))
+    return Table(part, tuple(("", title) for title in titles), tuple(shown))
+
+
+def _comparisons(value: Any) -> bool:
+    """Whether these are parts of a paper with comparisons each."""
+    return isinstance(value, Mapping) and all(
+        isinstance(rows, list) and all(isinstance(row, Mapping) and row.keys() >= _COMPARED for row in rows)
+        for rows in value.values()
+    )
+
+
+def _value(value: Any) -> Cell:
+    return Cell("") if value is None else cell_of(value) or Cell(str(value))

@@ -1,0 +1,240 @@
+"""The tables in the README and in docs/, made from the records, or the code, that they are of.
+
+python -m experiments.report.readme_tables            writes them anew, each between its markers
+python -m experiments.report.readme_tables --check    exit code 1 where one is not what its record says
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``DOCUMENTS`` says which record it is made from, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from configs.schema import Config
+from experiments.report.cells import Cell
+from experiments.report.paper import directions, statements
+from experiments.report.simulation import deployments, published, validation
+from experiments.report.speeds import draft_models, forms
+from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
+from experiments.report.values import Table, table_of
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BEGIN = re.compile(r"<!-- table: (\S+) -->")
+_END = "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a table comes from."""
+
+    records: tuple[str, ...]  # names of the files
+    build: Callable[..., Table]  # of the results of each
+
+
+def request_bounds() -> Table:
+    """The bounds of the API's request types, which no record tells of but the types themselves."""
+    from cluster.http.types.bounds import bounds
+
+    rows = [[Cell(bound), Cell(", ".join(f"`{field}`" for field in fields))] for bound, fields in bounds().items()]
+    return table_of("", ("bound", "fields"), rows)
+
+
+def configuration() -> Table:
+    """Every key of the configuration, with its default and the comment behind or above it."""
+    rows = []
+    for section, info in Config.model_fields.items():
+        kind = info.annotation
+        if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+            rows.append([Cell(f"`{section}`"), Cell(f"`{info.default}`"), Cell(_comment(Config, section))])
+            continue
+        for field in dataclasses.fields(kind):
+            maker = field.default_factory
+            default = field.default if maker is dataclasses.MISSING else maker()
+            shown = yaml.safe_dump(default, default_flow_style=True).split("\n")[0] if default != () else "[]"
+            rows.append([Cell(f"`{section}.{field.name}`"), Cell(f"`{shown}`"), Cell(_comment(kind, field.name))])
+    return table_of("", ("key", "default", "what it is"), rows)
+
+
+def _comment(kind: type, name: str) -> str:
+    """What the source of a class says of a field: behind it, or in the lines of comment above it."""
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        code, _, comment = line.strip().partition("  # ")
+        if code.startswith("# "):
+            above.append(code.removeprefix("# "))
+        elif code.startswith(f"{name}: "):
+            return " ".join([*above, comment]).strip()
+        else:
+            above = []
+    raise ValueError(f"{kind.__name__} has no field {name}")
+
+
+def rooms() -> Table:
+    """The packages and what their docstrings say."""
+    rows = []
+    for room in ("cluster", "actors", "engine", "decoding", "cache_service", "configs", "experiments"):
+        for init in sorted((_ROOT / room).rglob("__init__.py")):
+            what = (
+                (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "")
+                .replace("\n\n", " ")
+                .replace("\n", " ")
+                .replace("``", "`")
+            )
+            rows.append([Cell(f"`{init.parent.relative_to(_ROOT).as_posix()}/`"), Cell(what)])
+    return table_of("", ("room", "what is in it, what comes in, what goes out"), rows)
+
+
+_METHODS = {
+    "sampled": 'plain decoding, sampled (the paper\'s "greedy")',
+    "greedy": "plain decoding, the likeliest token",
+    "speculative coupled": "`speculative`, coupled",
+    "speculative greedy": "`speculative`, greedy drafts",
+    "speculative rejection": "`speculative`, rejection",
+    "spectr": "`spectr`, 4 sequences",
+    "bild": "`bild` (fallback 0.9, rollback 2)",
+    "mjsd": "`mjsd`",
+    "mjsd, greedy": "`mjsd`, the likeliest token",
+    "mjgd": "beam search with the demo model itself (`mjgd`)",
+    "auto": "`auto`, without a draft model",
+    "suffix": "`suffix`",
+    "trie": "`trie`",
+}
+BENCHMARKS: dict[str, Source] = {
+    "draft-models": Source(("2026-11-22-bench-draft-models.json",), partial(draft_models, rows=_METHODS)),
+    "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
+    "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
+    "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
+    "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
+}
+_PAPERS = {
+    "llma": "2026-11-22-bench-paper-llma.json",
+    "trie": "2026-11-22-bench-paper-trie.json",
+    "ngrammys": "2026-11-22-bench-paper-ngrammys.json",
+    "jacobi": "2026-11-22-bench-paper-jacobi.json",
+    "mjsd": "2026-11-22-bench-draft-models.json",
+}
+PAPERS: dict[str, Source] = {
+    "papers": Source(tuple(_PAPERS.values()), directions),
+    **{name: Source((record,), statements) for name, record in _PAPERS.items()},
+}
+SIMULATION: dict[str, Source] = {
+    "validation": Source(("2026-11-22-simulate-validation.json",), validation),
+    "published": Source(("2026-11-22-simulate-papers.json",), published),
+    "deployments": Source(("2026-11-22-simulate.json",), deployments),
+}
+README = {
+    "peers": Source(("2026-11-23-peers.json",), peers),
+    "exact-outputs": Source(
+        ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
+    ),
+}
+EXACTNESS = {
+    "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
+}
+CONFIGURATION = {"configuration": Source((), configuration)}
+ARCHITECTURE = {"rooms": Source((), rooms)}
+OPERATIONS = {
+    "node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults),
+    "request-bounds": Source((), request_bounds),
+}
+DOCUMENTS = {
+    "README.md": README,
+    "docs/papers.md": PAPERS,
+    "docs/simulation.md": SIMULATION,
+    "docs/operations.md": OPERATIONS,
+    "docs/exactness.md": EXACTNESS,
+    "docs/benchmarks.md": BENCHMARKS,
+    "docs/configuration.md": CONFIGURATION,
+    "docs/architecture.md": ARCHITECTURE,
+}
+
+
+def markdown(table: Table) -> str:
+    """A table in GitHub's markdown.
+
+    >>> print(markdown(Table("", (("", ""), ("", "speed")), ((Cell("`auto`"), Cell("2.02")),))))
+    | | speed |
+    |---|---|
+    | `auto` | 2.02 |
+    """
+    rows = [[title for _, title in table.header], *([cell.text.replace("|", r"\|") for cell in row] for row in table.rows)]
+    lines = ["|" + "".join(f" {text} |" if text else " |" for text in row) for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(table.header), *lines[1:]])
+
+
+def filled(text: str, results: Path, tables: Mapping[str, Source]) -> str:
+    """A text with every table between markers made anew.
+
+    Args:
+        text: of a document.
+        results: the folder of the records.
+        tables: what the names stand for.
+
+    Raises:
+        ValueError: a name that is not known, that has no markers or has them twice, or markers that do not close.
+        OSError: a record that is not there.
+    """
+    made, seen, lines = [], [], iter(text.split("\n"))
+    for line in lines:
+        made.append(line)
+        begin = _BEGIN.fullmatch(line)
+        if begin is None:
+            continue
+        name = begin[1]
+        if name not in tables:
+            raise ValueError(f"no table is called {name!r}: known are {', '.join(tables)}")
+        for within in lines:
+            if _BEGIN.fullmatch(within):
+                raise ValueError(f"table {name!r} has no {_END} before {within}")
+            if within == _END:
+                break
+        else:
+            raise ValueError(f"table {name!r} has no {_END} behind it")
+        seen.append(name)
+        records = [json.loads((results / file).read_text(encoding="utf-8")) for file in tables[name].records]
+        made += [markdown(tables[name].build(*(record["results"] for record in records))), _END]
+    if sorted(seen) != sorted(tables):
+        wrong = [name for name in tables if seen.count(name) != 1]
+        raise ValueError(f"{', '.join(wrong)}: markers must stand in the text once, `<!-- table: NAME -->` and `{_END}`")
+    return "\n".join(made)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See the module; the exit code, 2 for markers or records that are not as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, show what differs")
+    parser.add_argument("--root", type=Path, default=_ROOT, help="folder of the documents")
+    args = parser.parse_args(argv)
+    differ = False
+    for name, tables in DOCUMENTS.items():
+        path: Path = args.root / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            made = filled(text, _ROOT / "experiments" / "results", tables)
+        except (OSError, ValueError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            return 2
+        if not args.check:
+            path.write_text(made, encoding="utf-8")
+            continue
+        differ |= made != text
+        for line in difflib.unified_diff(text.splitlines(), made.splitlines(), name, "from the records", lineterm=""):
+            print(line)
+    return int(differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

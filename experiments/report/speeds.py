@@ -1,0 +1,98 @@
+"""What matters of the records of speed, as tables: strategies, load, draft models, ranks.
+
+A report shows all rows; the README chooses rows and columns. A field of several repeats is their median, with the lowest and the
+highest behind it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from decoding.request import PLAIN
+from experiments.report.cells import Cell, figure, median, repeats
+from experiments.report.values import Table, table_of
+
+Results = Mapping[str, Any]
+_EARLY_EXIT = "generate + early exit "
+
+
+def contestant(name: str) -> str:
+    """A contestant of ``bench strategies`` in words."""
+    if name.startswith(_EARLY_EXIT):
+        return f"`generate`, assisted by its own first {name.removeprefix(_EARLY_EXIT)} layers"
+    return "`generate` with its prompt lookup" if name == "generate + lookup" else f"`{name}`"
+
+
+def strategies(results: Results) -> Table:
+    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``."""
+    rows = [
+        [
+            Cell(contestant(name)), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
+            figure(row["tokens_per_s"], 1), figure(row["ms"]["forward"], 1), Cell(f"{row['identical']} of {row['records']}"),
+        ]
+        for name, row in results["overall"].items()
+    ]  # fmt: skip
+    return table_of("", ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical"), rows)
+
+
+def load(results: Results) -> Table:
+    """``bench load``, closed loop: tokens a second over the baseline's by the number of clients."""
+    closed, baseline = results["closed"], results["baseline"]
+    servers = list(dict.fromkeys(name for cell in closed.values() for name in cell["servers"]))
+    rows = []
+    for name in servers:
+        if name != baseline:
+            cells = [cell["servers"].get(name) for cell in closed.values()]
+            rows.append([Cell(f"`{name}` over `{baseline}`"), *(repeats(cell["ratio"]) if cell else Cell("") for cell in cells)])
+    if "auto" in servers:
+        drafted = [cell["servers"]["auto"]["drafted_per_step"] for cell in closed.values()]
+        rows.append([Cell("rows drafted in a step"), *(figure(value, 1) for value in drafted)])
+    plain = [cell["servers"][baseline]["tokens_per_s"] for cell in closed.values()]
+    rows.append([Cell(f"`{baseline}`, tokens/s"), *(figure(value, 0) for value in plain)])
+    return table_of("", ("clients", *closed), rows)
+
+
+def draft_models(results: Results, rows: Mapping[str, str] | None = None) -> Table:
+    """``bench draft-models``: a row a method, beside plain decoding.
+
+    Args:
+        results: of the record.
+        rows: methods and what they are called; all but those of ablations when absent.
+    """
+    methods = results["methods"]
+    plain = {results["baseline"], "greedy"}
+    variants = {label for part in results.get("ablations", {}).values() for label in part.values() if ":" in label}
+    shown = rows or {name: f"`{name}`" for name in methods if name not in variants}
+    cells = []
+    for name, label in shown.items():
+        row = methods[name]
+        same = row["identical"]
+        text = f"the seed's, {same['same']} of {same['of']}" if same else "same law" if row["lossless"] else "lossy"
+        values = [value for value in row["perplexity"] if value is not None]
+        spread = statistics.stdev(values) if len(set(values)) > 1 else 0.0
+        mean = statistics.fmean(values)
+        perplexity = Cell(f"{mean:.2f}" + (f" ± {spread:.2f}" if spread else ""), mean)
+        cells.append(
+            [
+                Cell(label),
+                repeats(row["speedup"]),
+                figure(row["tokens_per_step"]) if row["tokens_per_step"] else Cell(""),
+                perplexity,
+                Cell("" if name in plain else text),
+            ]
+        )
+    return table_of("", ("", "speed", "tokens per step", "perplexity", "the text"), cells)
+
+
+def forms(results: Results) -> Table:
+    """``bench scaling``: every form with every strategy, times plain decoding on one worker, after the first token."""
+    overall = list(results["overall"].values())
+    columns = list(dict.fromkeys(row["form"] for row in overall))
+    cells: dict[str, dict[str, Cell]] = {}
+    for row in overall:
+        name = "plain" if row["strategy"] == PLAIN else row["strategy"]
+        cells.setdefault(name, {})[row["form"]] = repeats(row["decode_ratio"]["plain"])
+    rows = [[Cell(name), *(of.get(form, Cell("")) for form in columns)] for name, of in cells.items()]
+    return table_of("times plain decoding on one worker, after the first token", ("", *columns), rows)

@@ -1,0 +1,1 @@
+"""Drafts on beside drafts off, parameter by parameter. In: a server. Out: the differences."""

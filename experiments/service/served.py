@@ -1,0 +1,130 @@
+"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what its metrics say."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.cli.launch.preflight import SECRET_VARIABLE
+from configs.schema import find_model
+from experiments.bench.record import ROOT
+
+_START_S, _STOP_S = 300.0, 60.0
+ENGINE_SECONDS = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server."""
+
+    url: str
+    process: psutil.Process  # of the command line
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Those of Ray's processes whose title begins so (``ray::RankActor``), the oldest first."""
+        found = []
+        for child in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if " ".join(child.cmdline()).startswith(title):
+                    found.append(child)
+        return sorted(found, key=lambda child: child.create_time())
+
+
+@contextlib.contextmanager
+def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
+    """A server on a free loopback port, ready for requests.
+
+    Args:
+        model: to serve, as for ``--model``.
+        settings: ``key=value`` of the configuration.
+
+    Raises:
+        RuntimeError: it does not start; the message ends with what it said last.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            _wait_until_healthy(process, Path(log.name))
+            yield Served(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
+        finally:
+            _stop(process)
+
+
+@contextlib.contextmanager
+def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[str]:
+    """The address of the server that was named, or of one that is started.
+
+    Args:
+        url: None for one of its own; ``/v1`` at its end is left out.
+        model: of a server of its own: folder, or name on the hub.
+        settings: of a server of its own.
+
+    Raises:
+        RuntimeError: it does not start; the message ends with what it said last.
+    """
+    if url is not None:
+        yield url.rstrip("/").removesuffix("/v1")
+        return
+    with served(find_model(model), settings) as started:
+        yield started.url
+
+
+def sample_sums(metrics: str) -> dict[str, float]:
+    """What ``/metrics`` tells, by the name of the sample, over all labels.
+
+    Example:
+        >>> sample_sums('# TYPE steps counter\nsteps_total{replica="a"} 2\nsteps_total{replica="b"} 3\n')
+        {'steps_total': 5.0}
+    """
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
+    """The sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``."""
+    connection.request("GET", "/metrics")
+    sums = sample_sums(connection.getresponse().read().decode())
+    return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # the second one ends everything at once
+        process.wait(_STOP_S)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns when the server has printed what can be asked of it."""
+    deadline = time.monotonic() + _START_S
+    while "curl " not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"outrider serve did not start: {log.read_text()[-500:]}")
+        time.sleep(0.2)

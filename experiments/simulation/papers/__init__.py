@@ -1,0 +1,1 @@
+"""What the simulation predicts for the GPUs of papers, beside what they published."""

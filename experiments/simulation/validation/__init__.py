@@ -1,0 +1,1 @@
+"""What the simulation predicts, beside what the engine then does."""

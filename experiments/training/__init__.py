@@ -1,0 +1,1 @@
+"""The demo model: its data, its training, and whether it copies. In: text. Out: weights."""

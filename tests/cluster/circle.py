@@ -1,0 +1,218 @@
+"""The model of these tests, whose every token is known, and applications over it in this process, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from actors.description import Description, ReplicaError
+from actors.replica import Replica
+from cluster.http.api import Service, create_api
+from cluster.serving.generation import Job
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
+from decoding.request import Request, StepOutput
+from tests.helpers.waiting import eventually
+
+# Greedy decoding walks around the circle, one byte a token; no byte occurs twice, so that the last token alone decides the next.
+CIRCLE = "<abcdefgh-é_日:🦙;ijklm>"
+LAP = len(CIRCLE.encode())  # tokens of one walk around
+ENDING = "stuvw."  # leads to the end token
+CONTEXT = 16384
+MAX_RUNNING, MAX_WAITING = 3, 4  # of the service that the tests share
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+TEXT: dict[str, Any] = {"model": "circle", "prompt": "<", "max_tokens": 4, "temperature": 0}
+CHAT: dict[str, Any] = {"model": "circle", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+ENDLESS = {"model": "circle", "prompt": "<", "max_tokens": 16000, "ignore_eos": True}  # minutes, unless it is ended
+
+_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('system must come first') }}{% endif %}"
+    "[{{ message['role'] }}]{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, an end token, and one that makes the number of tokens even."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"</s>": 0, "<pad>": 1} | {character: index for index, character in enumerate(alphabet, start=2)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = _TEMPLATE
+    return fast
+
+
+TOKENIZER = build_tokenizer()
+
+
+def byte_ids(text: str) -> list[int]:
+    """The token ids of a text."""
+    return list(TOKENIZER.encode(text))
+
+
+def build_model() -> LlamaForCausalLM:
+    """Layers that add nothing, and a head that reads the next token off the last one: sure when greedy, likely when sampled."""
+    size, end = len(TOKENIZER), TOKENIZER.eos_token_id
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        eos_token_id=end, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    circle, ending = byte_ids(CIRCLE), [*byte_ids(ENDING), end]
+    successor = dict.fromkeys(range(size), circle[0])
+    successor |= dict(zip(circle, [*circle[1:], circle[0]], strict=True)) | dict(itertools.pairwise(ending))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.zero_()
+        for token, following in successor.items():
+            model.lm_head.weight[following, token] = 0.5
+    return model
+
+
+class LocalEngine:
+    """The ``EnginePort`` over replicas in this process, of which the first gets the requests. It remembers its jobs."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.replicas, self.jobs = list(replicas), list[Job]()
+
+    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+        self.jobs.append(job)
+        names = {field.name for field in fields(Job)} - {"request_id", "prompt_ids", "params"}
+        request = Request(job.request_id, job.prompt_ids, job.params, **{name: getattr(job, name) for name in names})
+        async with contextlib.aclosing(self.replicas[0].generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def describe(self) -> list[Description]:
+        found = []
+        for replica in self.replicas:
+            with contextlib.suppress(ReplicaError):  # it was stopped
+                found.append(replica.describe())
+        return found
+
+
+def start_replica(
+    folder: Path,
+    speculation: SpeculationOptions | None = None,
+    engine: EngineOptions | None = None,
+    meter: Callable[..., Any] | None = None,
+    **model: Any,
+) -> Replica:
+    """An engine in this process.
+
+    Args:
+        folder: of the model.
+        speculation: LLMA unless given.
+        engine: ``MAX_RUNNING`` at once unless given.
+        meter: as that of ``Replica``.
+        model: further ``ModelOptions``.
+    """
+    options = ModelOptions(str(folder), dtype="float32", threads=1, **model)
+    speculation = speculation or SpeculationOptions("llma", max_draft_tokens=8)
+    return Replica(options, engine or EngineOptions(max_running=MAX_RUNNING), speculation, meter=meter)
+
+
+@contextlib.contextmanager
+def local_engine(folder: Path, *arguments: Any, **options: Any) -> Iterator[LocalEngine]:
+    """An engine over one replica; the arguments are those of ``start_replica``."""
+    engine = LocalEngine(start_replica(folder, *arguments, **options))
+    try:
+        yield engine
+    finally:
+        for replica in engine.replicas:
+            replica.stop()
+
+
+@contextlib.contextmanager
+def served(app: FastAPI | Service, **settings: Any) -> Iterator[str]:
+    """The address of an application that runs in this process, on a free loopback port; further settings are uvicorn's."""
+    app = create_api(app) if isinstance(app, Service) else app
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", **settings))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextlib.contextmanager
+def client_of(app: FastAPI | Service, headers: dict[str, str] | None = None) -> Iterator[httpx.Client]:
+    """A client of an application that runs in this process."""
+    with served(app) as url, httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        yield client
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a service listens."""
+
+    url: str
+
+    def health(self) -> dict[str, Any]:
+        """What /health says; fails when it is not well."""
+        return dict(httpx.get(f"{self.url}/health", timeout=30).raise_for_status().json())
+
+    def load(self) -> tuple[int, int, int]:
+        """Running, waiting, free slots."""
+        health = self.health()
+        return health["running"], health["waiting"], health["free_slots"]
+
+    def becomes_idle(self) -> None:
+        """Fails unless nothing runs and all slots are free in time."""
+        eventually(lambda: self.load() == (0, 0, MAX_RUNNING))
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that sends an API key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def read_stream(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of a stream that ends well."""
+    answer = http.post(path, json=body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line for line in answer.text.splitlines() if line]
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def check_error(response: httpx.Response, status: int, *words: str, param: str | None = None, code: str | None = None) -> None:
+    """The error has OpenAI's shape, names the field, and says these words."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["type"] == {429: "rate_limit_error"}.get(status, "invalid_request_error" if status < 500 else "server_error")
+    assert error["param"] == param and code in (None, error["code"]), error
+    for word in words:
+        assert word in error["message"], error

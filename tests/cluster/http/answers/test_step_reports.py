@@ -1,0 +1,94 @@
+"""``speculation: {"report": true}``: the real application says of every token who drafted it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, TEXT, read_stream
+
+BODIES = {COMPLETIONS: TEXT | {"prompt": "hgf<", "max_tokens": 70}, CHATS: CHAT | {"max_tokens": 70}}
+Steps = list[dict[str, Any]]
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    if "logprobs" in more and path == COMPLETIONS:
+        more["logprobs"] = 1  # alternatives; of a chat it is a switch
+    return BODIES[path] | {"speculation": {"report": True}, "reference_documents": [CIRCLE]} | more
+
+
+def whole(http: httpx.Client, path: str, **more: Any) -> tuple[list[str], list[Steps], dict[str, Any]]:
+    """The texts and steps of all choices, and the usage."""
+    answer = http.post(path, json=body(path, **more)).raise_for_status().json()
+    texts = [choice["text"] if path == COMPLETIONS else choice["message"]["content"] for choice in answer["choices"]]
+    return texts, [choice["speculation"]["steps"] for choice in answer["choices"]], answer["usage"]
+
+
+def streamed(http: httpx.Client, path: str, **more: Any) -> tuple[list[str], list[Steps]]:
+    """The same of a stream, each of whose chunks with a step has its text, too."""
+    texts: defaultdict[int, str] = defaultdict(str)
+    steps: defaultdict[int, Steps] = defaultdict(list)
+    for chunk in read_stream(http, path, body(path, **more)):
+        for choice in chunk["choices"]:
+            text = choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
+            texts[choice["index"]] += text
+            if "speculation" in choice:
+                assert spelled(choice["speculation"]["steps"]) == text
+                steps[choice["index"]] += choice["speculation"]["steps"]
+    return [texts[index] for index in sorted(texts)], [steps[index] for index in sorted(texts)]
+
+
+def spelled(steps: Steps) -> str:
+    return "".join(token["text"] for step in steps for token in step["tokens"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stop": ["kl"]},
+        {"stop": [":🦙;ix"], "max_tokens": 20},  # held back to the end, which is within a character
+        {"temperature": 1.0, "seed": 9, "n": 3},
+        {"logprobs": True},
+    ],
+)
+def test_the_steps_are_the_whole_answer_streamed_or_not(http: httpx.Client, path: str, more: dict[str, Any]) -> None:
+    texts, steps, usage = whole(http, path, **more)
+    assert (texts, steps) == streamed(http, path, **more)
+    assert [spelled(each) for each in steps] == texts
+    tokens = [token for each in steps for step in each for token in step["tokens"]]
+    assert len(tokens) == usage["completion_tokens"]
+    for step in (step for each in steps for step in each):
+        drafted = [token for token in step["tokens"] if token["source"] != "model"]
+        assert len(drafted) == step["accepted"] <= step["drafted"]
+        assert {token["source"] for token in drafted} <= {"prompt", "document", "output"}
+    assert {token["source"] for token in tokens} >= {"model", "document"}
+
+
+def test_who_drafted_is_told_by_what_was_copied(http: httpx.Client) -> None:
+    def sources(**more: Any) -> set[str]:
+        _, (steps,), _ = whole(http, COMPLETIONS, **more)
+        return {token["source"] for step in steps for token in step["tokens"]}
+
+    assert sources() == {"model", "document"}
+    assert sources(reference_documents=[]) == {"model"}  # llma does not copy its output
+    assert sources(prompt=CIRCLE, reference_documents=None) == {"model", "prompt"}
+    looked_up = {"report": True, "strategy": "prompt_lookup"}
+    assert sources(speculation=looked_up) == {"model", "output"}
+    assert sources(speculation={"report": True, "max_draft_tokens": 0}) == {"model"}
+
+
+def test_nothing_is_told_where_nobody_asks(http: httpx.Client) -> None:
+    for path in BODIES:
+        for speculation in (None, {"report": False}, {"strategy": "llma"}):
+            (choice,) = http.post(path, json=body(path, speculation=speculation)).raise_for_status().json()["choices"]
+            assert "speculation" not in choice
+
+
+def test_an_echo_belongs_to_no_step(http: httpx.Client) -> None:
+    (text,), (steps,), _ = whole(http, COMPLETIONS, echo=True)
+    assert text == "hgf<" + spelled(steps)

@@ -1,0 +1,79 @@
+"""Structured output through OpenAI's own client: the text is of the form that was asked for, drafted or not."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from tests.cluster.circle import MESSAGES
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"abc": {"enum": ["abcdef", "<", "é_日"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["abc", "n"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "a_form", "schema": SCHEMA, "strict": True}}
+DOCUMENTS = ['{"abc":"abcdef","n":0}', '{"abc": "é_日", "n": 3}', "abcdef"]
+
+
+def chat(client: OpenAI, body: dict[str, Any], drafted: bool = True, **arguments: Any) -> tuple[str, str]:
+    speculation = {} if drafted else {"max_draft_tokens": 0}
+    extra = {"reference_documents": DOCUMENTS, "speculation": speculation, **body}
+    answer = client.chat.completions.create(
+        model="circle", messages=MESSAGES, **{"max_tokens": 300, "temperature": 1.0, **arguments}, extra_body=extra
+    )
+    (choice,) = answer.choices
+    return str(choice.message.content), choice.finish_reason
+
+
+@pytest.mark.parametrize("arguments", [{"temperature": 0}, {"seed": 1}, {"seed": 2, "top_p": 0.6}, {"seed": 3}], ids=str)
+def test_json_schema(client: OpenAI, arguments: dict[str, Any]) -> None:
+    text, reason = chat(client, {"response_format": FORM}, **arguments)
+    assert reason == "stop"
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert chat(client, {"response_format": FORM}, drafted=False, **arguments) == (text, reason)
+
+
+def test_every_name_of_the_same_form_gives_the_same(client: OpenAI) -> None:
+    bodies = [
+        {"response_format": FORM},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+    ]
+    assert len({chat(client, body, seed=5) for body in bodies}) == 1
+
+
+def test_choice_and_regex(client: OpenAI) -> None:
+    choices = ["abcdef", "é_日", "nothing of the kind"]
+    for body in ({"guided_choice": choices}, {"structured_outputs": {"choice": choices}}):
+        assert chat(client, body, temperature=0) == ("é_日", "stop") or chat(client, body, temperature=0)[0] in choices
+    text, reason = chat(client, {"guided_regex": "[x-z]{3}[0-9]{2}"}, seed=4)
+    assert re.fullmatch("[x-z]{3}[0-9]{2}", text) and reason == "stop"
+    text, _ = chat(client, {"structured_outputs": {"grammar": 'start: "x" start "y" | "z"'}}, temperature=0, max_tokens=9)
+    assert text == "x" * text.count("x") + "z" + "y" * text.count("y") or set(text) <= set("xz")
+
+
+def test_completions_streams_and_logprobs(client: OpenAI, http: httpx.Client) -> None:
+    body = {"model": "circle", "prompt": "<", "max_tokens": 200, "seed": 3, "logprobs": 1, "response_format": FORM}
+    answer = http.post("/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"]
+    pieces = client.completions.create(
+        model="circle", prompt="<", max_tokens=200, seed=3, stream=True, extra_body={"response_format": FORM}
+    )
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == choice["text"]
+
+
+def test_json_object_is_cut_where_the_tokens_end(client: OpenAI) -> None:
+    text, reason = chat(client, {"response_format": {"type": "json_object"}}, temperature=0, max_tokens=20)
+    assert text.lstrip().startswith("{") and reason in ("length", "stop")
+    assert chat(client, {"response_format": {"type": "text"}}, temperature=0, max_tokens=3) == ("<ab", "length")

@@ -1,0 +1,175 @@
+"""Tokens of texts, the state of the server, and the document that describes all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import jsonschema
+import pytest
+
+from cluster.admission.controller import CURRENT, Ticket
+from cluster.http.api import Service
+from cluster.http.documents import version
+from cluster.http.text_threads import TextThreads
+from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, byte_ids, client_of, start_replica
+
+ROUTES = {
+    "/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions",
+    "/tokenize", "/detokenize",
+}  # fmt: skip
+
+
+def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
+    told = http.post("/tokenize", json={"model": "circle", "prompt": "é a"}).raise_for_status().json()
+    assert told == {"count": 4, "max_model_len": 16384, "tokens": byte_ids("é a"), "token_strs": None}
+    back = http.post("/detokenize", json={"model": "circle", "tokens": told["tokens"]}).raise_for_status().json()
+    assert back == {"prompt": "é a"}
+    named = http.post("/tokenize", json={"prompt": "a b", "return_token_strs": True, "add_special_tokens": False}).json()
+    assert named["token_strs"] == ["a", "Ġ", "b"]
+    assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    assert http.post("/detokenize", json={"tokens": [0, *byte_ids("a")]}).json() == {"prompt": "</s>a"}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_a_chat_has_the_tokens_that_its_usage_counts(http: httpx.Client) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    told = http.post("/tokenize", json={"messages": messages}).raise_for_status().json()
+    assert told["tokens"] == byte_ids("[system]s[user]hi>")
+    answer = http.post("/v1/chat/completions", json={"model": "circle", "messages": messages, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == told["count"]
+    open_ended = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    assert open_ended["tokens"] == told["tokens"][:-1]
+
+
+def test_the_state_of_the_server(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": version()}
+    assert http.get("/ready").json() == {"status": "ready", "replicas": 1, "of": 1}
+    assert http.get("/ping").json() == http.post("/ping").json() == http.get("/health").json()
+
+
+def test_the_server_is_ready_when_all_replicas_have_loaded_and_as_long_as_one_answers(circle_model: Path) -> None:
+    engine = LocalEngine()
+
+    def start() -> None:
+        engine.replicas.append(start_replica(circle_model, max_model_len=256))
+
+    with client_of(Service(engine, TOKENIZER, replicas=2)) as http:
+
+        def status() -> int:
+            response = http.get("/ready")
+            assert response.status_code == 200 or response.json()["error"]["code"] == "not_ready"
+            assert ("retry-after" in response.headers) == (response.status_code == 503)
+            return response.status_code
+
+        codes = [status()]
+        for change in (start, start, lambda: engine.replicas[0].stop(), lambda: engine.replicas[1].stop()):
+            change()
+            codes.append(status())
+    assert codes == [503, 503, 200, 200, 503]
+
+
+@pytest.fixture(scope="module")
+def document(api_server: Any) -> dict[str, Any]:
+    return dict(httpx.get(f"{api_server.url}/openapi.json", timeout=60).raise_for_status().json())
+
+
+def fits(document: dict[str, Any], schema: dict[str, Any], value: Any) -> bool:
+    """Whether a value is one of a schema of the document."""
+    return bool(jsonschema.Draft202012Validator({**schema, "components": document["components"]}).is_valid(value))
+
+
+def schema_of(document: dict[str, Any], path: str, status: str) -> dict[str, Any]:
+    return dict(document["paths"][path]["post"]["responses"][status]["content"]["application/json"]["schema"])
+
+
+def test_the_document_names_the_routes(document: dict[str, Any]) -> None:
+    assert document["openapi"].startswith("3.") and document["info"]["version"] == version()
+    assert set(document["paths"]) >= ROUTES and not any(path.startswith("/admin") for path in document["paths"])
+    for path in document["paths"].values():
+        for route in path.values():
+            assert "422" not in route["responses"] and "200" in route["responses"]
+    identifiers = [route["operationId"] for path in document["paths"].values() for route in path.values()]
+    assert len(set(identifiers)) == len(identifiers)
+
+
+TAKEN = [
+    *(
+        ("/v1/completions", TEXT | more)
+        for more in (
+            {}, {"prompt": ["<", "a"]}, {"prompt": [5, 6]}, {"prompt": [[5], [6]]}, {"prompt": ["a", [5]]}, {"stop": "d"},
+            {"stop": ["d", "e"]}, {"stop": []}, {"stop": None}, {"best_of": 1}, {"suffix": ""}, {"suffix": None}, {"n": 2},
+            {"logprobs": 2},
+            {"echo": True}, {"logit_bias": {"5": 3}}, {"speculation": {"max_draft_tokens": 0}}, {"cache": "off"}, {"top_k": -1},
+        )
+    ),
+    *(
+        ("/v1/chat/completions", CHAT | more)
+        for more in (
+            {}, {"tools": []}, {"tool_choice": "auto"}, {"prediction": {"type": "content", "content": "x"}}, {"n": 2},
+            {"logprobs": True}, {"store": False}, {"stream_options": None}, {"user": "me"},
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]},
+        )
+    ),
+    ("/tokenize", {"prompt": "a"}),
+    ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5]}),
+]  # fmt: skip
+REFUSED = [
+    *(
+        ("/v1/completions", TEXT | more)
+        for more in (
+            {"prompt": []}, {"prompt": 5}, {"prompt": {}}, {"stop": 5}, {"stop": list("abcde")}, {"stop": [""]}, {"n": 0},
+            {"stop": "a" * 1001},
+            {"n": 129}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"wibble": 1}, {"temperature": 3}, {"seed": -1},
+            {"cache": "on"}, {"speculation": {"wibble": 1}}, {"logit_bias": {"5": 101}}, {"model": None},
+        )
+    ),
+    *(
+        ("/v1/chat/completions", CHAT | more)
+        for more in (
+            {"messages": []}, {"messages": [{"content": "hi"}]}, {"tool_choice": "any"}, {"tools": [{}]}, {"store": True},
+            {"prediction": "x"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, {"echo": True},
+        )
+    ),
+    ("/tokenize", {"prompt": 5}),
+    ("/detokenize", {"tokens": [-1]}),
+    ("/detokenize", {}),
+]  # fmt: skip
+
+
+def test_the_document_is_true(document: dict[str, Any], http: httpx.Client) -> None:
+    for cases, status, entry in ((TAKEN, 200, "200"), (REFUSED, 400, "4XX")):
+        for path, body in cases:
+            response = http.post(path, json=body)
+            assert response.status_code == status, (path, body, response.text)
+            wanted = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert fits(document, wanted, body) is (status == 200), (path, body)
+            assert fits(document, schema_of(document, path, entry), response.json()), (path, body, response.text)
+    model = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert fits(document, model, http.get("/v1/models").json())
+
+
+def test_a_key_with_many_texts_leaves_a_thread_to_the_others() -> None:
+    threads = TextThreads(TOKENIZER)
+
+    async def work(key: str) -> float:
+        token = CURRENT.set(cast(Ticket, SimpleNamespace(caller=SimpleNamespace(key=key))))
+        try:
+            await threads.run(1, time.sleep, 0.05)
+        finally:
+            CURRENT.reset(token)
+        return time.monotonic()
+
+    async def both() -> tuple[list[float], float]:
+        flood = [asyncio.create_task(work("a")) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        other_s = await asyncio.create_task(work("b"))
+        return list(await asyncio.gather(*flood)), other_s
+
+    ended_s, other_s = asyncio.run(both())
+    assert sum(each < other_s for each in ended_s) <= 3  # in order of arrival all twenty would be first

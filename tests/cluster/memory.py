@@ -1,0 +1,61 @@
+"""The cluster's memory in a Redis, as operators see it and as a mirror fills it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache_service.access import CacheAccess
+from cache_service.keeper.admin import CacheAdmin
+from cache_service.keeper.snapshot import decode_snapshot
+from cache_service.namespace import Identity, namespace
+from cache_service.records import CacheDelta, TextBatch, encode_batch
+from cache_service.store.embedded import EmbeddedRedis
+from cache_service.store.redis_store import RedisStore
+from cluster.serving.cache_port import CacheAdminPort
+from configs.slices import CacheOptions
+from decoding.request import text_key
+
+MEMORY_SECRET = b"of the tests"
+MEMORY_IDENTITY = Identity("aa", "bb", vocab_size=258)
+
+
+class LocalCacheAdmin(CacheAdminPort):
+    """The memory of a ``CacheAdmin`` in this process, for the tenants acme and umbrella."""
+
+    def __init__(self, redis_url: str) -> None:
+        access = CacheAccess(CacheOptions(timeout_s=5.0), redis_url, MEMORY_SECRET, ("acme", "umbrella"))
+        self.admin = CacheAdmin(access, MEMORY_IDENTITY)
+
+    async def call(self, verb: str, *arguments: object) -> Any:
+        return await asyncio.to_thread(getattr(self.admin, verb), *arguments)
+
+
+@dataclass(frozen=True)
+class MemoryServer:
+    """Admin routes over a Redis of their own; what a mirror would write there is written by ``add``."""
+
+    url: str
+    redis: EmbeddedRedis
+    store: RedisStore
+    admin: CacheAdmin
+    admin_key: str = "outrider-admin"
+    tenant_key: str = "outrider-acme"
+
+    def add(self, tenant: str, answer_id: str, tokens: list[int], choice: int = 0) -> None:
+        """A whole text of a request."""
+        delta = CacheDelta(text_key(f"{answer_id}/{choice}"), 0, np.asarray(tokens, np.int32), True)
+        self.append_raw(tenant, encode_batch(TextBatch(secrets.randbits(64), 0, 0, (delta,)), MEMORY_IDENTITY.vocab_size))
+
+    def append_raw(self, tenant: str, data: bytes) -> None:
+        """An entry of the tenant's stream, sound or not."""
+        identity = MEMORY_IDENTITY
+        self.store.append([(namespace(MEMORY_SECRET, tenant, identity.model_revision, identity.tokenizer_revision), data)])
+
+    def texts(self, tenant: str) -> set[tuple[int, ...]]:
+        """The tokens of all texts of a tenant."""
+        return {tuple(text.tokens.tolist()) for text in decode_snapshot(self.admin.export(tenant)).texts}

@@ -1,0 +1,71 @@
+"""The CPU overlay's RayService on machines of their own: one is lost while requests run, and traffic goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import yaml
+
+from configs.schema import REPOSITORY
+from experiments.faults.machines import why_not
+from experiments.faults.manifest_cluster import RENDERED, ManifestCluster
+from experiments.faults.nodes import OVERLAY, Fault, ask_all, bearer, lose_api, lose_engine, lose_head, rotate, under
+from experiments.service.asks import make_asks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+REPLACED = {("model", "path"), ("tenancy", "keys_file")}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ManifestCluster]:
+    with ManifestCluster(OVERLAY, REPOSITORY / "demo_model", {"model": {"dtype": "float32"}}) as started:
+        yield started
+
+
+def test_it_is_the_overlay_that_is_served(cluster: ManifestCluster) -> None:
+    documents = yaml.safe_load_all((RENDERED / f"{OVERLAY}.yaml").read_text(encoding="utf-8"))
+    spec = next(each["spec"] for each in documents if each["kind"] == "RayService")
+    shown = yaml.safe_load(spec["serveConfigV2"])
+    (theirs,), (ours,) = shown["applications"], cluster.serve_config["applications"]
+    for section, name in REPLACED:
+        ours["args"][section][name] = theirs["args"][section][name]
+    assert ours | {"args": ours["args"] | {"redis_url": theirs["args"]["redis_url"]}} == theirs | {
+        "args": theirs["args"] | {"model": theirs["args"]["model"] | {"dtype": "float32"}}
+    }
+    assert shown["http_options"] == cluster.serve_config["http_options"]
+
+
+def test_what_holds_no_model_is_on_the_api_s_machine(cluster: ManifestCluster) -> None:
+    deployments = cluster.applications()["outrider"]["deployments"]
+    where = {name: {replica["node_ip"] for replica in told["replicas"]} for name, told in deployments.items()}
+    assert where["api"] == where["cache"] == {cluster.machine("api-0").address}
+    assert where["engine"] == {cluster.machine("engine-0").address, cluster.machine("engine-1").address}
+
+
+def test_keys_are_required_and_the_operator_s_routes_are_apart(cluster: ManifestCluster) -> None:
+    assert httpx.get(f"{cluster.url}/v1/models").status_code == 401
+    assert httpx.get(f"{cluster.url}/v1/models", headers=bearer(cluster.key)).status_code == 200
+    assert httpx.get(f"{cluster.url}/metrics").status_code == 404
+    metrics = httpx.get(cluster.url.replace(":8000", ":8001") + "/metrics").raise_for_status().text
+    assert "outrider:replicas 2.0" in metrics and "outrider:mirror_connected" in metrics
+
+
+@pytest.mark.parametrize("fault", [lose_engine, lose_head])
+def test_a_lost_machine_changes_no_answer(cluster: ManifestCluster, fault: Fault) -> None:
+    asks = make_asks(8, 80, seed=1)
+    right, _ = asyncio.run(ask_all(cluster, asks, 4))
+    assert not [told.error for told in right if told.error]
+    told = asyncio.run(under(cluster, fault, asks, right, 4))
+    assert told["wrong"] == [] and told["answers"] >= len(asks), told
+
+
+def test_keys_change_without_a_restart(cluster: ManifestCluster) -> None:
+    assert set(rotate(cluster)) == {"new_key_works_s", "old_key_refused_s"}
+
+
+def test_the_api_comes_back_elsewhere(cluster: ManifestCluster) -> None:
+    assert lose_api(cluster)["nobody_answers_s"] > 0
+    assert httpx.get(f"{cluster.url}/v1/models", headers=bearer(cluster.key)).status_code == 200

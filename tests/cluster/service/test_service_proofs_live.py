@@ -1,0 +1,81 @@
+"""The proofs of the service at a size of seconds: requests of every kind, clients that leave, and the times of a stream."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from experiments.service.asks import KINDS, Told, ask, make_asks, play
+from experiments.service.disconnects import leave, until_free
+from experiments.service.overhead import measure
+from experiments.service.overload import at_capacity, open_loop
+from experiments.service.trial import until_whole
+
+MODEL = "circle"
+TOGETHER = 3  # requests, as many as run at once
+HELD = 7  # requests that run or wait, as conftest.py sets it
+
+
+def run(api_server: Any, what: Callable[[httpx.AsyncClient], Any]) -> Any:
+    """What a coroutine returns that is given a client."""
+
+    async def body() -> Any:
+        async with httpx.AsyncClient(base_url=api_server.url, timeout=60) as client:
+            return await what(client)
+
+    return asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def test_every_kind_of_request_is_answered_and_again_the_same(api_server: Any) -> None:
+    asks = make_asks(len(KINDS), 40, seed=3)
+
+    async def twice(client: httpx.AsyncClient) -> tuple[list[Told], list[Told]]:
+        return (await play(client, MODEL, asks, TOGETHER, lambda text: None))[0], [
+            await ask(client, MODEL, request) for request in asks
+        ]
+
+    together, alone = run(api_server, twice)
+    assert [told.error for told in together] == [None] * len(KINDS)
+    assert [one.differs(other) for one, other in zip(together, alone, strict=True)] == [[]] * len(KINDS)
+    two = together[[kind[0] for kind in KINDS].index("two choices")]
+    assert two.texts.keys() == two.tokens.keys() == {0, 1} and two.usage is not None
+    assert two.usage["completion_tokens"] == sum(map(len, two.tokens.values())) == 80
+
+
+def test_clients_that_leave_free_all_slots(api_server: Any) -> None:
+    rng = random.Random(1)
+    asks = make_asks(24, 3000, 0, ["greedy", "sampled", "whole", "text"])
+
+    async def all_leave(client: httpx.AsyncClient) -> tuple[list[str], float, float | None]:
+        left = await asyncio.gather(*(leave(api_server.url, MODEL, request, rng) for request in asks))
+        return left, await until_free(client), await until_whole(client, 1, timeout_s=5.0)
+
+    left, free_s, whole_s = run(api_server, all_leave)
+    assert len(left) == len(asks) and len(set(left)) >= 3, left
+    assert free_s < 10.0 and whole_s is not None
+
+
+def test_what_is_too_much_is_refused_with_the_time_to_come_back(api_server: Any) -> None:
+    asks = make_asks(20, 60, 0, ["greedy", "whole"])
+
+    async def loaded(client: httpx.AsyncClient) -> tuple[Any, Any]:
+        capacity = await at_capacity(client, MODEL, asks, HELD, 0.5)
+        return capacity.summary(), (await open_loop(client, MODEL, asks, 400.0, 0.5, random.Random(0))).summary()
+
+    capacity, over = run(api_server, loaded)
+    assert capacity["statuses"].keys() == {"200"} and capacity["latency_s"]["p50"] > 0
+    assert (over["failed"], over["without_retry_after"]) == (0, 0), over["failures"]
+    assert over["statuses"]["200"] > 0 and over["requests"] > HELD
+
+
+def test_the_engines_times_of_a_request_are_told_beside_the_clients(api_server: Any) -> None:
+    args = argparse.Namespace(seed=0, requests=2, max_tokens=60)
+    timed = list(measure(api_server.url, MODEL, args, 0))
+    assert [each.tokens for each in timed] == [60, 60]
+    assert all(0 < each.engine_first_s < each.first_s and each.engine_whole_s > each.engine_decode_s > 0 for each in timed)
+    assert all(each.first_s < each.whole_s and each.added_first_ms > 0 for each in timed)

@@ -1,0 +1,57 @@
+"""``/ready`` waits for everything that is configured, and for Redis never."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.description import Description
+from cache_service.store.embedded import EmbeddedRedis
+from cluster.http.errors import ApiError
+from cluster.serving.generation import EnginePort
+from cluster.serving.health import HealthService
+from tests.cluster.memory import LocalCacheAdmin
+
+
+def missing(readiness: HealthService) -> str:
+    """What ``/ready`` says is missing."""
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(readiness.replicas())
+    error = caught.value
+    assert (error.status, error.code, error.headers) == (503, "not_ready", {"Retry-After": "1"})
+    return error.message.removesuffix(": try again later")
+
+
+def test_all_has_to_have_been_there_once(circle_engine: EnginePort) -> None:
+    described: Description = asyncio.run(circle_engine.describe())[0]
+    engines: list[Description] = [described]
+    baseline: list[Description] = []
+
+    async def replicas() -> list[Description]:
+        return engines
+
+    async def others() -> list[Description]:
+        return baseline
+
+    readiness = HealthService(replicas, 2, None, others)
+    assert missing(readiness) == "1 of 2 engine replicas are there, no baseline replica is there"
+    engines.append(described)
+    assert missing(readiness) == "no baseline replica is there"
+    baseline.append(described)
+    assert asyncio.run(readiness.replicas()) == 2
+    engines.pop()
+    baseline.clear()
+    assert asyncio.run(readiness.replicas()) == 1  # the other one answers
+    engines.clear()
+    assert missing(readiness) == "0 of 2 engine replicas are there"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_cache_service_is_waited_for_and_redis_is_not(circle_engine: EnginePort, is_lost: bool) -> None:
+    with EmbeddedRedis.start() as redis:
+        cache = LocalCacheAdmin(redis.url)
+        if not is_lost:
+            assert asyncio.run(HealthService(circle_engine.describe, 1, cache).replicas()) == 1
+    if is_lost:
+        assert asyncio.run(HealthService(circle_engine.describe, 1, cache).replicas()) == 1

@@ -1,0 +1,212 @@
+"""Several strategies in one drafter: each request is drafted for as if its strategy were alone, and what is shared is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.drafters import build_drafter, build_drafters
+from decoding.drafters.base import Drafter, TargetRows
+from decoding.drafters.by_request import ByRequest
+from decoding.request import PLAIN, Acceptance, Request, SamplingParams, request_of
+from decoding.tree import DraftTree, Int32Array
+from decoding.verify.exact import verify_exact
+from tests.helpers.targets import Target
+
+VOCAB = 40
+TARGET = Target(VOCAB, (0,), LatencyCurve((1, 64), (0.01, 0.0163), 0, 0.0, 0.0))
+NAMES = ("auto", "llma", "trie", "recycling", "ngrammys", "jacobi")
+OPTIONS: dict[str, dict[str, object]] = {"auto": {"all_rows": True}, "ngrammys": {"allocation": "context"}}
+
+
+def logits(tokens: Int32Array) -> torch.Tensor:
+    """[n, vocab] what ``TARGET`` says after each token."""
+    return -torch.from_numpy((np.arange(VOCAB) - tokens[:, None] - 1) % VOCAB).float()
+
+
+def built(*names: str) -> dict[str, Drafter]:
+    return {name: build_drafter(name, OPTIONS.get(name, {})) for name in names}
+
+
+def prepared(drafter: Drafter) -> Drafter:
+    drafter.prepare(TARGET)
+    return drafter
+
+
+def request(name: str, strategy: str | None, tenant: str | None = "t", max_tokens: int = 24) -> Request:
+    start = 1 + len(name) % 5
+    prompt = [*range(start, start + 9), *range(start, start + 4)]
+    return Request(name, prompt, SamplingParams(max_tokens), [prompt[::-1]], tenant=tenant, strategy=strategy)
+
+
+def step(drafter: Drafter, live: Sequence[Request], budget: int = 12) -> list[DraftTree]:
+    """One step of plain greedy decoding by ``TARGET``; requests that end leave the drafter."""
+    trees = drafter.propose(live, [budget] * len(live))
+    for one, tree in zip(live, trees, strict=True):
+        rows = logits(tree.tokens)
+        ids = rows.argmax(-1).numpy().astype(np.int32)
+        acceptance = verify_exact(tree, lambda row, ids=ids: int(ids[row]), one.remaining, ())  # type: ignore[misc]
+        one.commit([*tree.tokens[list(acceptance.rows)].tolist(), acceptance.next_token])
+        if one.remaining:
+            drafter.observe(one, tree, TargetRows(ids, rows), acceptance)
+        else:
+            drafter.finish(one)
+    return trees
+
+
+def shape(tree: DraftTree) -> tuple[list[int], list[int], list[int], int]:
+    return tree.tokens.tolist(), tree.parents.tolist(), tree.sources.tolist(), tree.num_candidates
+
+
+def test_each_request_is_drafted_for_as_if_its_strategy_were_alone() -> None:
+    both = prepared(ByRequest(built(*NAMES)))
+    alone = {name: prepared(drafter) for name, drafter in built(*NAMES).items()}
+    # Tenants of their own: what the strategies share is no matter here.
+    pairs = [
+        tuple(request(f"{name}-{at}", strategy, tenant=name, max_tokens=16 + 3 * at) for _ in range(2))
+        for at in range(2)
+        for name, strategy in [(name, None if name == NAMES[0] and at else name) for name in NAMES]
+    ]
+    drafted = 0
+    for _ in range(100):
+        live = [pair for pair in pairs if pair[0].remaining]
+        if not live:
+            break
+        together = step(both, [pair[0] for pair in live])
+        for name, drafter in alone.items():
+            places = [at for at, pair in enumerate(live) if pair[0].request_id.startswith(name)]
+            expected = step(drafter, [live[at][1] for at in places]) if places else []
+            assert [shape(together[at]) for at in places] == [shape(tree) for tree in expected], name
+        drafted += sum(len(tree) - 1 for tree in together)
+    assert not any(one.remaining for pair in pairs for one in pair) and drafted > 100
+    assert not both.held()
+    assert both.top_k == max(drafter.top_k for drafter in alone.values())
+    both.propose([], [])
+    assert both.top_k == 0  # nobody is live
+
+
+def run(drafter: Drafter, one: Request) -> list[DraftTree]:
+    trees: list[DraftTree] = []
+    while one.remaining:
+        trees += step(drafter, [one])
+    return trees
+
+
+def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_alone() -> None:
+    drafter = prepared(ByRequest(built("llma", "trie", "auto")))
+    taught = Request("taught", [30, 31], SamplingParams(20), tenant="t", strategy="trie")
+    run(drafter, taught)
+
+    def first(name: str, tenant: str | None) -> DraftTree:
+        """What is drafted from others' outputs: nothing of its own holds the two tokens twice."""
+        one = Request(name, [32, 33], SamplingParams(20), tenant=tenant, strategy="auto")
+        (tree,) = drafter.propose([one], [12])
+        drafter.finish(one)
+        return tree
+
+    assert drafter.memory is not None
+    assert [token for token in (34, 35, 36) if token in first("same", "t").tokens] == [34, 35, 36]
+    for name, tenant in (("other", "u"), ("private", None)):
+        assert not {34, 35, 36} & set(first(name, tenant).tokens.tolist()), tenant
+    history = drafter.memory.of("t")
+    assert history is not None
+    history.remove_request(request_of(taught.text))
+    assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())
+
+
+def test_a_strategy_that_keeps_nothing_leaves_nothing() -> None:
+    drafter = prepared(ByRequest(built("auto", "llma")))
+    one = request("a", "llma")
+    run(drafter, one)
+    assert drafter.memory is not None and drafter.memory.of("t").num_tokens == 0  # type: ignore[union-attr]
+    assert not drafter.remembers(one) and drafter.remembers(request("b", None)) and drafter.remembers(request("c", "auto"))
+    assert ByRequest(built("llma", "suffix")).memory is None
+
+
+class Announced(Drafter):
+    """Announces, and records what it is told."""
+
+    def __init__(self, top_k: int, rows: int = 0) -> None:
+        self.top_k, self._rows = top_k, rows
+        self.loads, self.had_logits, self.finished = list[StepLoad](), list[bool](), list[str]()
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        assert load is not None
+        self.loads.append(load)
+        return [DraftTree.chain(one.root, [1] * self._rows) for one in requests]
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        self.had_logits.append(target.has_logits)
+
+    def finish(self, request: Request) -> None:
+        self.finished.append(request.request_id)
+
+
+def test_tokens_are_ranked_for_strategies_with_live_requests_and_others_do_not_see_them() -> None:
+    few, many = Announced(2), Announced(8)
+    drafter = ByRequest({"few": few, "many": many})
+    one, other = request("one", None), request("other", "many")
+    drafter.propose([one], [4])
+    assert drafter.top_k == 2
+    drafter.ranks = 2
+    tree = DraftTree.chain(other.root, ())
+    ranked = TargetRows(np.zeros(1, np.int32), None, np.zeros((1, 2), np.int32))
+    drafter.observe(one, tree, ranked, Acceptance((), 1))
+    drafter.observe(other, tree, ranked, Acceptance((), 1))  # its prefill ends in this step: two tokens a row are too few for it
+    assert (few.had_logits, many.had_logits) == ([True], [False])
+    drafter.propose([one], [4])
+    assert drafter.top_k == 8 and (few.ranks, many.ranks) == (2, 2)  # it has been met
+    drafter.finish(other)
+    drafter.propose([one], [4])
+    assert drafter.top_k == 2 and (few.finished, many.finished) == ([], ["other"])
+    drafter.ranks = 1  # the logits are here: whoever wants to may look at them
+    drafter.observe(other, tree, TargetRows(np.zeros(1, np.int32), torch.zeros(1, VOCAB)), Acceptance((), 1))
+    assert many.had_logits == [False, True]
+
+
+def test_the_default_is_told_of_the_rows_that_others_draft() -> None:
+    first, second = Announced(0, rows=3), Announced(0, rows=5)
+    drafter = ByRequest({"first": first, "second": second})
+    requests = [request("a", None), request("b", "second"), request("c", "second"), request("d", "first")]
+    load = StepLoad(sequences=4, rows=4, context=400)
+    trees = drafter.propose(requests, [8] * 4, load)
+    assert set(drafter.held()) == set("abcd")
+    assert [len(tree) for tree in trees] == [4, 6, 6, 4]
+    assert second.loads == [load] and first.loads == [StepLoad(sequences=4, rows=14, context=400)]
+
+
+def test_drafters_are_built_for_what_may_be_asked_for() -> None:
+    drafter = build_drafters("llma", {"copy_length": 9}, ["trie", "suffix", PLAIN, "llma"])
+    assert isinstance(drafter, ByRequest) and drafter.strategies == ("llma", "trie", "suffix")
+    for others in ([], [PLAIN], ["llma"]):
+        assert not isinstance(build_drafters("llma", {}, others), ByRequest)
+    assert build_drafters(PLAIN, {}, ["llma"]).strategies == (PLAIN, "llma")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (["lma"], "did you mean 'llma'"),
+        (["llma:copy_len=3"], "did you mean 'copy_length'"),
+        (["llma:copy_length"], "must be option=value"),
+        (["llma", "llma:copy_length=3"], "llma is there twice"),
+        (["auto:max_depth=3"], "its options go with it"),
+        ([f"{PLAIN}:rows=1"], "has no option"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said_at_once(others: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_drafters("auto", {}, others)
+
+
+def test_plain_requests() -> None:
+    params = SamplingParams(4)
+    assert Request("a", [1], params, strategy=PLAIN, max_draft_tokens=5).plain
+    assert Request("a", [1], params, max_draft_tokens=0).plain
+    assert not Request("a", [1], params, strategy="llma", max_draft_tokens=1).plain and not Request("a", [1], params).plain
+    with pytest.raises(ValueError, match="max_draft_tokens must be 0"):
+        Request("a", [1], params, max_draft_tokens=-1)

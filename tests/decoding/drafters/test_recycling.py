@@ -1,0 +1,199 @@
+"""Token recycling: what is learned from a step, and the tree that grows from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from decoding.drafters.base import TargetRows
+from decoding.drafters.recycling import RecyclingDrafter
+from decoding.request import Acceptance, Request, SamplingParams
+from decoding.sources.successors import SuccessorTable
+from decoding.tree import SOURCES, DraftTree
+from tests.helpers.targets import Target
+
+VOCAB = 40
+
+
+def prepared(vocab_size: int = VOCAB, **options: object) -> RecyclingDrafter:
+    drafter = RecyclingDrafter(**options)  # type: ignore[arg-type]
+    drafter.prepare(Target(vocab_size, first=11))
+    return drafter
+
+
+def request(token: int, name: str = "r") -> Request:
+    return Request(name, [token], SamplingParams(), tenant="local")
+
+
+def propose(drafter: RecyclingDrafter, root: int, budget: int = 80, name: str = "r") -> DraftTree:
+    (tree,) = drafter.propose([request(root, name)], [budget])
+    tree.check()
+    assert len(tree) - 1 <= budget and tree.tokens[0] == root
+    assert all(SOURCES[source] == "recycling" for source in tree.sources[1:])
+    return tree
+
+
+def says(*best: list[int], vocab_size: int = VOCAB) -> TargetRows:
+    """Logits whose most likely tokens are, row by row, the given ones and then the lowest ids."""
+    logits = torch.zeros(len(best), vocab_size)
+    logits -= torch.arange(vocab_size)
+    for row, tokens in enumerate(best):
+        logits[row, tokens] = 100.0 - torch.arange(len(tokens), dtype=torch.float32)
+    return TargetRows(logits.argmax(-1).numpy().astype(np.int32), logits)
+
+
+def teach(drafter: RecyclingDrafter, entries: dict[int, list[int]], name: str = "r") -> None:
+    for token, best in entries.items():
+        drafter.observe(request(token, name), DraftTree.chain(token, ()), says(best), Acceptance((), best[0]))
+
+
+def top8(*best: int) -> list[int]:
+    return [*best, *(token for token in range(VOCAB) if token not in best)][:8]
+
+
+def children(tree: DraftTree, row: int) -> list[int]:
+    return tree.tokens[tree.parents == row].tolist()
+
+
+def test_nothing_is_drafted_before_anything_was_learned() -> None:
+    assert len(propose(prepared(), 7)) == 1
+    assert len(propose(RecyclingDrafter(), 7)) == 1
+
+
+@pytest.mark.parametrize("shape", ["ranked", "published"])
+def test_entries_of_drafted_tokens_continue_the_draft(shape: str) -> None:
+    drafter = prepared(shape=shape)
+    teach(drafter, {7: top8(31, 32), 31: top8(33, 34)})
+    tree = propose(drafter, 7)
+    assert children(tree, 0) == top8(31, 32)
+    (row,) = tree.children([0], 31)
+    assert children(tree, row) == top8(33, 34)
+    assert len(tree) == 1 + 8 + 8 and len(propose(drafter, 9)) == 1  # nothing is known of the others
+    assert len(propose(drafter, 7, budget=5)) == 6
+
+
+def test_the_published_tree() -> None:
+    drafter = prepared(shape="published", start="bigram")
+    tree = propose(drafter, 7)
+    assert len(tree) == 81 and Counter(tree.depths().tolist()) == {0: 1, 1: 8, 2: 21, 3: 25, 4: 15, 5: 8, 6: 3}
+    ranks = [(tree.tokens[row] - tree.tokens[tree.parents[row]] - 11) % VOCAB for row in range(81)]
+    paths = {tuple(int(ranks[at]) for at in tree.path(row)) for row in range(81)}
+    for path in [
+        (7, 0),
+        (1, 3),
+        (0, 7, 0),
+        (1, 1, 0),
+        (5, 0, 0),
+        (0, 0, 4, 0),
+        (3, 0, 0, 0),
+        (0, 0, 0, 2, 0),
+        (0, 0, 0, 1, 0, 0),
+    ]:
+        assert path in paths
+    for path in [(7, 1), (1, 4), (1, 2, 0), (6, 0, 0), (4, 0, 0, 0), (0, 0, 0, 3, 0), (0, 0, 0, 0, 1, 0)]:
+        assert path not in paths
+    assert propose(drafter, 7, budget=20).parents.tolist() == tree.parents[:21].tolist()
+
+
+def test_the_ranked_tree_holds_the_best_estimates_and_grows_in_their_order() -> None:
+    drafter = prepared(start="bigram")
+    table = SuccessorTable(VOCAB, None)
+    rates = table.rates()
+    tree = propose(drafter, 7, budget=30)
+    estimates = [1.0]
+    for row in range(1, len(tree)):
+        parent = int(tree.parents[row])
+        estimates.append(estimates[parent] * rates[int(tree.tokens[row] - tree.tokens[parent] - 11) % VOCAB])
+    assert estimates == sorted(estimates, reverse=True)
+    reachable = {1.0}
+    for _ in range(4):
+        reachable |= {estimate * rate for estimate in reachable for rate in rates}
+    assert min(estimates) >= sorted((estimate for estimate in reachable), reverse=True)[30] - 1e-12
+    assert propose(drafter, 7, budget=12).tokens.tolist() == tree.tokens[:13].tolist()
+
+
+def test_ranks_that_prove_right_come_first() -> None:
+    drafter = prepared(start="bigram")
+    before = propose(drafter, 7, budget=2).tokens.tolist()
+    assert before[1] == 18
+    for _ in range(60):  # the target says the second token each time
+        drafter.observe(request(7), DraftTree.chain(7, ()), says([18, 19, *range(20, 26)]), Acceptance((), 19))
+    assert propose(drafter, 7, budget=1).tokens.tolist() == [7, 19]
+
+
+def test_rates_follow_the_traffic() -> None:
+    table = SuccessorTable(VOCAB, None)
+    table.learn(np.array([3], np.int32), np.array([top8(5, 6)], np.int32))
+    for _ in range(9000):
+        table.count(3, 5)
+    for _ in range(9000):
+        table.count(3, 6)
+    table.count(4, 5)  # nothing is known of 4
+    assert table.rates()[1] > 0.8 > 0.2 > table.rates()[0]
+
+
+def test_every_computed_row_teaches_accepted_or_not() -> None:
+    drafter = prepared()
+    tree = DraftTree(np.array([7, 1, 2, 3], np.int32), np.array([-1, 0, 1, 0], np.int32), np.zeros(4, np.int8), 4)
+    drafter.observe(request(2), tree, says([1, 20], [2, 21], [9, 22], [8, 23]), Acceptance((1, 2), 9))
+    for token, best in {7: (1, 20), 1: (2, 21), 2: (9, 22), 3: (8, 23)}.items():
+        assert children(propose(drafter, token, budget=8), 0)[:2] == list(best)
+
+
+def test_of_a_token_that_stands_twice_the_accepted_row_is_learned_else_the_shallowest() -> None:
+    # 5 stands below the root (accepted), below 6 and at depth 2 below 5; 6 at depth 1 and 2. Rows are not in order of depth.
+    tree = DraftTree(np.array([5, 5, 6, 6, 5], np.int32), np.array([-1, 0, 1, 0, 3], np.int32), np.zeros(5, np.int8), 5)
+    target = says([5, 20], [7, 21], [8, 22], [9, 23], [10, 24])
+    drafter = prepared()
+    drafter.observe(request(5), tree, target, Acceptance((1,), 7))
+    assert children(propose(drafter, 5, budget=8), 0)[:2] == [7, 21]  # the last of the accepted path, not the root, not row 4
+    assert children(propose(drafter, 6, budget=8), 0)[:2] == [9, 23]  # row 3 is shallower than row 2
+
+
+def test_learn_rows_bounds_what_is_learned() -> None:
+    tree = DraftTree(np.array([7, 1, 2, 3], np.int32), np.array([-1, 0, 1, 0], np.int32), np.zeros(4, np.int8), 4)
+    target = says([1], [2], [9], [8])
+    known = {}
+    for count in (1, 2, 3, 4):
+        drafter = prepared(learn_rows=count)
+        drafter.observe(request(1), tree, target, Acceptance((1,), 2))
+        known[count] = [token for token in (7, 1, 2, 3) if len(propose(drafter, token)) > 1]
+    assert known == {1: [1], 2: [7, 1], 3: [7, 1, 3], 4: [7, 1, 2, 3]}
+
+
+def test_rows_behind_the_candidates_and_replays_teach_nothing() -> None:
+    drafter = prepared()
+    tree = DraftTree(np.array([7, 1, 2], np.int32), np.array([-1, 0, 1], np.int32), np.zeros(3, np.int8), 2)
+    drafter.observe(request(7), tree, says([9], [2], [3]), Acceptance((), 9))
+    assert len(propose(drafter, 2)) == 1 and len(propose(drafter, 1)) > 1
+    drafter.observe(request(2), DraftTree.chain(2, ()), TargetRows(np.array([3], np.int32), None), Acceptance((), 3))
+    assert len(propose(drafter, 2)) == 1
+
+
+def test_a_bigram_table_stands_in_until_something_was_learned() -> None:
+    drafter = prepared(start="bigram")
+    assert children(propose(drafter, 7), 0) == list(range(18, 26))
+    teach(drafter, {7: top8(1)})
+    assert children(propose(drafter, 7), 0) == top8(1) and children(propose(drafter, 8), 0) == list(range(19, 27))
+
+
+def test_scope() -> None:
+    shared, own = prepared(), prepared(scope="request")
+    for drafter in (shared, own):
+        teach(drafter, {7: top8(31)}, name="a")
+        assert len(propose(drafter, 7, name="a")) > 1
+    assert len(propose(shared, 7, name="b")) > 1 and len(propose(own, 7, name="b")) == 1
+    for drafter in (shared, own):
+        drafter.finish(request(7, "a"))
+    assert len(propose(shared, 7, name="a")) > 1 and len(propose(own, 7, name="a")) == 1
+
+
+def test_a_vocabulary_below_eight_tokens() -> None:
+    for shape in ("ranked", "published"):
+        drafter = prepared(vocab_size=3, shape=shape)
+        drafter.observe(request(1), DraftTree.chain(1, ()), says([2, 0, 1], vocab_size=3), Acceptance((), 2))
+        assert children(propose(drafter, 1), 0) == [2, 0, 1]
+        assert len(propose(prepared(vocab_size=3, shape=shape, start="bigram"), 1)) > 4

@@ -1,0 +1,121 @@
+"""A whole forward in one call against the same model's modules, and every bit of a row against the same row in other company."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.forward import exactness
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import Batch, Line, LineWork, pack
+from engine.forward.cpu.row_model import RowModel
+from engine.forward.exactness import _tree
+from engine.forward.runner import ModelRunner
+from tests.helpers.models import COMPILED
+
+COMMON = {
+    "vocab_size": 330, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 400, "initializer_range": 0.1,
+}  # fmt: skip
+ANGLES = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+QWEN2 = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 256}
+KNOWN: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama 3, biases": LlamaConfig(
+        **COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ANGLES, tie_word_embeddings=False
+    ),
+    "mistral": MistralConfig(**COMMON, sliding_window=12),
+    "qwen2": Qwen2Config(**QWEN2, sliding_window=10, use_sliding_window=True, max_window_layers=1),
+    "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
+}
+TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01, torch.float32: 1e-4}
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype, **changes: object) -> PreTrainedModel:
+    """Random weights, biases and norms included."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + float("norm" in name))
+    return model
+
+
+def batches() -> list[Batch]:
+    """A prompt in two cuts, trees of two requests, and rows whose logits nobody wants."""
+    tokens = np.random.default_rng(0).integers(1, 330, 60).astype(np.int32)
+    one, other = Line(0, tokens[:41]), Line(1, tokens[10:52])
+    branching = _tree(int(tokens[40]), tokens[50:57], (-1, 0, 0, 1, 1, 2, 4, 0))
+    return [
+        pack([LineWork(one, 0, 25, None)]),
+        pack([LineWork(one, 25, 40, None), LineWork(other, 0, 42, _tree(int(tokens[51])))]),
+        pack([LineWork(one, 40, 41, branching), LineWork(other, 41, 42, _tree(int(tokens[51]), tokens[:3], (-1, 0, 1, 2)))]),
+        pack([LineWork(other, 41, 42, _tree(int(tokens[51])))]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
+@pytest.mark.parametrize("family", KNOWN)
+def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
+    model = build(KNOWN[family], dtype)
+    runner, modules = ModelRunner(model, 2, 96), ModelRunner(model, 2, 96)
+    assert runner._whole is not None
+    modules._whole = None
+    scale = 0.0
+    for batch in batches():
+        given, expected = runner.forward(batch), modules.forward(batch)
+        assert given.shape == expected.shape == (len(batch.logit_rows), 330) and given.dtype == dtype
+        scale = max(scale, float(expected.abs().max())) if len(expected) else scale
+        assert torch.allclose(given, expected, rtol=0, atol=TOLERANCE[dtype] * max(scale, 1.0))
+    for slot, length in ((0, 41), (1, 42)):
+        entries = zip(runner.cache.entries(slot, length), modules.cache.entries(slot, length), strict=True)
+        assert all(torch.allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * float(other.abs().max())) for one, other in entries)
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_every_row_has_the_same_bits(family: str, number: int, dtype: torch.dtype, threads: None) -> None:
+    torch.set_num_threads(number)
+    runner = ModelRunner(build(KNOWN[family], dtype), 2, 400)
+    assert runner._whole is not None and exactness.check(runner) is None
+
+
+@pytest.mark.parametrize("rows", [600, 2])
+def test_there_is_room_for_more_rows_than_at_first(rows: int) -> None:
+    model = build(KNOWN["llama"], torch.float32, max_position_embeddings=1024)
+    runner, modules = (ModelRunner(model, 1, 800) for _ in range(2))
+    modules._whole = None
+    tokens = np.arange(rows, dtype=np.int32) % 300
+    for batch in (pack([LineWork(Line(0, tokens), 0, rows, _tree(int(tokens[-1])))]), batches()[0]):
+        assert torch.allclose(runner.forward(batch), modules.forward(batch), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_act": "gelu"}), ("llama", {"head_dim": 24}), ("llama", {"hidden_size": 72, "num_attention_heads": 8}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_compute_is_left_to_the_modules(family: str, changes: dict[str, object]) -> None:
+    runner = ModelRunner(build(KNOWN[family], torch.float32, **changes), 1, 64)
+    assert runner._whole is None and RowModel.over(runner.model, runner.cache, {}) is None
+    assert len(runner.forward(batches()[0])) == 0

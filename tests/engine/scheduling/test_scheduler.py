@@ -1,0 +1,503 @@
+"""Admission, order, row budget and preemption."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from configs.slices import EngineOptions
+from decoding.request import CLEARED_TOKENS, Request, RequestState, SamplingParams
+from engine.errors import QueueFullError, RequestError
+from engine.scheduling.scheduler import OF_LATE_S, Place, Scheduler, Share
+
+
+def request(
+    name: str, prompt: int = 4, priority: int = 0, max_tokens: int = 50, account: str = "", weight: float = 1.0
+) -> Request:
+    return Request(name, [1] * prompt, SamplingParams(max_tokens=max_tokens), priority=priority, account=account, weight=weight)
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def oldest_slot(request: Request, free: Sequence[int]) -> tuple[int, int]:
+    return free[0], request.num_computed
+
+
+def scheduler(
+    *requests: Request,
+    running: int = 2,
+    step_tokens: int = 16,
+    waiting: int = 1000,
+    drafts: int = 3,
+    clock: Clock | None = None,
+    place: Place = oldest_slot,
+) -> Scheduler:
+    """To which some requests have come."""
+    options = EngineOptions(running, step_tokens, waiting, scheduling_policy="priority", max_wait_s=30.0)
+    made = Scheduler(options, drafts, place, clock or Clock())
+    for one in requests:
+        made.add(one)
+    return made
+
+
+def plan(of: Scheduler) -> dict[str, tuple[int, int]]:
+    return {share.request.request_id: (share.end, share.draft_rows) for share in of.schedule()}
+
+
+def compute(of: Scheduler, shares: Sequence[Share] | None = None) -> dict[str, tuple[int, int]]:
+    """Schedules, where that is not done, and does the step: prefills advance, finished prefills emit a token."""
+    shares = of.schedule() if shares is None else shares
+    for share in shares:
+        share.request.num_computed = share.end
+        if share.end == share.request.num_tokens:
+            share.request.commit([1])
+    of.check_integrity()
+    return {share.request.request_id: (share.end, share.draft_rows) for share in shares}
+
+
+def end_the_finished(of: Scheduler) -> None:
+    for one in list(of.running):
+        if not one.remaining:
+            of.remove(one)
+
+
+def test_requests_wait_when_slots_are_full_and_follow_in_order() -> None:
+    a, b, c = request("a"), request("b"), request("c")
+    s = scheduler(a, b, c)
+    assert list(plan(s)) == ["a", "b"] and s.num_waiting == 1 and s.num_free_slots == 0
+    s.remove(a)
+    assert a.state is RequestState.FINISHED and a.slot is None
+    assert list(plan(s)) == ["b", "c"] and s.num_waiting == 0
+    assert b.slot != c.slot
+
+
+def test_long_prefills_are_cut_into_chunks_that_fit() -> None:
+    s = scheduler(request("a", prompt=20), request("b", prompt=20))
+    assert compute(s) == {"a": (16, 0)}
+    assert compute(s) == {"a": (20, 0), "b": (12, 0)}
+    assert compute(s) == {"a": (21, 3), "b": (20, 0)}
+
+
+def two_that_decode_and_a_long_prompt() -> Scheduler:
+    """``a`` and ``b`` have their first token, ``c`` comes with 100 of a prompt; steps have 16 rows."""
+    s = scheduler(request("a"), request("b"), running=4, drafts=100)
+    compute(s)
+    s.add(request("c", prompt=100))
+    return s
+
+
+def test_prefills_get_the_rows_that_were_kept_for_drafts_and_not_drafted() -> None:
+    s = two_that_decode_and_a_long_prompt()
+    shares = s.schedule()
+    for drafted, rows in ((10, 4), (3, 11), (0, 14)):
+        assert [(share.request.request_id, share.end) for share in s.top_up(shares, drafted)] == [("a", 5), ("b", 5), ("c", rows)]
+    s.running[-1].num_computed = 99
+    compute(s)
+    assert s.top_up(s.schedule(), 0) == s.schedule()  # nobody prefills
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_topped_up_steps_keep_to_the_budget_and_take_nothing_away(seed: int) -> None:
+    rng = random.Random(seed)
+    s = scheduler(running=6, step_tokens=20, drafts=9)
+    for number in range(60):
+        s.add(request(str(number), prompt=rng.choice((1, 3, 30, 300)), priority=rng.randrange(3), max_tokens=rng.randint(1, 20)))
+    while s.running or s.num_waiting:
+        planned = s.schedule()
+        drafted = sum(rng.randint(0, share.draft_rows) for share in planned)
+        shares = s.top_up(planned, drafted)
+        rows = {share.request.request_id: share.end - share.request.num_computed for share in shares}
+        assert drafted + sum(rows.values()) <= 20
+        assert all(rows[one.request.request_id] >= one.end - one.request.num_computed for one in planned)
+        lacking = [one for one in s.running if rows.get(one.request_id, 0) < one.num_tokens - one.num_computed]
+        assert not lacking or drafted + sum(rows.values()) == 20  # none is left while somebody lacks some
+        compute(s, shares)
+        end_the_finished(s)
+
+
+def test_drafts_never_take_the_rows_of_a_prefill_and_ranks_that_share_a_step_draft_as_many_times_more() -> None:
+    """12 rows are for the two requests; 4 are kept for the prefill."""
+    s = two_that_decode_and_a_long_prompt()
+    assert {share.request.request_id: (share.end, share.draft_rows) for share in s.schedule(2)} == {
+        "a": (5, 10), "b": (5, 10), "c": (4, 0),
+    }  # fmt: skip
+    assert plan(s) == {"a": (5, 5), "b": (5, 5), "c": (4, 0)}  # and one rank again what it did before
+    few = scheduler(request("a"))
+    compute(few)
+    assert few.schedule(4)[0].draft_rows == 12
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("running", "drafts"), [(1, 64), (3, 2), (5, 64), (7, 64), (8, 0)])
+def test_rows_of_a_rank_never_exceed_the_budget(width: int, running: int, drafts: int) -> None:
+    step_tokens = 17
+    requests = (request(str(number), prompt=3 + number, max_tokens=2 + number) for number in range(running))
+    s = scheduler(*requests, running=running, step_tokens=step_tokens, drafts=drafts)
+    for _ in range(30):
+        shares = s.schedule(width)
+        partitioned = sum(-(-share.draft_rows // width) for share in shares)  # a rank gets no more of each tree
+        assert partitioned + sum(share.end - share.request.num_computed for share in shares) <= step_tokens
+        assert all(share.draft_rows <= drafts * width for share in shares)
+        compute(s, shares)
+        end_the_finished(s)
+    assert not s.running
+
+
+def test_no_draft_beyond_the_end_of_a_request() -> None:
+    s = scheduler(request("a", max_tokens=2))
+    compute(s)
+    assert plan(s)["a"] == (5, 0)  # one token may still come, and that is the bonus token
+
+
+def test_an_urgent_request_preempts_the_least_urgent_and_latest() -> None:
+    a, b = request("a", priority=1), request("b", priority=1)
+    s = scheduler(a, b)
+    compute(s)
+    urgent = request("c", priority=0)
+    s.add(urgent)
+    assert list(plan(s)) == ["a", "c"]
+    assert b.slot is None and b.num_computed == 0 and b.stats.preemptions == 1 and s.num_waiting == 1
+    s.remove(urgent)
+    assert plan(s)["b"] == (5, 0)  # prompt and output are computed again
+
+
+def test_a_preempted_request_goes_before_later_arrivals() -> None:
+    a = request("a")
+    s = scheduler(a, running=1)
+    compute(s)
+    s.add(request("b"))
+    s.preempt(a)
+    assert list(plan(s)) == ["a"]
+
+
+def test_a_full_queue_refuses() -> None:
+    s = scheduler(request("a"), running=1, waiting=1)
+    s.schedule()
+    s.add(request("b"))
+    with pytest.raises(QueueFullError, match="max_waiting"):
+        s.add(request("c"))
+    assert s.num_waiting == 1
+
+
+def test_a_waiting_request_can_be_removed() -> None:
+    a, b, c = request("a"), request("b"), request("c")
+    s = scheduler(a, b, c, running=1)
+    s.schedule()
+    s.remove(b)
+    s.remove(a)
+    assert list(plan(s)) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("max_running", {"max_running": 0}),
+        ("max_waiting", {"max_waiting": -1}),
+        ("max_step_tokens", {"max_step_tokens": 9}),
+        ("max_wait_s", {"max_wait_s": -1}),
+    ],
+)
+def test_options_out_of_range_name_the_field(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=field):
+        Scheduler(EngineOptions(**options), 4, oldest_slot)
+
+
+def test_first_come_first_served_knows_no_priorities() -> None:
+    s = Scheduler(EngineOptions(max_running=1), 3, oldest_slot)
+    s.add(request("a"))
+    with pytest.raises(RequestError, match="scheduling_policy") as refused:
+        s.add(request("b", priority=-1))
+    assert refused.value.field == "priority" and s.num_waiting == 1
+    s.add(request("c"))
+    assert list(compute(s)) == ["a"] and s.num_waiting == 1
+
+
+def test_who_waited_for_too_long_takes_the_next_free_slot_and_keeps_it() -> None:
+    clock = Clock()
+    s = scheduler(request("urgent0", priority=-1), running=1, clock=clock)
+    compute(s)
+    s.add(request("later", priority=5))
+    s.add(request("patient", priority=9))
+    for at in range(1, 4):
+        clock.now_s = 10.0 * at
+        s.add(request(f"urgent{at}", priority=-1))
+        assert list(compute(s)) == [f"urgent{at - 1}"]  # who runs is not put out by one as urgent
+        s.remove(s.running[0])
+        if at == 3:
+            break
+        compute(s)
+    assert list(compute(s)) == ["later"]  # it came before patient: all waits are over at 30 s
+    s.add(request("urgent4", priority=-100))
+    assert list(compute(s)) == ["later"]
+    s.remove(s.running[0])
+    assert list(compute(s)) == ["patient"]
+    s.remove(s.running[0])
+    assert list(compute(s)) == ["urgent4"]
+
+
+def test_waits_add_up_over_preemptions() -> None:
+    clock, a = Clock(), request("a", priority=1)
+    s = scheduler(a, running=1, clock=clock)
+    compute(s)
+    for at in range(3):
+        urgent = request(f"urgent{at}", priority=0)
+        s.add(urgent)
+        assert list(compute(s)) == [urgent.request_id]
+        clock.now_s += 10.0
+        s.remove(urgent)
+        assert list(compute(s)) == ["a"]
+    assert a.waited_s == 30.0
+    s.add(request("urgent3", priority=0))
+    assert list(compute(s)) == ["a"] and a.stats.preemptions == 3
+
+
+def test_short_prompts_pass_a_long_one_that_keeps_half_of_the_rows() -> None:
+    s = scheduler(request("book", prompt=1000), running=4)
+    assert compute(s) == {"book": (16, 0)}
+    for name, prompt in (("chapter", 400), ("page", 40), ("line", 6)):
+        s.add(request(name, prompt=prompt))
+    assert compute(s) == {"book": (24, 0), "page": (2, 0), "line": (6, 0)}
+    assert compute(s) == {"line": (7, 3), "book": (30, 0), "page": (8, 0)}  # 4 rows decode, 12 are left
+    while (left := {r.request_id: r.num_computed for r in s.running})["page"] < 39:
+        compute(s)
+    assert left["book"] < 100 and left["chapter"] < 40  # what the shortest leaves of their half is the next one's
+
+
+def test_a_more_urgent_prefill_passes_and_the_first_goes_on() -> None:
+    s = scheduler(request("first", prompt=100, priority=1))
+    compute(s)
+    s.add(request("urgent", prompt=100, priority=0))
+    assert compute(s) == {"first": (24, 0), "urgent": (8, 0)}
+    s = scheduler(request("first", prompt=100))
+    compute(s)
+    s.add(request("less urgent", prompt=10, priority=1))
+    assert compute(s) == {"first": (32, 0)}
+
+
+def test_a_request_bounds_its_own_drafts() -> None:
+    bounds = {"a": None, "b": 2, "c": 0}
+    requests = (Request(name, [1] * 4, SamplingParams(max_tokens=50), max_draft_tokens=most) for name, most in bounds.items())
+    s = scheduler(*requests, running=3, step_tokens=64, drafts=5)
+    compute(s)
+    assert plan(s) == {"a": (5, 5), "b": (5, 2), "c": (5, 0)}
+    assert [share.draft_rows for share in s.schedule(3)] == [15, 6, 0]
+
+
+def test_slots_are_given_by_whom_knows_what_they_hold() -> None:
+    asked: list[tuple[str, list[int]]] = []
+
+    def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
+        asked.append((one.request_id, list(free)))
+        return free[-1], one.num_prompt - 2
+
+    s = scheduler(*(request(name, prompt=10) for name in "abc"), running=3, place=place)
+    assert compute(s) == {"a": (10, 0), "b": (10, 0), "c": (10, 0)}  # two rows each
+    assert asked == [("a", [0, 1, 2]), ("b", [0, 1]), ("c", [0])]
+    s.remove(s.running[1])
+    s.remove(s.running[0])
+    s.add(request("d"))
+    compute(s)
+    assert asked[-1] == ("d", [1, 2])  # the one that was released longest ago first
+
+
+def test_who_needs_what_another_computes_waits_and_is_asked_for_again() -> None:
+    asked: list[tuple[str, int | None]] = []
+
+    def place(one: Request, free: Sequence[int]) -> tuple[int, int]:
+        asked.append((one.request_id, one.slot))
+        others = [other.num_computed for other in s.running if other is not one and other.scope == one.scope]
+        return free[0], max([one.num_computed, *(min(count, 69) for count in others)])
+
+    s = scheduler(running=4, step_tokens=32, place=place)
+    for name, scope in (("a", "s"), ("b", "s"), ("c", "t")):
+        one = request(name, prompt=70)
+        one.scope = scope
+        s.add(one)
+    assert compute(s) == {"a": (32, 0)}
+    assert compute(s) == {"a": (64, 0)}
+    assert compute(s) == {"a": (70, 0), "b": (70, 0), "c": (20, 0)}  # 6 tokens are not worth waiting for
+    assert asked == [("a", None), ("b", None), ("c", None), ("b", 1), ("c", 2), ("b", 1), ("c", 2)]
+
+
+def test_who_waits_for_another_does_not_keep_its_rows() -> None:
+    s = scheduler(running=3, step_tokens=64)
+    for name, scope in (("a", "s"), ("b", "s"), ("c", None)):
+        one = request(name, prompt=40)
+        one.scope = scope
+        s.add(one)
+    assert compute(s) == {"a": (40, 0), "c": (24, 0)}
+    assert compute(s) == {"a": (41, 3), "b": (40, 0), "c": (40, 0)}
+
+
+HARMS: dict[str, Callable[[Scheduler], object]] = {
+    "a slot is lost": lambda s: setattr(s.running[0], "slot", None),
+    "a slot is lent twice": lambda s: setattr(s.running[0], "slot", s.running[1].slot),
+    "too much is computed": lambda s: setattr(s.running[0], "num_computed", s.running[0].num_tokens),
+    "one ends in the queue": lambda s: setattr(list(s.requests())[-1], "state", RequestState.FINISHED),
+    "one runs twice": lambda s: s.running.append(s.running[0]),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_check_integrity_finds_what_is_lost(harm: str) -> None:
+    s = scheduler(*map(request, "abcd"), running=3)
+    compute(s)
+    s.check_integrity()
+    HARMS[harm](s)
+    with pytest.raises(AssertionError):
+        s.check_integrity()
+
+
+def flood(of: Scheduler, account: str, count: int, weight: float = 1.0, prompt: int = 4) -> list[Request]:
+    """Requests of an account, named by it and a number."""
+    first = sum(one.account == account for one in of.requests())
+    names = [f"{account}{first + number}" for number in range(count)]
+    requests = [request(name, prompt, account=account, weight=weight) for name in names]
+    for one in requests:
+        of.add(one)
+    return requests
+
+
+def slots(of: Scheduler) -> dict[str, int]:
+    """How many each account has."""
+    return dict(collections.Counter(one.account for one in of.running))
+
+
+def test_slots_are_shared_among_accounts_whoever_came_first() -> None:
+    s = scheduler(running=8, step_tokens=64)
+    flooding = flood(s, "a", 40)
+    compute(s)
+    assert slots(s) == {"a": 8}
+    flood(s, "b", 1)
+    compute(s)
+    assert slots(s) == {"a": 7, "b": 1}
+    assert [one.stats.preemptions for one in flooding[:8]] == [0] * 7 + [1]  # the latest gave its slot
+    flood(s, "b", 9)
+    flood(s, "c", 9, weight=2.0)
+    compute(s)
+    assert slots(s) == {"a": 2, "b": 2, "c": 4}
+    taken = s.num_preemptions
+    for _ in range(20):
+        compute(s)
+    assert s.num_preemptions == taken  # nobody takes a slot of another's share
+
+
+def test_steps_are_short_where_several_accounts_come() -> None:
+    clock = Clock()
+    s = scheduler(running=4, step_tokens=64, clock=clock)
+    flood(s, "a", 1, prompt=1000)
+    assert compute(s) == {"a0": (64, 0)}
+    flood(s, "b", 1, prompt=4)
+    assert compute(s) == {"a0": (76, 0), "b0": (4, 0)}  # 16 rows of prompts
+    s.remove(s.running[1])
+    assert compute(s) == {"a0": (92, 0)}  # another one of b may come
+    clock.now_s = OF_LATE_S + 1
+    assert compute(s) == {"a0": (156, 0)}
+
+
+def test_a_suspect_is_computed_alone_until_it_is_cleared() -> None:
+    s = scheduler(request("a"), request("long", prompt=40), running=3)
+    compute(s)
+    suspects = [Request(name, [1] * 20, SamplingParams(max_tokens=50), emitted=(1, 1), suspect=True) for name in "xy"]
+    s.add(suspects[0])
+    s.add(suspects[1])
+    assert [set(compute(s)) for _ in range(17)] == [{"x"}] * 17  # two steps for its prompt, of which one emits a token
+    assert suspects[0].num_output - suspects[0].num_given == CLEARED_TOKENS
+    s.remove(suspects[0])
+    assert set(compute(s)) == {"y"}  # which got the slot
+    s.remove(suspects[1])
+    assert set(compute(s)) == {"a", "long"}
+
+
+def test_a_suspect_that_waits_for_a_slot_holds_nobody_up() -> None:
+    s = scheduler(request("a"), running=1)
+    compute(s)
+    s.add(Request("x", [1] * 4, SamplingParams(max_tokens=50), suspect=True))
+    assert set(compute(s)) == {"a"}
+
+
+def test_one_accounts_requests_are_not_preempted_for_its_own() -> None:
+    s = scheduler()
+    flood(s, "a", 20)
+    for _ in range(10):
+        compute(s)
+    assert s.num_preemptions == 0 and [one.request_id for one in s.running] == ["a0", "a1"]
+
+
+def test_with_one_slot_accounts_take_turns() -> None:
+    """In order of arrival the flood's ten would be first."""
+    s = scheduler(running=1)
+    flood(s, "a", 10)
+    compute(s)
+    flood(s, "b", 3)
+    order = []
+    for _ in range(8):
+        compute(s)
+        order.append(s.running[0].request_id)
+        s.remove(s.running[0])
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "a4"]
+
+
+def test_turns_are_not_saved_up() -> None:
+    s = scheduler(running=1)
+    flood(s, "a", 6)
+    for _ in range(4):
+        compute(s)
+        s.remove(s.running[0])
+    flood(s, "b", 6)
+    order = []
+    for _ in range(4):
+        compute(s)
+        order.append(s.running[0].account)
+        s.remove(s.running[0])
+    assert sorted(order) == ["a", "a", "b", "b"]
+
+
+def test_urgent_requests_go_before_fair_ones() -> None:
+    s = scheduler(*(request(f"urgent{number}", priority=-1, account="a") for number in range(4)))
+    compute(s)
+    flood(s, "b", 2)
+    compute(s)
+    assert slots(s) == {"a": 2}
+
+
+def test_rows_of_prefills_are_shared_among_accounts() -> None:
+    s = scheduler(running=4, step_tokens=256)  # a quarter of them for prompts of several accounts
+    flood(s, "a", 2, prompt=1000)
+    flood(s, "b", 1, prompt=20)
+    flood(s, "c", 1, prompt=200)
+    rows = plan(s)
+    ends = {account: sum(end for name, (end, _) in rows.items() if name[0] == account) for account in "abc"}
+    assert ends["b"] == 20 and ends["a"] == ends["c"] == 22
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_is_lost_whatever_comes_and_goes(seed: int) -> None:
+    """Random arrivals and ends of accounts of several weights: after each step all is where it belongs, who decodes never waits,
+    and all end."""
+    rng = random.Random(seed)
+    s = scheduler(running=5, step_tokens=40)
+    for number in range(2000):
+        if number < 300 and rng.random() < 0.7:
+            account, priority = rng.choice("aaaaabc"), rng.choice([0, 0, 1])
+            weight, prompt = {"a": 1.0, "b": 0.5, "c": 3.0}[account], rng.choice((1, 3, 30, 60, 300))
+            s.add(request(f"{account}{number}", prompt, priority, rng.randint(1, 20), account, weight))
+        decoding = {one.request_id for one in s.running if one.num_computed == one.num_tokens - 1}
+        computed = compute(s).keys()
+        assert decoding & {one.request_id for one in s.running} <= computed
+        end_the_finished(s)
+        for one in [one for one in s.requests() if rng.random() < 0.02]:
+            s.remove(one)
+    assert not s.running and s.num_free_slots == 5 and s.num_waiting == 0

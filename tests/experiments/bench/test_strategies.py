@@ -1,0 +1,193 @@
+"""``outrider bench strategies`` from end to end on a tiny model, and transformers' assisted generation beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from experiments.bench.__main__ import main
+from experiments.bench.engines.competition import Tally, decode_ratios, where_time_goes
+from experiments.bench.engines.contestants import Prompt, Run
+from experiments.bench.engines.models import Workload, fitting
+from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate
+from experiments.bench.strategies import unfaithful
+from tests.helpers.models import llama_config, save_model
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+OURS = ("autoregressive", "llma:copy_length=4", "prompt_lookup")
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    records = [
+        {"id": "k/1", "prompt": SENTENCE, "output": SENTENCE * 2},
+        {"id": "k/2", "prompt": "Who?", "output": "Nobody."},
+        {"id": "k/3", "prompt": SENTENCE * 40, "output": "too long for the tiny model"},
+    ]
+    path = tmp_path / "known.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def bench(*arguments: object, code: int = 0) -> None:
+    strategies = [part for name in OURS for part in ("--strategy", name)]
+    assert main(["strategies", *(str(argument) for argument in arguments), *strategies, "--repeats", "2"]) == code
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    path, picture = sorted(folder.iterdir())
+    assert path.suffix == ".json" and ElementTree.parse(picture).getroot().tag.endswith("svg")
+    record: dict[str, Any] = json.loads(path.read_text())
+    assert record["name"] == "bench-strategies" and "revision" in (record["git"] or {"revision": ""})
+    return record
+
+
+def test_all_contestants_give_the_same_outputs(
+    tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = (workloads / "a.jsonl", workloads / "b.jsonl")
+    out = tmp_path / "out"
+    bench("--model", tiny_model, "--prompts", *files, "--max-tokens", 16, "--dtype", "float64", "--out", out, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    record = record_of(out)
+    assert record["results"] == printed
+    assert (record["seed"], record["config"]["dtype"]) == (0, "float64")
+    assert [(w["records"], w["too_long"]) for w in printed["workloads"].values()] == [(2, 0), (1, 1)]
+    assert list(printed["overall"]) == ["generate", "generate + lookup", "generate + early exit 1", *OURS]
+    for name, row in printed["overall"].items():
+        assert (row["identical"], row["records"]) == (3, 3), name
+        assert len(row["ratio"]) == len(row["decode_ratio"]) == len(row["ratio_to_lookup"]) == 2
+        assert row["tokens_per_step"] >= 1.0 and row["ms"]["forward"] > 0 and row["ms"]["prefill"] > 0
+    assert printed["overall"]["generate"]["ratio"] == [1.0, 1.0]
+    rows = printed["workloads"]["a"]["contestants"]
+    assert rows["autoregressive"]["tokens_per_step"] == 1.0 and rows["autoregressive"]["drafted_per_step"] == 0.0
+    assert rows["generate + lookup"]["ms"]["propose"] is None and rows["llma:copy_length=4"]["ms"]["propose"] > 0
+
+
+def test_a_guided_run_of_random_weights_follows_the_known_outputs(
+    tiny_model: Path, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    guided = ("--guided", "--random-model", "tiny", "--tokenizer", tiny_model, "--seed", 5)
+    bench(*guided, "--prompts", known, "--records", 2, "--out", out, "--budget", 8)
+    shown = capsys.readouterr()
+    assert "assisted generation does not run" in shown.err and "llma:copy_length=4" in shown.out
+    record = record_of(out)
+    assert record["seed"] == 5
+    overall = record["results"]["overall"]
+    assert all((row["identical"], row["records"]) == (2, 2) for row in overall.values())
+    assert overall["generate"]["tokens_per_step"] == 1.0 < overall["llma:copy_length=4"]["tokens_per_step"]
+    accepted = overall["prompt_lookup"]["accepted_per_step"]
+    assert list(accepted) == ["prompt_lookup"] and 0 < accepted["prompt_lookup"] < 8
+
+
+def test_a_real_model_can_be_guided_too(tiny_model: Path, known: Path, tmp_path: Path) -> None:
+    bench("--guided", "--model", tiny_model, "--prompts", known, "--max-tokens", 9, "--out", tmp_path / "out")
+    workload = record_of(tmp_path / "out")["results"]["workloads"]["known"]
+    assert (workload["records"], workload["too_long"]) == (2, 1)
+    assert {row["identical"] for row in workload["contestants"].values()} == {2}
+
+
+def test_assisted_generation_gives_the_tokens_of_generate(stock: PreTrainedModel, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "assistant", llama_config(num_hidden_layers=1), seed=1)
+    assistant = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    prompts = [Prompt("one", [5, 6, 7, 8] * 4, []), Prompt("two", [9, 10], [])]
+    expected = [StockGenerate(stock, 12, ()).run([prompt]).outputs[0] for prompt in prompts]
+    for helper, name in ((1, "generate + early exit 1"), (assistant, "generate + assistant")):
+        contestant = StockAssisted(stock, 12, (), helper)
+        run = contestant.run(prompts)
+        assert (contestant.name, run.outputs) == (name, expected)
+        assert 2 <= run.steps <= 24 and run.accepted_by_source == {"assistant": 24 - run.steps}
+    assert run.propose_s is not None and run.propose_s > 0
+    assert stock.config.num_hidden_layers == 2
+
+
+def test_a_fault_of_transformers_leaves_the_others_running(
+    tiny_model: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: StockAssisted, prompts: list[Prompt]) -> Run:
+        raise ValueError("no early exit here")
+
+    monkeypatch.setattr(StockAssisted, "run", broken)
+    bench("--model", tiny_model, "--prompts", known, "--records", 1, "--max-tokens", 3, "--out", tmp_path / "out")
+    results = record_of(tmp_path / "out")["results"]
+    assert results["skipped"] == {"generate + early exit 1": "transformers could not run it: no early exit here"}
+    assert list(results["overall"]) == ["generate", "generate + lookup", *OURS]
+
+
+def test_times_of_a_step_leave_out_the_prefill() -> None:
+    base, own = Tally.empty(2), Tally.empty(2)
+    for repeat in range(2):
+        base.add(repeat, Run([[1] * 11], 11, 1.0, 9.0, 0.0, 0), 11.0)
+        own.add(repeat, Run([[1] * 11], 6, 1.0, 2.0, 0.5, 20, {"llma": 5}), 5.0)
+    assert decode_ratios(own, base) == [2.5, 2.5]
+    assert where_time_goes(own, prefills=2) == {"propose": 100.0, "forward": 400.0, "rest": 300.0, "prefill": 1000.0}
+    assert (own.drafted, own.accepted_by_source) == (40, {"llma": 10})
+    own.add(0, Run([[1]], 1, 1.0, 0.0), 1.0)
+    assert own.drafted is None and where_time_goes(own, prefills=3)["propose"] is None
+
+
+def test_only_exact_runs_must_be_identical() -> None:
+    rows = {"llma:copy_length=2": {"identical": 1, "records": 2}, "prompt_lookup": {"identical": 2, "records": 2}}
+    results = {"overall": rows, "lossless": list(rows)}
+    wrong = ["llma:copy_length=2 is not identical to plain decoding"]
+    assert unfaithful(results, Namespace(guided=False, dtype="float32")) == wrong
+    assert unfaithful(results, Namespace(guided=True, dtype="bfloat16")) == wrong
+    assert unfaithful(results, Namespace(guided=False, dtype="bfloat16")) == []
+
+
+def test_workloads_without_a_usable_record_are_refused() -> None:
+    prompt = Prompt("x", [1] * 9, [])
+    with pytest.raises(ValueError, match="no record of w fits the context of 10 tokens"):
+        fitting(Workload("w", [prompt], 0), 2, 10)
+    with pytest.raises(ValueError, match="two records of w have one id"):
+        fitting(Workload("w", [prompt, prompt], 0), 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--budget", "-1"], "--budget must be at least 0"),
+        (["--random-model", "tiny"], "--random-model needs --guided, --tokenizer and a --dtype"),
+        (["--prompts", "a/x.jsonl", "b/x.jsonl"], "two files of --prompts have one name"),
+    ],
+)
+def test_options_that_do_not_go_together_end_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["strategies", *([] if "--prompts" in arguments else ["--prompts", "p.jsonl"]), *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_bad_names_are_one_line(tiny_model: Path, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["strategies", "--model", str(tiny_model), "--out", str(tmp_path / "out"), "--prompts"]
+    assert main([*arguments, str(known), "--strategy", "llam"]) == 2
+    assert main([*arguments, str(tmp_path / "absent.jsonl")]) == 2
+    assert main([*arguments, str(known), "--records", "1", "--assistant", str(tmp_path / "absent")]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert ["did you mean 'llma'" in errors[0], "could not be read" in errors[1], "--assistant" in errors[2]] == [True] * 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_hands_its_options_to_the_experiment() -> None:
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 2
+    assert "outrider bench strategies: error: --repeats must be at least 1, got 0" in done.stderr

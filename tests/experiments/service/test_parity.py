@@ -1,0 +1,87 @@
+"""``experiments.service.parity.run``: its cases against a real replica, what it calls a difference, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.http.api import Service
+from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from configs.slices import EngineOptions, SpeculationOptions
+from experiments.bench.run import run
+from experiments.service.parity import run as parity
+from experiments.service.parity.answers import Answer, Choice, differences, read
+from experiments.service.parity.cases import Said, cases
+from tests.cluster.circle import TOKENIZER, local_engine, served
+
+NOT_ANSWERS = {"model", "messages", "stream", "stream_options"}  # asked for in every case, or in every streamed one
+
+
+@pytest.fixture(scope="module")
+def url(circle_model: Path) -> Iterator[str]:
+    """The address of a server with a replica in this process."""
+    speculation = SpeculationOptions("llma", max_draft_tokens=8, strategies=("prompt_lookup", "jacobi"))
+    options = EngineOptions(max_running=6)
+    with (
+        local_engine(circle_model, speculation, options, max_model_len=2048) as engine,
+        served(Service(engine, TOKENIZER, open_metrics=True)) as address,
+    ):
+        yield address
+
+
+def test_no_parameter_changes_an_answer(url: str, tmp_path: Path) -> None:
+    options = ["--strategy", "llma", "--prompt", "abcdefgh-abcdefgh<", "--max-tokens", "13", "--answers", "streamed"]
+    assert run(parity.BENCH, ["--url", f"{url}/v1", *options, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*-parity.json")
+    record = json.loads(path.read_text())
+    rows: dict[str, Any] = record["results"]["parameters"]
+    assert not record["results"]["mismatches"] and "none" not in json.dumps(record["config"].get("key", ""))
+    # This template shows no tools, and there is no tenant whose texts could be shared; all else is answered.
+    assert {name for name, row in rows.items() if row["refused"]} == {"tools", "tool_choice", "parallel_tool_calls", "cache"}
+    assert sum(row["accepted"] for row in rows.values()) > 500, "little was drafted: nothing was shown"
+    assert all(row["gap"] < 1e-3 for row in rows.values())
+    assert all(row["mismatches"] == 0 for row in rows.values())
+    for body in (ChatCompletionRequest, CompletionRequest):
+        assert not body.model_fields.keys() - rows.keys() - NOT_ANSWERS, "parameters that no case asks for"
+
+
+def test_what_is_a_difference() -> None:
+    def answer(**changes: Any) -> Answer:
+        choice = Choice(**({"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]} | changes))
+        return Answer(200, choices={0: choice}, usage={"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}})
+
+    assert differences(answer(), answer()) == ([], 0.0)
+    names, gap = differences(answer(), answer(logprobs=[-0.1, -0.21]))
+    assert not names and gap == pytest.approx(0.01)
+    assert differences(answer(), answer(logprobs=[-0.1, -0.3]))[0] == ["logprobs"]
+    assert differences(answer(), answer(text="ac", finish_reason="length"))[0] == ["choices[0].text", "choices[0].finish_reason"]
+    assert differences(answer(), Answer(400, "no")) == (["status", "error", "choices"], 0.0)
+    other = answer()
+    other.usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+    assert differences(answer(), other)[0] == ["usage.completion_tokens"]
+
+
+def test_streams_are_put_together() -> None:
+    events = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in ("a", "b")]
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    assert read(200, text + "data: [DONE]\n\n").choices[0].text == "ab"
+    assert read(200, text).error == "the stream has no [DONE]"
+
+
+def test_what_cannot_be_measured(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # An unknown strategy is refused, and plain decoding is not.
+    assert run(parity.BENCH, ["--url", url, "--strategy", "unknown", "--field", "n", "--out", str(tmp_path)]) == 1
+    assert run(parity.BENCH, ["--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 2
+    assert "ConnectError" in capsys.readouterr().err
+    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+
+
+def test_values_are_taken_from_what_is_said() -> None:
+    said = Said("p", "one two three", [5, 6, 7], [1, 2])
+    stops = [case.body["stop"] for case in cases(said) if case.field == "stop"]
+    assert stops[0] in said.text and all(text in said.text for text in stops[1])

@@ -1,0 +1,72 @@
+"""Attention written out in float64, and what ``slot_attention`` computes by it, for devices and types that it is not for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.forward.batch import AttentionCall
+from engine.forward.cuda.slot_attention import SlotAttention
+from engine.forward.cuda.step_buffers import StepRows
+from engine.kv.kv_cache import KVShape
+
+
+def reference_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[rows, heads, head_dim] float64 on the CPU: each row over the keys that it sees.
+
+    Args:
+        query: [heads, rows, head_dim].
+        keys: [kv_heads, entries, head_dim].
+        values: as keys.
+        visible: [rows, entries] bool.
+        scale: of the scores.
+        softcap: their bound.
+    """
+    group = query.shape[0] // keys.shape[0]
+    keys, values = (each.double().cpu().repeat_interleave(group, 0) for each in (keys, values))
+    scores = torch.matmul(query.double().cpu(), keys.transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.matmul(scores.masked_fill(~visible, float("-inf")).softmax(-1), values).transpose(0, 1)
+
+
+def tree_mask(rng: np.random.Generator, rows: int, before: int = 0) -> np.ndarray:
+    """[rows, before + rows] bool of a random tree, of which an earlier forward computed the first rows: who sees whom."""
+    mask = np.eye(before + rows, dtype=np.bool_)
+    for row in range(1, before + rows):
+        mask[row] |= mask[int(rng.integers(0, row))]
+    return mask[before:]
+
+
+class ReferenceAttention(SlotAttention):
+    """See ``SlotAttention``, of which it shares the interface alone."""
+
+    def __init__(self, shape: KVShape, heads: int, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.rows_of_tile = 3
+
+    def attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, output: torch.Tensor) -> None:
+        """See ``SlotAttention.attend``."""
+        query = call.query
+        assert query.shape[2] == self.rows and keys.shape[2] == self.capacity
+        tiled = [row for first, count in rows.tiles.tolist() for row in range(first, first + count)]
+        assert tiled == (rows.position >= 0).nonzero()[:, 0].tolist()  # each row that computes something is in one tile
+        for row in tiled:
+            slot, entry = int(rows.slot[row]), int(rows.entry[row])
+            keys[slot, :, entry], values[slot, :, entry] = call.key[0, :, row], call.value[0, :, row]
+        output.zero_()
+        for row in tiled:
+            slot, start, position = int(rows.slot[row]), int(rows.start[row]), int(rows.position[row])
+            seen = torch.cat([torch.arange(start), rows.path[row, : position - start + 1].cpu().long()])
+            assert seen[-1] == rows.entry[row] and len(set(seen.tolist())) == position + 1
+            if call.window is not None:
+                seen = seen[-call.window :]
+            own = query[0, :, row, None], keys[slot][:, seen], values[slot][:, seen]
+            output[0, row] = reference_attention(*own, torch.ones(1, len(seen), dtype=torch.bool), call.scale, call.softcap)[0]

@@ -1,0 +1,260 @@
+"""Tiny random models, a tokenizer, and engines over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from configs.slices import EngineOptions
+from decoding.budget.latency import LatencyCurve
+from decoding.drafters.base import Drafter
+from decoding.drafters.by_request import ByRequest
+from decoding.request import Request
+from decoding.tree import DraftTree, Int32Array
+from engine.engine import Engine
+from engine.executor import Executor, LocalExecutor
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.runner import ModelRunner
+from engine.loading.model_info import ModelInfo
+from engine.loading.model_tables import bigram_table, unigram_ranking
+
+END = "<|endoftext|>"
+VOCAB = 320
+CONTEXT = 128  # tokens of prompt and output together, of all models of ``FAMILIES``
+MAX_DRAFT = 16  # rows that an engine over a tiny model drafts for one request
+SLOTS = 4
+SENTENCES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "A request travels from the door to the engine and back again.",
+    "Größe, naïve, 東京, café, emoji 🙂 and other characters that take several bytes.",
+)
+
+_COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_MIXED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def llama_config(**changes: object) -> LlamaConfig:
+    """A Llama of two layers with grouped-query attention."""
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": None,
+        "eos_token_id": 0, "head_dim": 32,
+    }  # fmt: skip
+    return LlamaConfig(**{**settings, **changes})
+
+
+# The families whose outputs are proven to be exact. Windows are shorter than the sequences of the tests.
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_GROUPED, initializer_range=0.1, head_dim=32),
+    "mistral": MistralConfig(**_GROUPED, initializer_range=0.1, sliding_window=12),
+    "qwen2": Qwen2Config(**_GROUPED, initializer_range=0.1, use_sliding_window=True, **_MIXED),
+    "qwen3": Qwen3Config(**_GROUPED, initializer_range=0.1, head_dim=16),
+    "phi3": Phi3Config(**_GROUPED, initializer_range=0.1, sliding_window=20),
+    "opt": OPTConfig(**_COMMON, init_std=0.1, ffn_dim=64, word_embed_proj_dim=48),
+    "gpt2": GPT2Config(**_COMMON, initializer_range=0.1),
+    "gpt_neox": GPTNeoXConfig(**_COMMON, initializer_range=0.1),
+    "glm": GlmConfig(**_GROUPED, initializer_range=0.1, head_dim=12),
+    "glm4": Glm4Config(**_GROUPED, initializer_range=0.1, head_dim=12),
+    "gemma": GemmaConfig(**_GROUPED, initializer_range=0.1, head_dim=16),
+    "gemma2": Gemma2Config(
+        **_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, query_pre_attn_scalar=1, attn_logit_softcapping=1.0
+    ),
+    "gemma3": Gemma3TextConfig(**_GROUPED, **_MIXED, initializer_range=0.1, head_dim=16, query_pre_attn_scalar=16),
+    "mixtral": MixtralConfig(**_GROUPED, initializer_range=0.1, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+# Of the weights. Chosen so that greedy outputs vary, repeat themselves in places, and are nowhere within rounding of a tie.
+_SEEDS = {
+    "llama": 9, "mistral": 4, "qwen2": 6, "qwen3": 3, "phi3": 1, "opt": 9, "gpt2": 8, "gpt_neox": 10, "glm": 11, "glm4": 9,
+    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6,
+}  # fmt: skip
+
+
+# Types for which there is compiled code on a CPU; those for which this one has none are skipped.
+COMPILED = [
+    pytest.param(dtype, marks=pytest.mark.skipif(not has_kernels(torch.device("cpu"), dtype), reason="no code for it here"))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+]
+
+
+class TinyTarget:
+    """What drafters may ask of a tiny model: its own tables, computed once, and a step time that no clock decides."""
+
+    vocab_size: int = VOCAB
+    end_token_ids: tuple[int, ...] = (0,)
+    max_model_len: int = CONTEXT
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @cached_property
+    def _bigrams(self) -> Int32Array:
+        return bigram_table(self._runner, VOCAB, VOCAB, None)
+
+    @cached_property
+    def _unigrams(self) -> Int32Array:
+        return unigram_ranking(self._runner.model, VOCAB)
+
+    def bigram_table(self, width: int) -> Int32Array:
+        """See ``decoding.drafters.base.Target``."""
+        return self._bigrams[:, :width].copy()
+
+    def unigram_ranking(self, width: int) -> Int32Array:
+        """See ``decoding.drafters.base.Target``."""
+        return self._unigrams[:width].copy()
+
+    def latency(self) -> LatencyCurve:
+        """A step of many rows costs little more than one of few, as on a GPU."""
+        return LatencyCurve((1, 64), (0.0101, 0.0164), context=0, sequence_s=0.0, entry_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A random model twice, with the same weights."""
+
+    stock: PreTrainedModel  # as transformers runs it
+    runner: ModelRunner  # with tree attention and ``SLOTS`` slots
+    target: TinyTarget
+
+
+@cache
+def tiny_model(family: str, dtype: str) -> TinyModel:
+    """A random model of a family; tests share it, one after another.
+
+    Args:
+        family: a key of ``FAMILIES``.
+        dtype: float32, or float64 with the same weights.
+    """
+    torch.manual_seed(_SEEDS[family])
+    plain = "eager" if family == "gemma2" else "sdpa"  # transformers bounds scores in no other attention
+    stock, tree = (
+        AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family]), dtype=torch.float32, attn_implementation=attention)
+        for attention in (plain, TREE_ATTENTION)
+    )
+    tree.load_state_dict(stock.state_dict())
+    stock.generation_config.eos_token_id = 0
+    if dtype == "float64":
+        stock.set_experts_implementation("eager")  # as the runner does
+    stock, tree = (model.to(getattr(torch, dtype)).eval() for model in (stock, tree))
+    runner = ModelRunner(tree, SLOTS, CONTEXT + MAX_DRAFT)
+    return TinyModel(stock, runner, TinyTarget(runner))
+
+
+def prepared(drafter: Drafter, model: TinyModel) -> Drafter:
+    """The drafter, with what it asks of the model."""
+    drafter.prepare(model.target)
+    return drafter
+
+
+def nearly(output: Sequence[int]) -> list[int]:
+    """A reference that is right in places: the output with every seventh token changed."""
+    return [(token + 1) % VOCAB if at % 7 == 6 else token for at, token in enumerate(output)]
+
+
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    """The outputs of requests that are added at once; the engine's integrity is checked after each step."""
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return [request.output_ids.tolist() for request in requests]
+
+
+def engine_over(
+    runner: ModelRunner,
+    drafter: Drafter,
+    batch: int = SLOTS,
+    step_tokens: int = 256,
+    strategy: str = "test",
+    executor: Executor | None = None,
+    prefix_caching: bool = True,
+) -> Engine:
+    """An engine over a model that others use as well, one after another; token ids in, token ids out.
+
+    Args:
+        runner: of ``tiny_model``.
+        drafter: new.
+        batch: requests in one step, at most ``SLOTS``.
+        step_tokens: rows of one forward.
+        strategy: the name to show.
+        executor: of the runner, where it is not the plain one.
+        prefix_caching: whether requests of a tenant reuse each other's KV.
+    """
+    info = ModelInfo(
+        served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
+        device="cpu", num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
+        model_revision="tiny", tokenizer_revision="none",
+        strategies=drafter.strategies if isinstance(drafter, ByRequest) else (),
+    )  # fmt: skip
+    options = EngineOptions(
+        max_running=batch, max_step_tokens=step_tokens, scheduling_policy="priority", prefix_caching=prefix_caching
+    )
+    return Engine(executor or LocalExecutor(runner), drafter, options, MAX_DRAFT, info)
+
+
+def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:
+    """A random model of a configuration, with a byte-level tokenizer of ``VOCAB`` entries."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES * 3, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+    return folder
+
+
+def tree_of(tokens: Sequence[int] | Int32Array, parents: Sequence[int]) -> DraftTree:
+    """A tree of rows that nobody in particular drafted."""
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.zeros(len(parents), np.int8), len(parents))
+
+
+def random_tree(rng: np.random.Generator, root: int, rows: int, reach: int = CONTEXT) -> DraftTree:
+    """Any tokens, each below one of the ``reach`` rows before it."""
+    parents = [-1, *(int(rng.integers(max(0, row - reach), row)) for row in range(1, rows))]
+    return tree_of([root, *rng.integers(0, VOCAB, rows - 1)], parents)
+
+
+def draft_with(engine: Engine, drafter: Drafter) -> None:
+    """Has an engine without requests draft with another drafter than its strategy's."""
+    engine._drafter = engine._planner._drafter = drafter
