@@ -76,13 +76,13 @@ class Guard(CircuitBreakerListener):
     def state_change(self, cb: CircuitBreaker, old_state: Any, new_state: Any) -> None:
         """Logs the beginning and the end of an outage, but not the attempts in between; called by pybreaker."""
         if old_state.name == STATE_CLOSED and new_state.name == STATE_OPEN:
-            self.opened += 1
             assert self._last is not None
             words = " ".join(str(self._last).split())[:_MESSAGE_CHARS]
             logger.warning(
                 "%s: %s (%s: %s); going on without, next attempt every %g s",
                 self._doing, failure_kind(self._last), type(self._last).__name__, words, self._retry_s,
             )  # fmt: skip
+            self.opened += 1  # who waits for it finds the line said
         elif new_state.name == STATE_CLOSED:
             logger.info("%s: works again", self._doing)
 
