@@ -25,6 +25,7 @@ from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
 from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo
+from engine.loading.progress import tell
 from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
@@ -144,7 +145,9 @@ class Engine:
         names = (speculation.strategy, *others)
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         check_options(options)
+        tell("reading the weights")
         loaded = load_model(model)
+        tell("checking that steps are exact")
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
         runner = runner_over(loaded, options, speculation, world_size, make)
         info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact)
@@ -153,6 +156,7 @@ class Engine:
             slots, rows = options.max_running, options.max_step_tokens
             small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
             drafter.draft_model = small
+        tell("preparing drafts")
         chores: list[Iterator[None]] | None = [] if put_off else None
         drafter.prepare(LocalTarget(runner, info, loaded.tokenizer, chores=chores))
         engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars)

@@ -46,6 +46,7 @@ def serve(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A yaml file; configs/local.yaml when absent.")] = None,
     model: Annotated[str | None, typer.Option(help="The model, as in other commands.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Say what is done as JSON on stderr, a line each.")] = False,
 ) -> None:
     """Serve a model behind OpenAI's HTTP API until Ctrl-C."""
     from difflib import get_close_matches
@@ -68,11 +69,12 @@ def serve(
 
     try:
         check(loaded)
-        typer.echo("outrider: starting", err=True)
+        if not as_json:
+            typer.echo("outrider: starting", err=True)
         from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which takes a moment
 
         own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
-        serve_until_stopped(loaded, None if own_choice else "demo_model")
+        serve_until_stopped(loaded, None if own_choice else "demo_model", as_json)
     except LaunchError as error:
         fail(str(error))
 

@@ -181,6 +181,7 @@ def create_api(
     app.post("/v1/chat/completions", responses=documents.ANSWERS, response_model=None)(service.chat)
     app.post("/tokenize", responses=_told(Tokens), response_model=None)(service.text.tokenize)
     app.post("/detokenize", responses=documents.ERRORS)(service.text.detokenize)
+    app.post("/v1/documents/text", responses=documents.ERRORS, openapi_extra=documents.FILE)(service.text.text_of_file)
     app.post("/v1/compare", responses=_told(Comparison), response_model=None)(service.compare.compare)
     add_tenant_cache_routes(app, service.tenant_cache)
     add_playground(app)

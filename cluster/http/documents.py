@@ -75,6 +75,9 @@ ANSWERS = ERRORS | {
         "content": {"text/event-stream": {}},
     }
 }
+FILE = {
+    "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
 STATES = ERRORS | {200: {"model": State}}
 
 

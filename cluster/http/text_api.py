@@ -1,10 +1,12 @@
-"""Texts as tokens and tokens as text: ``/tokenize`` and ``/detokenize``, as the model of this server has them."""
+"""Texts as tokens, tokens as text and files as text: ``/tokenize``, ``/detokenize`` and ``/v1/documents/text``."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
@@ -17,6 +19,9 @@ from cluster.http.types.strict import MAX_TOKEN_IDS
 from engine.errors import RequestError
 from engine.loading.model_info import ModelInfo
 from engine.text.chat import render_chat
+from engine.text.file_text import UnreadableFileError, text_of_file
+
+_FILES = 2  # that are read at once
 
 
 class Tokens(BaseModel):
@@ -34,6 +39,12 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+class FileText(BaseModel):
+    """The answer to ``/v1/documents/text``."""
+
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class TextService:
     """What the routes do."""
@@ -41,6 +52,7 @@ class TextService:
     threads: TextThreads  # with the tokenizer of the model
     tenancy: Tenancy  # knows the keys
     model: Callable[[str | None], Awaitable[ModelInfo]]  # what is served; raises ApiError (404) for another name than its own
+    _files: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_FILES))
 
     async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
         """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
@@ -63,6 +75,20 @@ class TextService:
         decode = self.threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
         (text,) = await self.threads.run(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
         return Detokenized(prompt=text)
+
+    async def text_of_file(self, request: Request, authorization: Authorization = None) -> FileText:
+        """The text of a document for ``reference_documents``: the body is a file of text, Markdown, HTML or PDF.
+
+        Raises:
+            ApiError: 401; RequestError: 400, the file has no text that can be had.
+        """
+        self.tenancy.tenant_of(authorization)
+        content = await request.body()
+        async with self._files:
+            try:
+                return FileText(text=await asyncio.to_thread(text_of_file, content))
+            except UnreadableFileError as error:
+                raise RequestError("body", str(error)) from None
 
     def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> str:
         tokenizer = self.threads.tokenizer

@@ -46,6 +46,11 @@ export async function remove(address, key) {
   return (await request(address, { method: "DELETE", headers: headers(key) })).json();
 }
 
+export async function upload(address, file, key) {
+  const options = { method: "POST", headers: headers(key, { "Content-Type": "application/octet-stream" }), body: file };
+  return (await request(address, options)).json();
+}
+
 // The chunks of a streamed answer, as they come. An error in the stream, and one that ends early, are thrown.
 export async function* stream(address, body, key, signal) {
   const response = await request(address, {

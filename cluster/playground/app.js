@@ -1,32 +1,13 @@
-// The page: reads the form, runs the lanes, and shows what they say.
+// The page: has the server answer, in lanes of a race or in turns of a conversation, and shows what it says.
 
 import { ApiError, getJson, stream } from "./api.js";
+import { ABOUT, byId, chosenStrategies, key, notice, PLAIN, readForm, requestBody, setUpForm, showStrategies, talks } from "./form.js";
 import { element, Lane } from "./lane.js";
 import { forgetAll, showMemory } from "./memory.js";
-import { SAMPLES } from "./samples.js";
 import { describe, inOrder, sourceClass } from "./sources.js";
 import { Verdict } from "./verdict.js";
 
-const PLAIN = "autoregressive";
-const ABOUT = {
-  auto: "all sources in one tree of drafts",
-  llma: "copies from documents and prompt",
-  trie: "frequent branches of prompt and past outputs",
-  ngrammys: "n-grams of the context, then the model's bigrams",
-  jacobi: "the model's own parallel guesses",
-  suffix: "what followed the longest match",
-  recycling: "what the model ranked next before",
-  prompt_lookup: "what followed the last tokens before",
-};
-const byId = (id) => document.getElementById(id);
-const state = { model: null, lossless: new Set(), lanes: [], verdict: new Verdict(), running: null, dirty: false, reports: true };
-
-const key = () => byId("key").value.trim();
-
-function notice(message) {
-  byId("notice").textContent = message;
-  byId("notice").hidden = !message;
-}
+const state = { model: null, lossless: new Set(), lanes: [], turns: [], verdict: new Verdict(), running: null, dirty: false, reports: true };
 
 async function loadModel() {
   try {
@@ -35,7 +16,7 @@ async function loadModel() {
     state.lossless = new Set(card.lossless_strategies);
     byId("model").textContent = `${card.id}, ${card.max_model_len.toLocaleString("en")} tokens of context`;
     byId("dot").dataset.state = "up";
-    showStrategies(card.strategies.filter((name) => name !== PLAIN));
+    showStrategies(card.strategies.filter((name) => name !== PLAIN), state.lossless);
     notice("");
     await showMemory(key());
     byId("version").textContent = `Outrider ${(await getJson("version")).version}`;
@@ -48,57 +29,13 @@ async function loadModel() {
   }
 }
 
-function showStrategies(names) {
-  const chosen = new Set(chosenStrategies());
-  byId("strategies").replaceChildren(
-    ...names.map((name, index) => {
-      const box = element("input", { type: "checkbox", name: "strategy", value: name });
-      box.checked = chosen.size ? chosen.has(name) : index === 0;
-      const mark = state.lossless.has(name) ? "" : " (lossy)";
-      const label = element("label", { class: "chip" }, box, element("span", {}, name + mark));
-      if (ABOUT[name]) label.title = ABOUT[name];
-      return label;
-    }),
-  );
-}
-
-const chosenStrategies = () => [...document.querySelectorAll("input[name=strategy]:checked")].map((box) => box.value);
-
-function requestBody(form, strategy) {
-  const documents = form.documents.trim();
-  const messages = [{ role: "user", content: form.question }];
-  if (documents) messages.unshift({ role: "system", content: `### Documents\n${documents}` });
-  const body = {
-    model: state.model,
-    messages,
-    max_tokens: form.maxTokens,
-    temperature: form.temperature,
-    seed: form.seed,
-    stream: true,
-    stream_options: { include_usage: true },
-    speculation: { strategy, ...(state.reports ? { report: true } : {}) },
-  };
-  if (documents) body.reference_documents = [documents];
-  return body;
-}
-
-function readForm() {
-  const seed = byId("seed").value.trim();
-  return {
-    documents: byId("documents").value,
-    question: byId("question").value,
-    maxTokens: Number(byId("max-tokens").value),
-    temperature: Number(byId("temperature").value),
-    seed: seed ? Number(seed) : Math.floor(Math.random() * 2 ** 31), // one for all lanes
-    atOnce: document.querySelector("input[name=mode]:checked").value === "once",
-  };
-}
+const body = (form, strategy) => requestBody(form, { model: state.model, turns: state.turns, strategy, reports: state.reports });
 
 // Has the server read the prompt, so that no lane finds it read by the one before. A refusal is told by the lanes.
 async function readPrompt(form, signal) {
   try {
-    const body = { ...requestBody(form, PLAIN), max_tokens: 1, speculation: { strategy: PLAIN } };
-    for await (const _ of stream("v1/chat/completions", body, key(), signal)) state.dirty = true;
+    const short = { ...body(form, PLAIN), max_tokens: 1, speculation: { strategy: PLAIN } };
+    for await (const _ of stream("v1/chat/completions", short, key(), signal)) state.dirty = true;
   } catch (error) {
     if (!(error instanceof ApiError) && !signal.aborted) throw error;
   }
@@ -107,7 +44,7 @@ async function readPrompt(form, signal) {
 async function runLane(lane, form, signal) {
   lane.begin(performance.now());
   try {
-    for await (const chunk of stream("v1/chat/completions", requestBody(form, lane.strategy), key(), signal)) {
+    for await (const chunk of stream("v1/chat/completions", body(form, lane.strategy), key(), signal)) {
       if (lane.push(chunk, performance.now())) state.dirty = true;
     }
     lane.finish();
@@ -128,47 +65,82 @@ async function runLane(lane, form, signal) {
   }
 }
 
-async function race(event) {
+async function submit(event) {
   event?.preventDefault();
   if (state.running || !byId("form").reportValidity()) return;
   if (!state.model) await loadModel();
   if (!state.model) return;
+  notice("");
+  await (talks() ? ask(readForm()) : race(readForm()));
+  await showMemory(key());
+}
+
+async function race(form) {
   const names = chosenStrategies();
   if (!names.length) {
     notice("Choose at least one strategy that plain decoding races against.");
     return;
   }
-  notice("");
-  const form = readForm();
   const plain = new Lane(PLAIN, "Plain decoding", "one token a step");
   const others = names.map((name) => new Lane(name, name, ABOUT[name] ?? "drafts, and has the model check"));
-  await start([plain, ...others], form);
+  state.lanes = [plain, ...others];
+  byId("lanes").replaceChildren(...state.lanes.map((lane) => lane.node));
+  state.verdict.reset(state.lanes);
+  await run(`Racing: ${state.lanes.length} lanes ${form.atOnce ? "at once" : "one after the other"}.`, async (signal) => {
+    await readPrompt(form, signal);
+    const one = (lane) => (signal.aborted ? lane.stop() : runLane(lane, form, signal));
+    if (form.atOnce) await Promise.all(state.lanes.map(one));
+    else for (const lane of state.lanes) await one(lane);
+  });
   const stopped = state.lanes.some((lane) => lane.node.dataset.state === "stopped");
   byId("status").textContent = "";
   byId("status").textContent = stopped ? "Stopped." : state.verdict.conclude(plain, others, state.lossless);
   if (stopped) byId("summary").textContent = "Stopped before the end.";
-  await showMemory(key());
 }
 
-async function start(lanes, form) {
-  state.lanes = lanes;
-  byId("lanes").replaceChildren(...lanes.map((lane) => lane.node));
-  state.verdict.reset(lanes);
+// The next turn of the conversation. A stopped answer belongs to it, too: it was read.
+async function ask(form) {
+  const lane = new Lane("", state.model, "");
+  const asked = element("p", { class: "asked card" }, form.question);
+  state.lanes.push(lane);
+  byId("lanes").append(asked, lane.node);
+  byId("question").value = "";
+  asked.scrollIntoView({ block: "start" });
+  await run("Answering.", (signal) => runLane(lane, form, signal));
+  byId("status").textContent = lane.run.text || lane.failure || "Stopped.";
+  if (lane.run.text) {
+    state.turns.push({ role: "user", content: form.question }, { role: "assistant", content: lane.run.text });
+  } else if (!byId("question").value) {
+    byId("question").value = form.question; // to be asked again
+  }
+}
+
+// Has the lanes written to until the work is done, or stopped.
+async function run(announcement, work) {
   state.running = new AbortController();
-  const { signal } = state.running;
   working(true);
-  byId("status").textContent = `Racing: ${lanes.length} lanes ${form.atOnce ? "at once" : "one after the other"}.`;
+  byId("status").textContent = announcement;
   requestAnimationFrame(frame);
   try {
-    await readPrompt(form, signal);
-    const run = (lane) => (signal.aborted ? lane.stop() : runLane(lane, form, signal));
-    if (form.atOnce) await Promise.all(lanes.map(run));
-    else for (const lane of lanes) await run(lane);
+    await work(state.running.signal);
   } finally {
     state.running = null;
     working(false);
     draw();
   }
+}
+
+// Empties the results; what was said is not sent any more.
+function begin() {
+  state.running?.abort();
+  Object.assign(state, { lanes: [], turns: [], dirty: true });
+  byId("lanes").replaceChildren();
+  document.body.classList.toggle("talks", talks());
+  byId("verdict").hidden = byId("against").hidden = byId("order").hidden = talks();
+  byId("fresh").hidden = !talks();
+  byId("run").firstChild.textContent = talks() ? "Ask " : "Race ";
+  state.verdict.reset([]);
+  draw();
 }
 
 function working(runs) {
@@ -188,14 +160,14 @@ function draw(afresh = false) {
   const widest = Math.max(1, ...state.lanes.map((lane) => lane.run.steps.length));
   const highest = Math.max(0, ...state.lanes.flatMap((lane) => lane.run.steps.map((step) => step.tokens.length)));
   for (const lane of state.lanes) lane.draw(now, widest, highest, afresh);
-  if (state.lanes.length) state.verdict.draw(state.lanes, now);
+  if (state.lanes.length && !talks()) state.verdict.draw(state.lanes, now);
   if (state.dirty) showLegend();
   state.dirty = false;
 }
 
 function showLegend() {
   const counts = new Map();
-  for (const lane of state.lanes.slice(1)) {
+  for (const lane of state.lanes.filter(({ strategy }) => strategy !== PLAIN)) {
     for (const step of lane.run.steps) for (const { source } of step.tokens) counts.set(source, (counts.get(source) ?? 0) + 1);
   }
   const chosen = document.body.dataset.only;
@@ -219,14 +191,10 @@ function singleOut(source) {
   for (const token of document.querySelectorAll(".text .t")) token.classList.toggle("dim", !same && token.dataset.source !== source);
 }
 
-function choose(index) {
-  byId("documents").value = SAMPLES[index].documents;
-  byId("question").value = SAMPLES[index].question;
-  [...byId("samples").children].forEach((chip, at) => chip.setAttribute("aria-pressed", String(at === index)));
-}
-
 function listen() {
-  byId("form").addEventListener("submit", race);
+  byId("form").addEventListener("submit", submit);
+  byId("fresh").addEventListener("click", begin);
+  for (const kind of document.querySelectorAll("input[name=kind]")) kind.addEventListener("change", begin);
   byId("stop").addEventListener("click", () => state.running?.abort());
   byId("forget").addEventListener("click", () => forgetAll(key(), notice));
   byId("key").addEventListener("change", loadModel);
@@ -235,18 +203,13 @@ function listen() {
     if (item) singleOut(item.dataset.only);
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) race(event);
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit(event);
     if (event.key === "Escape") state.running?.abort();
   });
   window.addEventListener("resize", () => draw(true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(true));
 }
 
-SAMPLES.forEach(({ name }, index) => {
-  const chip = element("button", { type: "button", class: "chip", "aria-pressed": "false" }, name);
-  chip.addEventListener("click", () => choose(index));
-  byId("samples").append(chip);
-});
-choose(0);
+setUpForm();
 listen();
 loadModel();

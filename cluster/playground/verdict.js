@@ -55,6 +55,7 @@ export class Verdict {
     const apart = exact.filter((lane) => parting(plain.run.text, lane.run.text) !== null || plain.run.tokens !== lane.run.tokens);
     const named = others.length > 1 ? `${best.title} was the fastest: ` : "";
     const steps = best.run.steps.length ? `${named}${best.run.tokens} tokens in ${best.run.steps.length} steps` : `${named}${best.run.tokens} tokens`;
+    const helped = ratio >= 1.05 || !Number.isFinite(ratio) ? "" : ` ${misses(best.run)}`;
     const against = plain.run.steps.length ? `${steps} instead of ${plain.run.steps.length}.` : `${steps}.`;
     if (!exact.length) {
       byId("agree").textContent = "lossy";
@@ -62,13 +63,21 @@ export class Verdict {
     }
     byId("verdict").dataset.agree = String(!apart.length);
     byId("agree").textContent = apart.length ? "different" : "identical";
-    return this.#say(apart.length ? `${against} ${difference(plain, apart)}` : `${against} The texts are equal, character for character.`);
+    return this.#say(apart.length ? `${against} ${difference(plain, apart)}` : `${against} The texts are equal, character for character.${helped}`);
   }
 
   #say(sentence) {
     byId("summary").textContent = sentence;
     return sentence;
   }
+}
+
+// Why it was not faster.
+function misses({ steps }) {
+  const drafted = steps.reduce((sum, step) => sum + step.drafted, 0);
+  const accepted = steps.reduce((sum, step) => sum + step.accepted, 0);
+  const held = drafted ? `of ${drafted} drafted tokens ${accepted} held` : "nothing was drafted";
+  return `Drafts did not help here: ${held}. They do where an answer repeats its documents, its prompt or earlier answers.`;
 }
 
 const speed = (lane) => lane.run.speed(lane.run.ended) ?? 0;

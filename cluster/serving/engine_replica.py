@@ -16,6 +16,7 @@ from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, Spec
 from decoding.request import StepOutput
 from decoding.tree import Int32Array
 from engine.errors import QueueFullError, RequestError
+from engine.loading.progress import tell
 
 if TYPE_CHECKING:
     from actors.ranks import Ranks
@@ -35,6 +36,7 @@ class EngineReplica:
         membership: MembershipOptions | None = None,
         metered: bool = True,
     ) -> None:
+        tell("importing torch and transformers")
         # Here and not above: torch and the model library are this process's alone.
         from actors.heap import spare_collector
         from actors.lookahead.elastic import Elastic

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -137,14 +137,16 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Has transformers read a file once.
+    """Has transformers read a file once, and draw how far it is on a terminal alone.
 
     It does so for the configuration, the weights and the tokenizer, seconds each time, and makes the names of all weights anew
     for each module of the model.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
 
     with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=None)))
         for name in ("GGUFReader", "get_tensor_name_map"):
             patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
         yield

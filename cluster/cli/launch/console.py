@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
 import psutil
 from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from cache_service.store.embedded import WATCHER_NAME
+
+_PLAIN_S = 10.0  # between two lines of the same
 
 
 class StopRequested(Exception):
@@ -20,15 +26,49 @@ class StopRequested(Exception):
 
 
 class Progress:
-    """Lines on stderr that start with the seconds since the beginning."""
+    """What the command says on stderr: lines with the seconds since the beginning, or objects of JSON.
 
-    def __init__(self) -> None:
+    On a terminal the last line is what is being done just now, and it moves.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
         self._console = Console(stderr=True)
+        self._as_json = as_json
         self._began = time.monotonic()
+        self._moving: Status | None = None
+        self._doing, self._said_s = "", 0.0
 
-    def __call__(self, text: str) -> None:
-        line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def __call__(self, text: str, **more: str) -> None:
+        """A line that stays; ``more`` is for those who read JSON."""
+        self.done()
+        self._print(text, more)
+
+    def doing(self, text: str) -> None:
+        """What is being done; to be called again and again. Where nothing can move, a line when it changes, or after 10 s."""
+        if self._console.is_terminal and not self._as_json:
+            shown = f"[{self._seconds():6.1f} s] {text}"
+            if self._moving is None:
+                self._moving = self._console.status("")
+                self._moving.start()
+            self._moving.update(Text(shown))
+        elif text != self._doing or time.monotonic() - self._said_s > _PLAIN_S:
+            self._doing, self._said_s = text, time.monotonic()
+            self._print(text, {})
+
+    def done(self) -> None:
+        """Takes the line that moves away."""
+        if self._moving is not None:
+            self._moving.stop()
+            self._moving = None
+
+    def _print(self, text: str, more: dict[str, str]) -> None:
+        if self._as_json:
+            print(json.dumps({"seconds": round(self._seconds(), 1), "message": text, **more}), file=sys.stderr, flush=True)
+        else:
+            self._console.print(f"[{self._seconds():6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
 
 
 class StopSignals:

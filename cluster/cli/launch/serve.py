@@ -13,9 +13,11 @@ import secrets
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import ray
@@ -32,6 +34,7 @@ from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
 from engine.loading.model_files import FETCHED, PACKAGED_MODELS
+from engine.loading.progress import PROGRESS_VARIABLE, told
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
@@ -53,7 +56,7 @@ _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Excepti
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
 
 
-def serve_until_stopped(config: Config, instead: str | None = None) -> None:
+def serve_until_stopped(config: Config, instead: str | None = None, as_json: bool = False) -> None:
     """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
 
     To be called from the main thread, because it takes the signals.
@@ -61,11 +64,12 @@ def serve_until_stopped(config: Config, instead: str | None = None) -> None:
     Args:
         config: what to start.
         instead: a model to serve where the configuration's cannot be fetched; None where that is an error.
+        as_json: what it does is told in JSON, a line each.
 
     Raises:
         LaunchError: something is missing or does not start. What had been started is stopped by then.
     """
-    say = Progress()
+    say = Progress(as_json)
     signals = StopSignals(say)
     signals.install()
     if config.server.ray_address is None:
@@ -75,6 +79,9 @@ def serve_until_stopped(config: Config, instead: str | None = None) -> None:
     importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
     importing.start()
     with contextlib.ExitStack() as started:
+        started.callback(say.done)
+        folder = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        started.enter_context(_environment({PROGRESS_VARIABLE: str(folder / "progress")}))
         started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
         fetching = started.enter_context(_fetching(config))  # beside Redis and Ray
         try:
@@ -86,8 +93,8 @@ def serve_until_stopped(config: Config, instead: str | None = None) -> None:
             _check_ray(config, say)
             config = _with_fetched(config, fetching, instead, say, signals)
             started.enter_context(_application(config, say, signals))
-            _wait_until_loaded(config, say, signals)
-            _announce(config, say)
+            _wait_until_loaded(config, folder / "progress", say, signals)
+            _announce(config, say, as_json)
             while not signals.requested:
                 time.sleep(POLL_S)
         except StopRequested:
@@ -295,10 +302,9 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
         raise LaunchError(_reason(str(error))) from None
 
 
-def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: StopSignals) -> None:
-    """Returns when the service is healthy; a line each second until then."""
+def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: StopSignals) -> None:
+    """Returns when the service is healthy; says meanwhile what replicas on this machine write into the file."""
     began = time.monotonic()
-    next_line = began + 1.0
     compiles = config.server.ray_address is None and compiles_first()
     say(f"loading {config.model.path}{'; a first start compiles, which later ones need not' if compiles else ''}")
     with httpx.Client(base_url=base_url(config), timeout=5.0) as client:
@@ -311,9 +317,7 @@ def _wait_until_loaded(config: Config, say: Callable[[str], None], signals: Stop
                 raise LaunchError(
                     f"not ready after {config.server.start_timeout_s:.0f} s: {_pending()}; allow more with server.start_timeout_s"
                 )
-            if now >= next_line:
-                say(f"loading {config.model.path}, {now - began:.0f} s")
-                next_line += 1.0
+            say.doing(told(progress) or "starting the replicas")
             time.sleep(POLL_S)
 
 
@@ -346,13 +350,16 @@ def _pending() -> str:
     return _one_line(application.message) if application and application.message else "still loading"
 
 
-def _announce(config: Config, say: Callable[[str], None]) -> None:
+def _announce(config: Config, say: Progress, as_json: bool) -> None:
     url = base_url(config)
     model = httpx.get(f"{url}/health", timeout=30.0).raise_for_status().json()["model"]  # it needs no key
     body = {"model": model, "messages": [{"role": "user", "content": EXAMPLE}], "temperature": 0, "max_tokens": 64}
     admin = admin_address(config.server)
     if admin is not None:
         say(f"/metrics and /admin are at {_url(*admin)}")
+    if as_json:
+        say("ready", url=url, model=model)
+        return
     say(f"ready; try this, and Ctrl-C to stop\n\n  {url}\n")
     key = "-H 'Authorization: Bearer KEY' " if key_is_required(config.server.require_key, config.server.host) else ""
     print(f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'\n", flush=True)
