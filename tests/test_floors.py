@@ -29,11 +29,24 @@ _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgp
 LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
-    "engine": _MODELS | {"gguf", "numba", "llvmlite", "pynvml", "llguidance", "triton"},
+    "engine": _MODELS | {"gguf", "numba", "llvmlite", "pynvml", "llguidance", "triton", "pypdf", "bs4", "markdownify"},
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING
-    | {"fastapi", "starlette", "uvicorn", "grpc", "pydantic", "pydantic_core", "typer", "rich", "httpx", "yaml", "opentelemetry"},
+    | {
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "grpc",
+        "pydantic",
+        "pydantic_core",
+        "typer",
+        "rich",
+        "markdown_it",
+        "httpx",
+        "yaml",
+        "opentelemetry",
+    },
     "experiments": (_SERVING - {"ray"})
     | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"},
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from cluster.cli.client import RefusedError, checked
-from cluster.cli.terminal import fail, fail_input
+from cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
     import httpx
@@ -84,14 +84,14 @@ def chat(
             options: dict[str, Any] = {"model": model or served, "max_tokens": max_tokens, "temperature": temperature}
             if asked:  # else servers that do not know it can be talked to
                 options["speculation"] = asked
-            _converse(ServerPartner(client, options), messages)
+            _converse(ServerPartner(client, options), messages, show_drafts)
             return
     with contextlib.closing(_load(model, strategy)) as engine:
         typer.echo(f"{engine.info.served_name} in this process; {_HELP}")
-        _converse(LocalPartner(engine, max_tokens, temperature), messages)
+        _converse(LocalPartner(engine, max_tokens, temperature), messages, show_drafts)
 
 
-def _converse(partner: Partner, messages: list[Message]) -> None:
+def _converse(partner: Partner, messages: list[Message], show_drafts: bool) -> None:
     with contextlib.suppress(ImportError):  # lines that are edited and come again by the arrow keys
         importlib.import_module("readline")
     documents: list[str] = []
@@ -109,7 +109,7 @@ def _converse(partner: Partner, messages: list[Message]) -> None:
         if not text:
             continue
         messages.append({"role": "user", "content": "\n\n".join((*documents, text))})
-        answer = _answer(partner, messages)
+        answer = _answer(partner, messages, MarkdownStream(show_drafts))
         if answer:
             documents.clear()
             messages.append({"role": "assistant", "content": answer})  # a stopped answer too: it was read
@@ -119,17 +119,19 @@ def _converse(partner: Partner, messages: list[Message]) -> None:
 
 def _document(name: str) -> list[str]:
     """The text of a file, which goes before the next question; empty, with a line, where it cannot be read."""
+    from engine.text.file_text import UnreadableFileError, text_of_file
+
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        typer.echo(f"error: /docs {name}: {reason}; give a text file", err=True)
+        text = text_of_file(Path(name).expanduser().read_bytes())
+    except (OSError, UnreadableFileError) as error:
+        reason = f"{error.strerror}; give a file of text" if isinstance(error, OSError) else str(error)
+        typer.echo(f"error: /docs {name}: {reason}", err=True)
         return []
     typer.echo(f"{Path(name).name}, {len(text):,} characters, goes before the next question")
     return [text]
 
 
-def _answer(partner: Partner, messages: list[Message]) -> str:
+def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) -> str:
     """Prints an answer as it comes, and how fast it came, and returns what came of it."""
     import httpx
 
@@ -144,22 +146,21 @@ def _answer(partner: Partner, messages: list[Message]) -> str:
     before = signal.signal(signal.SIGINT, interrupt)
     began, tokens = time.perf_counter(), 0
     try:
-        with contextlib.closing(partner.answer(messages)) as answer:
+        with contextlib.closing(partner.answer(messages)) as answer, shown:
             for piece in answer:
-                typer.echo(typer.style(piece.text, fg="green") if piece.drafted else piece.text, nl=False)
+                shown.write(piece.text, piece.drafted)
                 pieces.append(piece.text)
                 tokens = piece.tokens or tokens
                 if interrupted:
                     raise KeyboardInterrupt
-        typer.echo("")
         if tokens:
             typer.secho(f"[{tokens} tokens, {tokens / (time.perf_counter() - began):.0f} a second]", dim=True, err=True)
     except KeyboardInterrupt:  # closing the stream tells who answers to stop
-        typer.echo("\n[stopped]")
+        typer.echo("[stopped]")
     except httpx.HTTPError as error:
-        typer.echo(f"\nerror: the server does not answer any more ({error or type(error).__name__})", err=True)
+        typer.echo(f"error: the server does not answer any more ({error or type(error).__name__})", err=True)
     except RefusedError as error:
-        typer.echo(f"\nerror: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
     finally:
         signal.signal(signal.SIGINT, before)
     return "".join(pieces)

@@ -1,16 +1,21 @@
-"""The terminal: errors of one line and no traceback, progress bars, tables."""
+"""The terminal: errors of one line and no traceback, progress bars, tables, Markdown as it comes."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.markdown import Markdown
     from rich.progress import Progress
     from rich.table import Table
+
+_REDRAW_S = 0.1
 
 
 def fail(message: str) -> NoReturn:
@@ -61,3 +66,78 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], lef
         for row in rows:
             table.add_row(*(shown(row.get(name)) for name in columns))
         print_table(table)
+
+
+class MarkdownStream:
+    """An answer on stdout as it comes.
+
+    On a terminal it is Markdown: the block that is being written is drawn again until it is whole. Elsewhere, and where drafted
+    tokens are marked in colour, it is the text itself.
+    """
+
+    def __init__(self, marks_drafts: bool) -> None:
+        self._plain = marks_drafts or not sys.stdout.isatty()
+        self._block, self._drawn_s = "", 0.0
+        self._live: Live | None = None
+
+    def __enter__(self) -> MarkdownStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._plain:
+            typer.echo("")
+        else:
+            self._end_block()
+
+    def write(self, text: str, drafted: bool = False) -> None:
+        """Some more of it."""
+        if self._plain:
+            typer.echo(typer.style(text, fg="green") if drafted else text, nl=False)
+            return
+        self._block += text
+        while "\n\n" in self._block:
+            end = self._block.index("\n\n")
+            if self._block.count("```", 0, end) % 2:  # a blank line within code
+                end = self._block.find("\n```", self._block.rindex("```", 0, end) + 3) + len("\n```")
+                if end < len("\n```"):
+                    break
+            self._block, rest = self._block[:end], self._block[end:].lstrip("\n")
+            self._end_block()
+            self._block = rest
+        self._draw()
+
+    def _draw(self, whole: bool = False) -> None:
+        """Draws the block; until it is whole, as much of its end as fits, and not more often than anybody sees."""
+        now = time.monotonic()
+        if not self._block.strip() or (not whole and now - self._drawn_s < _REDRAW_S):
+            return
+        from rich.console import Console
+        from rich.live import Live
+        from rich.segment import Segment, Segments
+
+        console = Console()
+        lines = console.render_lines(_markdown(self._block), pad=False)
+        if not whole:
+            lines = lines[-max(console.height - 2, 1) :]
+        if self._live is None:
+            self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible")
+            self._live.start()
+        self._live.update(Segments([each for line in lines for each in (*line, Segment.line())]), refresh=True)
+        self._drawn_s = now
+
+    def _end_block(self) -> None:
+        """What was drawn stays, all of it, and an empty line below."""
+        self._draw(whole=True)
+        if self._live is not None:
+            self._live.stop()
+        self._live, self._block, self._drawn_s = None, "", 0.0
+
+
+def _markdown(text: str) -> Markdown:
+    """Without HTML: what looks like a tag is shown as it was written."""
+    from markdown_it import MarkdownIt
+    from rich.markdown import Markdown
+
+    shown = Markdown(text)
+    shown.parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    return shown

@@ -133,12 +133,12 @@ def test_the_keyboard_alone_runs_and_stops_a_race(opened: Callable[..., Any], ht
     page.locator("body").evaluate("() => document.activeElement.blur()")
     page.locator("#samples button").first.focus()
     reached = []
-    for _ in range(16):
+    for _ in range(17):
         page.keyboard.press("Tab")
         name, outline = page.evaluate(FOCUSED)
         reached.append(name)
         assert outline != "none", reached
-    wanted = ["documents", "question", "strategy", "mode", "SUMMARY", "max-tokens", "temperature", "seed", "key", "run"]
+    wanted = ["files", "documents", "question", "strategy", "mode", "SUMMARY", "max-tokens", "temperature", "seed", "key", "run"]
     assert [name for name in reached if name in wanted][:3] == wanted[:3]
     assert list(dict.fromkeys(name for name in reached if name in wanted)) == wanted
 
@@ -157,6 +157,43 @@ def test_a_refusal_is_told_in_words(opened: Callable[..., Any]) -> None:
     assert "at least one strategy" in page.locator("#notice").text_content()
 
 
+def test_a_conversation_goes_on_and_begins_anew(opened: Callable[..., Any]) -> None:
+    page = opened()
+    page.locator("label", has_text="Conversation").click()
+    assert not page.locator("#verdict").is_visible() and not page.locator("#strategies").is_visible()
+    fill(page, "walk: <abc", 12)
+    for turn in range(2):
+        page.locator("#question").fill("walk: <abc")
+        page.locator("#run").click()
+        page.locator(".lane[data-state=done]").nth(turn).wait_for()
+    assert page.locator(".asked").all_text_contents() == ["walk: <abc"] * 2
+    first, second = page.locator(".lane .text").all_text_contents()
+    assert first == second and len(first) > 8 and page.locator("#question").input_value() == ""
+    sizes = [int(re.search(r"the prompt had (\d+)", text)[1]) for text in page.locator(".lane .detail").all_text_contents()]  # type: ignore[index]
+    assert sizes[1] > sizes[0] + 12  # the first question and its answer went along
+    page.locator("#fresh").click()
+    assert page.locator(".lane").count() == 0
+    fill(page, "walk", 999_999)
+    page.locator("#run").click()
+    page.locator(".lane[data-state=failed]").wait_for()
+    assert page.locator("#question").input_value() == "walk"  # nothing was answered: it may be asked again
+
+
+def test_files_that_are_chosen_or_dropped_become_documents(opened: Callable[..., Any]) -> None:
+    page = opened()
+    page.locator("#documents").fill("[1] written")
+    files = [("a.md", b"# Nine"), ("b.html", b"<html><p>ten &amp; <b>eleven</b></p></html>")]
+    page.locator("#files").set_input_files([{"name": name, "mimeType": "", "buffer": text} for name, text in files])
+    page.locator("#status", has_text="b.html is added").wait_for(state="attached")
+    assert page.locator("#documents").input_value() == "[1] written\n\n[a.md]\n# Nine\n\n[b.html]\nten & **eleven**"
+    page.locator("#documents-field").evaluate(DROP, ["c.txt", "twelve"])
+    page.locator("#status", has_text="c.txt is added").wait_for(state="attached")
+    assert page.locator("#documents").input_value().endswith("[c.txt]\ntwelve")
+    page.locator("#documents-field").evaluate(DROP, ["d.bin", "\0"])
+    page.locator("#notice:not([hidden])").wait_for()
+    assert page.locator("#notice").text_content().startswith("d.bin: ")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_narrow_phone_and_can_be_read_in_both_schemes(opened: Callable[..., Any], scheme: str) -> None:
     page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, reduced_motion="reduce")
@@ -167,6 +204,13 @@ def test_it_fits_a_narrow_phone_and_can_be_read_in_both_schemes(opened: Callable
     low = page.evaluate(CONTRASTS)
     assert low == []
 
+
+# Drops a file on an element.
+DROP = """(node, [name, text]) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  node.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
 
 # What has the focus, and what is drawn around it.
 FOCUSED = """() => {

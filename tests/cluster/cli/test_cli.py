@@ -131,7 +131,7 @@ def test_chat_takes_documents_and_shows_what_was_drafted(api_server: Server, tmp
     run = outrider_apart("chat", "--url", api_server.url, "--max-tokens", "8", "--show-drafts", text=text)
     assert run.returncode == 0 and "20 characters, goes before the next question" in run.stdout
     assert "<abcdefg" in run.stdout and "[8 tokens, " in run.stderr
-    assert "absent: No such file or directory; give a text file" in run.stderr
+    assert "absent: No such file or directory; give a file of text" in run.stderr
 
 
 def test_chat_without_a_server_loads_a_model(circle_model: Path) -> None:

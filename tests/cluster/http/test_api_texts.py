@@ -173,3 +173,12 @@ def test_a_key_with_many_texts_leaves_a_thread_to_the_others() -> None:
 
     ended_s, other_s = asyncio.run(both())
     assert sum(each < other_s for each in ended_s) <= 3  # in order of arrival all twenty would be first
+
+
+def test_a_file_becomes_text(http: httpx.Client) -> None:
+    page = http.post("/v1/documents/text", content=b"<html><p>nine &amp; ten</p><script>1</script></html>")
+    assert page.raise_for_status().json() == {"text": "nine & ten"}
+    refused = http.post("/v1/documents/text", content=b"\x89PNG\0")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "body"
+    assert "no PDF, no HTML and no text in UTF-8" in refused.json()["error"]["message"]
+    assert http.post("/v1/documents/text").status_code == 400
