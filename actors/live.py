@@ -18,17 +18,11 @@ class Live:
 
     request: Request
     loop: asyncio.AbstractEventLoop
-    items: asyncio.Queue[StepOutput | Exception | None]  # None: a beat
+    items: asyncio.Queue[StepOutput | Exception]
     published: int = 0  # emitted tokens that the mirror was told of
     announced: bool = False  # being a suspect, to its consumer, that it is computed
     held: StepOutput | None = None  # goes out with the next
     told_s: float = -math.inf  # when tokens went out last
-
-    async def beat(self, every_s: float) -> None:
-        """Puts a beat, again and again."""
-        while True:
-            await asyncio.sleep(every_s)
-            self.items.put_nowait(None)
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
         """Hands an output to the event loop, or holds it until the next where the last went less than ``period_s`` ago.

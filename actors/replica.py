@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import overload
 
 from actors.description import Description, ReplicaError, identity_of
 from actors.live import Abort, Arrived, Command, Live
@@ -89,13 +88,7 @@ class Replica:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    @overload
-    def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]: ...
-
-    @overload
-    def generate(self, request: Request, beat_s: float) -> AsyncGenerator[StepOutput | None, None]: ...
-
-    async def generate(self, request: Request, beat_s: float | None = None) -> AsyncGenerator[StepOutput | None, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """The outputs of one request as they are computed; the last has a finish reason.
 
         The first output is empty: it says that the engine took the request. For a suspect a second empty one says that it is
@@ -103,7 +96,6 @@ class Replica:
 
         Args:
             request: new. Of what it emitted elsewhere nothing comes again.
-            beat_s: None comes every so many seconds, by which a consumer elsewhere tells a long step from a process that is gone.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
@@ -113,18 +105,15 @@ class Replica:
         live = Live(request, asyncio.get_running_loop(), asyncio.Queue())
         if not self._send(live):
             raise ReplicaError(self._fault)
-        beats = None if beat_s is None else asyncio.create_task(live.beat(beat_s))
         finished = False
         try:
             while not finished:
                 item = await live.items.get()
-                finished = isinstance(item, Exception) or (item is not None and item.finish_reason is not None)
+                finished = isinstance(item, Exception) or item.finish_reason is not None
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
-            if beats is not None:
-                beats.cancel()
             if not finished:
                 self._send(Abort(request.request_id))
 

@@ -230,7 +230,7 @@ class Auditor:
         """Plain decoding beside what was served, up to the first token that differs."""
         params = dataclasses.replace(served.job.params, logprobs=2)
         plain, reason = list[TokenLogprob](), None
-        async with contextlib.aclosing(self._engine.generate(self._plain(served.job, params))) as outputs:
+        async with contextlib.aclosing(self._engine.generate(self._plain(served.job, params))[0]) as outputs:
             async for output in outputs:
                 plain += output.logprobs or ()
                 reason = _ended(output)
@@ -256,7 +256,7 @@ class Auditor:
         """The model's log-probability of a token after the first ``position`` ones: a bias makes it come, and does not count."""
         params = SamplingParams(max_tokens=position + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
         job = self._plain(served.job, params, served.token_ids[:position])
-        async with contextlib.aclosing(self._engine.generate(job)) as outputs:
+        async with contextlib.aclosing(self._engine.generate(job)[0]) as outputs:
             async for output in outputs:
                 _ended(output)
                 for one in output.logprobs or ():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -10,10 +12,9 @@ from actors.description import Description
 from cluster.cli.launch.preflight import group_size
 from cluster.serving.cache_actor import CachePlace
 from cluster.serving.generation import Job
-from cluster.serving.handle_engine import BEAT_S
+from cluster.serving.handle_engine import BEAT_S, Item, is_last
 from cluster.serving.membership import MembershipClient, MembershipOptions, node_secret
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
-from decoding.request import StepOutput
 from decoding.tree import Int32Array
 from engine.errors import QueueFullError, RequestError
 from engine.loading.progress import tell
@@ -56,16 +57,33 @@ class EngineReplica:
         if membership is not None and elastic is not None:
             self._membership_client = MembershipClient(membership.actor, elastic.address, elastic.meet)
 
-    async def generate(self, job: Job) -> AsyncIterator[StepOutput | QueueFullError | RequestError | None]:
-        """The outputs of a job, with None for a beat among them, or the one reason why it is not taken."""
-        outputs = self._replica.generate(job.request(self._shared(job)), BEAT_S)
+    async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
+        """The outputs of some jobs, each with the job's place, all at once that have come; nothing comes as a beat.
+
+        Instead of a job's outputs comes the one reason why it is not taken.
+        """
+        items: asyncio.Queue[tuple[int, Item | Exception]] = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(place, job, items)) for place, job in enumerate(jobs)]
         try:
-            async for output in outputs:
-                yield output
-        except (QueueFullError, RequestError) as refusal:
-            yield refusal
+            left = len(jobs)
+            while left:
+                batch = await _waiting(items)
+                left -= sum(is_last(item) for _, item in batch)
+                yield batch
         finally:
-            await outputs.aclose()
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, place: int, job: Job, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
+        """Puts what comes of a job, or why nothing does, where the others' goes."""
+        try:
+            async with contextlib.aclosing(self._replica.generate(job.request(self._shared(job)))) as outputs:
+                async for output in outputs:
+                    items.put_nowait((place, output))
+        except Exception as error:
+            items.put_nowait((place, error))
+            raise
 
     def _shared(self, job: Job) -> tuple[Int32Array, ...]:
         """The texts that an answer may repeat, in one copy for all its choices that are here: each came with its own."""
@@ -85,6 +103,23 @@ class EngineReplica:
             self._membership_client.close()
         if hasattr(self, "_replica"):  # else the model did not load
             self._replica.stop()
+
+
+async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[tuple[int, Item]]:
+    """All that waits; nothing, when nothing has come for ``BEAT_S``. Raises what is no refusal."""
+    try:
+        async with asyncio.timeout(BEAT_S):
+            found = [await items.get()]
+    except TimeoutError:
+        return []
+    while not items.empty():
+        found.append(items.get_nowait())
+    batch: list[tuple[int, Item]] = []
+    for place, item in found:
+        if isinstance(item, Exception) and not isinstance(item, QueueFullError | RequestError):
+            raise item
+        batch.append((place, item))
+    return batch
 
 
 def _ranks(

@@ -46,10 +46,11 @@ class Job:
 class EnginePort(Protocol):
     """The engine replicas as the API sees them."""
 
-    def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
-        """The outputs of a job; the first is empty and says that an engine took it. ``aclose`` frees the slot.
+    def generate(self, *jobs: Job) -> Sequence[AsyncGenerator[StepOutput, None]]:
+        """The outputs of each of some jobs of an answer; the first is empty and says that an engine took it. ``aclose`` frees the
+        slot.
 
-        The engine knows it by ``job.request_id``, from which the names of its texts in the shared memory follow.
+        The engine knows a job by ``request_id``, from which the names of its texts in the shared memory follow.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: no engine takes it.
@@ -75,11 +76,11 @@ class Deadline:
 
 
 async def heard(
-    engine: EnginePort, job: Job, listeners: Sequence[Listener], deadline: Deadline | None = None
+    stream: AsyncGenerator[StepOutput, None], job: Job, listeners: Sequence[Listener], deadline: Deadline | None = None
 ) -> AsyncGenerator[StepOutput, None]:
-    """``EnginePort.generate``, listened to. Raises the deadline's error when it has passed."""
+    """A stream of ``EnginePort.generate``, listened to. Raises the deadline's error when it has passed."""
     hearers = [hear for listener in listeners if (hear := listener(job)) is not None]
-    async with contextlib.aclosing(engine.generate(job)) as outputs:
+    async with contextlib.aclosing(stream) as outputs:
         while True:
             try:
                 output = await _next(outputs, deadline)
@@ -128,7 +129,8 @@ class Generation:
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}  # of the prompts, by choice; of choices that have ended
         self.energy_j: float | None = 0.0  # of choices that have ended; None where one of them was not measured
-        self._streams = [heard(engine, job, listeners, deadline) for job in jobs]
+        streams = zip(engine.generate(*jobs), jobs, strict=True)
+        self._streams = [heard(stream, job, listeners, deadline) for stream, job in streams]
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Generation:
@@ -139,7 +141,6 @@ class Generation:
             async with asyncio.TaskGroup() as group:
                 for stream in self._streams:
                     group.create_task(_accepted(stream))
-                    await asyncio.sleep(0)  # others' turns come between two choices: sending one takes milliseconds
         except ExceptionGroup as refusals:
             await self._open.aclose()
             raise refusals.exceptions[0] from None

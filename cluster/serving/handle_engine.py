@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -26,16 +26,87 @@ logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
 ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
-BEAT_S = 1.0  # a replica that has nothing new to say of a request says so that often
+TOGETHER = 8  # most jobs of one call, which go to one replica: each call and each of its events takes the API a while
+BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
 SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
 MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 
+Item = StepOutput | QueueFullError | RequestError  # of a job: an output, or why it is not taken
+
+
+def is_last(item: Item) -> bool:
+    """Whether nothing comes of a job after it."""
+    return isinstance(item, Exception) or item.finish_reason is not None
+
 
 class _LostError(Exception):
     """The replica does not answer any more."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(type(error).__name__)
+        self.silent = isinstance(error, TimeoutError)
+
+
+class _Call:
+    """One call of a replica for some jobs, which are read one by one. It begins with the first reader and ends with the last."""
+
+    def __init__(self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[Job]) -> None:
+        """
+        Args:
+            handle: gives that of the deployment, in the loop of the readers.
+            jobs: of one answer.
+        """
+        self._handle, self._jobs = handle, tuple(jobs)
+        self._items: list[asyncio.Queue[Item | _LostError]] = [asyncio.Queue() for _ in jobs]
+        self._calling: asyncio.Task[None] | None = None
+        self._readers = 0
+        self.heard_s: float | None = None  # when the replica said something last
+
+    async def items(self, place: int) -> AsyncGenerator[Item, None]:
+        """What comes of a job, to its last item. Raises ``_LostError``."""
+        if self._calling is None:
+            self._calling = asyncio.create_task(self._call())
+        self._readers += 1
+        try:
+            while True:
+                item = await self._items[place].get()
+                if isinstance(item, _LostError):
+                    raise item
+                yield item
+                if is_last(item):
+                    return
+        finally:
+            self._readers -= 1
+            if not self._readers:
+                self._calling.cancel()
+
+    async def _call(self) -> None:
+        response = cast("DeploymentResponseGenerator[Any]", self._handle().generate.remote(self._jobs))
+        live = set(range(len(self._jobs)))
+        end: BaseException = asyncio.CancelledError()
+        try:
+            while live:
+                async with asyncio.timeout(SILENCE_S):
+                    batch = await response.__anext__()
+                self.heard_s = time.monotonic()
+                for place, item in batch:
+                    self._items[place].put_nowait(item)
+                    if is_last(item):
+                        live.discard(place)
+        except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
+            logger.debug("a replica is lost with %s", [self._jobs[place].request_id for place in live], exc_info=error)
+            end = error
+        except Exception as error:
+            end = error
+            raise
+        finally:
+            if live:
+                response.cancel()
+            for place in live:
+                self._items[place].put_nowait(_LostError(end))
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,16 +170,24 @@ class HandleEngine:
             self._stream = loop, for_this_loop(self._handle)
         return self._stream[1]
 
-    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
-        """See ``EnginePort.generate``. The counters of the last output are those of the last replica; the energy is not told when
+    def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
+        """See ``EnginePort.generate``. The counters of a last output are those of the last replica; the energy is not told when
         others used some, too."""
+        calls = [_Call(self._streaming, jobs[first : first + TOGETHER]) for first in range(0, len(jobs), TOGETHER)]
+        return [self._generate(job, calls[at // TOGETHER], at % TOGETHER) for at, job in enumerate(jobs)]
+
+    async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
+        """The outputs of a job: from its place in a call, and from calls of its own where that one does not bring them."""
         progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S, spare=self._replicas > 1)
         while True:
             reason: Exception
             try:
                 progress.attempts += 1
-                attempt = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted), suspect=progress.suspect)
-                async with contextlib.aclosing(self._attempt(attempt, progress)) as outputs:
+                if call is None:
+                    again = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted), suspect=progress.suspect)
+                    call, place = _Call(self._streaming, (again,)), 0
+                attempt, call = self._attempt(job, call, place, progress), None
+                async with contextlib.aclosing(attempt) as outputs:
                     async for output in outputs:
                         if progress.attempts > 1 and output.stats is not None:
                             output.stats.energy_j = None
@@ -134,7 +213,7 @@ class HandleEngine:
             await asyncio.sleep(progress.pause_s)
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
 
-    async def _attempt(self, job: Job, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
+    async def _attempt(self, job: Job, call: _Call, place: int, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
         """What is new of the outputs of one replica.
 
         A failed step ends all requests in it, whosever fault it was. So it ends without a finish reason then, to be made again,
@@ -144,48 +223,41 @@ class HandleEngine:
             _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
             ApiError: nor did the last one, and this one computed the request alone.
         """
-        response = cast("DeploymentResponseGenerator[Any]", self._streaming().generate.remote(job))
-        heard = finished = accepted = alone = False
-        given = len(progress.emitted)
+        suspect, given = progress.suspect, len(progress.emitted)
+        accepted = alone = False
         try:
-            while not finished:
-                async with asyncio.timeout(SILENCE_S):
-                    item = await response.__anext__()
-                heard = True
-                progress.deadline_s = time.monotonic() + self._resume_timeout_s
-                if item is None:
-                    continue  # a beat
-                finished = isinstance(item, Exception) or item.finish_reason is not None
-                if isinstance(item, Exception):
-                    raise item
-                if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
-                    logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
-                    progress.failed_at, progress.suspect = len(progress.emitted), True
-                    continue
-                alone, accepted = alone or (job.suspect and accepted), True
-                if item.token_ids or finished or not progress.taken:
-                    progress.taken = True
-                    progress.emitted += item.token_ids
-                    if item.token_ids:
-                        progress.losses = 0
-                    if len(progress.emitted) - given >= CLEARED_TOKENS:
-                        alone = progress.suspect = False
-                    yield item
-        except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
-            logger.debug("request %s: a replica is lost", job.request_id, exc_info=error)
-            if heard or not isinstance(error, TimeoutError):  # else it may be that none was there to hear it
+            async with contextlib.aclosing(call.items(place)) as items:
+                async for item in items:
+                    if isinstance(item, Exception):
+                        raise item
+                    if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
+                        logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
+                        progress.failed_at, progress.suspect = len(progress.emitted), True
+                        return
+                    alone, accepted = alone or (suspect and accepted), True
+                    if item.token_ids or is_last(item) or not progress.taken:
+                        progress.taken = True
+                        progress.emitted += item.token_ids
+                        if item.token_ids:
+                            progress.losses = 0
+                        if len(progress.emitted) - given >= CLEARED_TOKENS:
+                            alone = progress.suspect = False
+                        yield item
+        except _LostError as lost:
+            heard = call.heard_s is not None
+            if heard or not lost.silent:  # else it may be that none was there to hear it
                 progress.losses += 1
                 progress.losses_in_all += 1
-            ended = heard and not isinstance(error, TimeoutError)
+            ended = heard and not lost.silent
             if alone and ended:
                 message = "an engine replica ended twice while it computed this request, the second time with no other one"
                 never = {"x-should-retry": "false"}  # which OpenAI's clients heed
-                raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from error
+                raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from lost
             progress.suspect |= ended
-            raise _LostError(type(error).__name__) from error
+            raise
         finally:
-            if not finished:
-                response.cancel()
+            if call.heard_s is not None:
+                progress.deadline_s = call.heard_s + self._resume_timeout_s
 
     async def describe(self) -> list[Description]:
         """See ``EnginePort.describe``."""

@@ -67,7 +67,9 @@ class Scheduler:
     Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
     has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
     preempted where there is one account. Rows of prefills are shared alike in every step, and where requests of several accounts
-    came of late a step has a quarter as many of them: who comes waits for the step that runs, whoever's prompt it computes.
+    came of late a step has a quarter as many of them: who comes waits for the step that runs, whoever's prompt it computes. A
+    short prompt has a step without the accounts that have more slots for their weight than its own, at most every second one: a
+    first token does not wait for the rows of who floods.
 
     A suspect is computed alone: while one runs, the others keep their slots and get no rows.
     """
@@ -91,6 +93,7 @@ class Scheduler:
         self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
         self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
+        self._ahead = False  # whether the last step was one of prompts that went ahead
         self._decoding = 0  # requests of the step
         self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
@@ -168,7 +171,7 @@ class Scheduler:
         if self._waiting:
             self._admit()
         suspects = [request for request in self.running if request.suspect]
-        computed = suspects[:1] or self.running
+        computed = suspects[:1] or self._going_ahead() or self.running
         decoding = [request for request in computed if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in computed if request.num_computed < request.num_tokens - 1]
         self._decoding, self._prefilling = len(decoding), prefilling
@@ -178,6 +181,19 @@ class Scheduler:
         drafts = [_bounded(request, draft_rows) for request in decoding]
         shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
+
+    def _going_ahead(self) -> list[Request]:
+        """Who has the next step without the accounts that have more for their weight; nobody where it is everyone's turn."""
+        turn = not self._ahead and len({request.account for request in self.running}) > 1
+        going: list[Request] = []
+        if turn:
+            load, short = self._waiting.load, self.options.max_step_tokens // 4
+            most = max(map(load, self.running))
+            prompts = [request for request in self.running if 1 < request.num_tokens - request.num_computed <= short]
+            loads = [load(request) for request in prompts if load(request) < most]
+            going = [request for request in self.running if load(request) <= max(loads)] if loads else []
+        self._ahead = bool(going)
+        return going
 
     def top_up(self, shares: Sequence[Share], drafted: int) -> list[Share]:
         """What ``schedule`` returned last, with more rows for prefills where each rank drafted fewer than there is room for.

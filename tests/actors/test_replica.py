@@ -159,31 +159,6 @@ def test_a_request_goes_on_where_another_replica_left_it(replica: Replica) -> No
     asyncio.run(run())
 
 
-def test_beats_come_while_nothing_else_does(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    step = Engine.step
-
-    def slow(engine: Engine) -> list[StepOutput]:
-        go_on.wait(30)
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", slow)
-
-    async def run() -> None:
-        outputs: list[StepOutput | None] = []
-        tasks = asyncio.all_tasks()
-        async for output in replica.generate(request("a"), 0.02):
-            outputs.append(output)
-            if outputs.count(None) == 3:
-                go_on.set()
-        assert outputs.count(None) >= 3 and outputs[0] == StepOutput("a", (), "")
-        assert len(ids([output for output in outputs if output is not None])) == 24
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == tasks, "the beats end with the request"
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
 def test_a_loop_that_ended_frees_the_slot(replica: Replica) -> None:
     loop = asyncio.new_event_loop()
     stream = replica.generate(endless("a"))

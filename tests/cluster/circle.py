@@ -97,7 +97,10 @@ class LocalEngine:
     def __init__(self, *replicas: Replica) -> None:
         self.replicas, self.jobs = list(replicas), list[Job]()
 
-    async def generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
+    def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
+        return [self._generate(job) for job in jobs]
+
+    async def _generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
         names = {field.name for field in fields(Job)} - {"request_id", "prompt_ids", "params"}
         request = Request(job.request_id, job.prompt_ids, job.params, **{name: getattr(job, name) for name in names})

@@ -68,9 +68,9 @@ def test_a_replica_drafts_as_the_job_says_also_when_it_goes_on_for_another(circl
     ids = np.asarray(byte_ids("<abcdefgh") * 2, np.int32)
 
     async def collect(job: Job) -> tuple[list[int], SpecStats]:
-        outputs = [output async for output in replica.generate(job)]
-        assert all(isinstance(output, StepOutput) for output in outputs if output is not None)
+        outputs = [item async for batch in replica.generate([job]) for _, item in batch]
         said = [output for output in outputs if isinstance(output, StepOutput)]
+        assert len(said) == len(outputs)
         assert said[-1].stats is not None
         return [token for output in said for token in output.token_ids], said[-1].stats
 

@@ -264,7 +264,7 @@ def serve_locally(port: LocalEngine, auditor: Auditor, tokens: list[int], **more
 
     async def served() -> Served:
         job = Job("told/0", np.asarray(tokens, np.int32), SamplingParams(**{"max_tokens": 12, **more}), tenant="acme")
-        async with contextlib.aclosing(heard(port, job, [auditor.listen])) as outputs:
+        async with contextlib.aclosing(heard(port.generate(job)[0], job, [auditor.listen])) as outputs:
             assert sum([len(output.token_ids) async for output in outputs]) == 12
         (one,) = auditor.last()
         return one
@@ -318,7 +318,7 @@ def test_the_background_gives_way_and_drops_what_it_has_no_time_for(replica: Rep
         async with contextlib.AsyncExitStack() as stack:
             for number in range(4):  # three run, one waits
                 job = Job(f"long-{number}/0", prompt, params, max_draft_tokens=0)
-                stream = await stack.enter_async_context(contextlib.aclosing(port.generate(job)))
+                stream = await stack.enter_async_context(contextlib.aclosing(port.generate(job)[0]))
                 await anext(stream)
             for _ in range(10):
                 auditor.keep(served)

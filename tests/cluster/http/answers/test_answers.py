@@ -162,12 +162,10 @@ def test_the_choices_of_a_request_share_the_texts_that_they_may_repeat(circle_mo
     shared = [replica._shared(job)[0] for job in jobs]  # each came with a copy of its own
     assert shared[0] is shared[1] and shared[0] is not shared[2]
 
-    async def answer(jobs: list[Job]) -> list[list[Any]]:
-        async def outputs(job: Job) -> list[Any]:
-            return [output async for output in replica.generate(job)]
+    async def ends(jobs: list[Job]) -> list[Any]:
+        items = [item async for batch in replica.generate(jobs) for _, item in batch]
+        return [item.finish_reason for item in items if item.finish_reason is not None]
 
-        return await asyncio.gather(*map(outputs, jobs))
-
-    assert all(outputs[-1].finish_reason == "length" for outputs in asyncio.run(answer(jobs)))
+    assert asyncio.run(ends(jobs)) == ["length"] * 3
     del shared, jobs
     waiting.eventually(lambda: gc.collect() >= 0 and not replica._references)

@@ -19,12 +19,13 @@ from ray import serve
 from cluster.http.errors import ApiError
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import Job
-from cluster.serving.handle_engine import HandleEngine
+from cluster.serving.handle_engine import TOGETHER, HandleEngine
 from configs.slices import EngineOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from tests.cluster.service.applications import Twins, kill, tiny_config
 from tests.helpers.models import VOCAB
 
+CHOICES = TOGETHER + 2  # of an answer, in two calls
 FEW = 600  # tokens of an answer: seconds, so that what happens after its beginning happens in its middle
 
 
@@ -49,6 +50,19 @@ def test_a_stream_goes_on_at_the_other_replica_when_its_own_is_killed(twins: Twi
     assert killed[0] not in twins.engines()
 
 
+def test_all_choices_of_an_answer_go_on_when_their_replicas_are_killed(twins: Twins) -> None:
+    twins.becomes_whole()
+    before = twins.engines()
+    with twins.client() as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
+        expected = [choice.text for choice in twins.ask(client, n=CHOICES).choices]
+        answer = threads.submit(twins.ask, client, n=CHOICES)
+        twins.becomes(running=CHOICES)
+        kill(before)
+        assert [choice.text for choice in answer.result(180).choices] == expected
+    twins.becomes_whole()
+    assert twins.engines().isdisjoint(before)
+
+
 @pytest.mark.slow
 def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
     twins.becomes_whole()
@@ -58,7 +72,7 @@ def test_a_request_that_makes_steps_fail_ends_alone(twins: Twins) -> None:
 
     async def collect(job: Job, begun: asyncio.Event) -> list[StepOutput]:
         outputs = []
-        async for output in engine.generate(job):
+        async for output in engine.generate(job)[0]:
             outputs.append(output)
             if output.token_ids:
                 begun.set()
@@ -86,7 +100,7 @@ def test_a_request_is_drafted_for_as_it_asked_also_at_the_replica_that_goes_on_w
 
     async def collect(name: str, strategy: str | None, strike: bool) -> StepOutput:
         tokens: list[int] = []
-        async for output in engine.generate(Job(name, twins.expected.prompt_ids, params, strategy=strategy)):
+        async for output in engine.generate(Job(name, twins.expected.prompt_ids, params, strategy=strategy))[0]:
             if strike and len(tokens) < 30 <= len(tokens) + len(output.token_ids):
                 kill(twins.engines())
             tokens += output.token_ids
@@ -139,7 +153,7 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_alone_and_then_refus
 
     async def collect(name: str) -> list[int]:
         tokens: list[int] = []
-        async for output in fragile.generate(Job(f"{name}/0", prompt, params)):
+        async for output in fragile.generate(Job(f"{name}/0", prompt, params))[0]:
             tokens += output.token_ids
         return tokens
 
@@ -160,7 +174,7 @@ async def lost_with_its_replica(twins: Twins) -> ApiError:
     """The error of a request that does not wait for a replica to come back."""
     engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=0.0)
     with pytest.raises(ApiError, match=r"\((RayActorError|ActorDiedError|ActorUnavailableError)\)") as raised:
-        async for _ in engine.generate(Job("late/0", twins.expected.prompt_ids, twins.params)):
+        async for _ in engine.generate(Job("late/0", twins.expected.prompt_ids, twins.params))[0]:
             pass
     return raised.value
 

@@ -1,0 +1,91 @@
+"""The actor around an engine: several jobs of an answer in one call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cluster.serving.engine_replica as module
+from cluster.serving.engine_replica import EngineReplica
+from cluster.serving.generation import Job
+from cluster.serving.handle_engine import Item
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from decoding.request import SamplingParams, StepOutput
+from engine.engine import Engine
+from engine.errors import ContextLengthError
+from tests.cluster.circle import CONTEXT
+
+PROMPT = np.array([5], np.int32)
+
+
+@pytest.fixture(scope="module")
+def replica(circle_model: Path) -> Iterator[EngineReplica]:
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    made = EngineReplica(model, EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
+    yield made
+    made._replica.stop()
+
+
+def job(name: str, tokens: int = 24) -> Job:
+    return Job(name, PROMPT, SamplingParams(tokens, ignore_eos=True))
+
+
+async def batches(replica: EngineReplica, jobs: list[Job]) -> list[list[tuple[int, Item]]]:
+    return [batch async for batch in replica.generate(jobs)]
+
+
+def test_what_comes_of_several_jobs_comes_together(replica: EngineReplica) -> None:
+    names = [f"one/{at}" for at in range(4)]
+    found = asyncio.run(batches(replica, [job(name) for name in names]))
+    assert any(len(batch) == len(names) for batch in found), "a step of all of them is one event"
+    for place, name in enumerate(names):
+        outputs = [item for batch in found for at, item in batch if at == place and isinstance(item, StepOutput)]
+        assert {output.request_id for output in outputs} == {name}
+        assert outputs[0] == StepOutput(name, (), "") and outputs[-1].finish_reason == "length"
+        assert sum(len(output.token_ids) for output in outputs) == 24
+
+
+def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -> None:
+    found = asyncio.run(batches(replica, [job("a"), job("long", CONTEXT), job("b")]))
+    items = [pair for batch in found for pair in batch]
+    assert [type(item) for place, item in items if place == 1] == [ContextLengthError]
+    assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count("length") == 2
+
+
+def test_beats_come_while_nothing_else_does(replica: EngineReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    go_on, step = threading.Event(), Engine.step
+
+    def slow(engine: Engine) -> list[StepOutput]:
+        go_on.wait(30)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
+
+    async def run() -> None:
+        found = []
+        async for batch in replica.generate([job("a")]):
+            found.append(batch)
+            if found.count([]) == 3:
+                go_on.set()
+        assert found[0] == [(0, StepOutput("a", (), ""))] and found.count([]) >= 3
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_who_stops_listening_frees_all_slots(replica: EngineReplica) -> None:
+    async def run() -> None:
+        endless = [job(f"endless/{at}", CONTEXT - 1) for at in range(4)]
+        calls = replica.generate(endless)
+        await anext(calls)
+        await calls.aclose()  # type: ignore[attr-defined]
+        async with asyncio.timeout(30):
+            while (await replica.describe()).counts.running:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
