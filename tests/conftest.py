@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Says at once what failed, and how: a run that is cut off ends without a summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed: {report.nodeid} ({report.when})\n{report.longreprtext[-1500:]}", flush=True)
+
+
 @pytest.fixture(scope="session")
 def circle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model that goes round in circles, and its tokenizer."""

@@ -72,6 +72,10 @@ class FairQueue:
         if unserved:
             self._served[request.account] -= _cost(request)
 
+    def slots(self, account: str) -> int:
+        """How many an account holds."""
+        return self._held.get(account, 0)
+
     def load(self, request: Request, more: int = 0) -> float:
         """The slots of a request's account, and so many more, for its weight."""
         return (self._held[request.account] + more) / request.weight

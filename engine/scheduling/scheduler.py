@@ -67,9 +67,9 @@ class Scheduler:
     Between accounts slots are shared by weight (``FairQueue``): who waits takes a slot, where none is free, from the account that
     has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
     preempted where there is one account. Rows of prefills are shared alike in every step, and where requests of several accounts
-    came of late a step has a quarter as many of them: who comes waits for the step that runs, whoever's prompt it computes. A
-    short prompt has a step without the accounts that have more slots for their weight than its own, at most every second one: a
-    first token does not wait for the rows of who floods.
+    came of late a step has a quarter as many of them, a sixteenth where one account has several slots and another one fewer: who
+    comes waits for the step that runs, whoever's prompt it computes. Prompts have a step without the accounts that have more slots
+    for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
 
     A suspect is computed alone: while one runs, the others keep their slots and get no rows.
     """
@@ -187,9 +187,9 @@ class Scheduler:
         turn = not self._ahead and len({request.account for request in self.running}) > 1
         going: list[Request] = []
         if turn:
-            load, short = self._waiting.load, self.options.max_step_tokens // 4
+            load = self._waiting.load
             most = max(map(load, self.running))
-            prompts = [request for request in self.running if 1 < request.num_tokens - request.num_computed <= short]
+            prompts = [request for request in self.running if request.num_computed < request.num_tokens - 1]
             loads = [load(request) for request in prompts if load(request) < most]
             going = [request for request in self.running if load(request) <= max(loads)] if loads else []
         self._ahead = bool(going)
@@ -211,7 +211,9 @@ class Scheduler:
             since = self._clock() - OF_LATE_S
             self._came_s = {account: came_s for account, came_s in self._came_s.items() if came_s >= since}
         if len(self._came_s) > 1:
-            budget = min(budget, self.options.max_step_tokens // 4)
+            slots = [self._waiting.slots(account) for account in self._came_s]
+            floods = max(slots) > max(1, min(slots)) and not self._ahead
+            budget = min(budget, max(self.options.max_step_tokens // (16 if floods else 4), 1))
         rows = _shared_prefill(prefilling, budget)
         self._followers = [request for request, count in zip(prefilling, rows, strict=True) if not count]
         return [Share(one, one.num_computed + count, 0) for one, count in zip(prefilling, rows, strict=True) if count]

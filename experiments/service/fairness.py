@@ -5,7 +5,7 @@ python -m experiments.service fairness [--model smollm2-135m-instruct] [--tenant
 ``outrider serve`` runs once, with a key for each tenant. All but the first ask short questions one after the other, with
 pauses, so that together they take a part of what the server can give. The first one does nothing at first; then it sends what
 it can, in each of these ways: very many requests, long prompts, many choices (``n``), long ``reference_documents``. A hundred
-clients of it ask again as soon as they have an answer, or 50 ms after a refusal.
+clients of it ask again as soon as they have an answer, or 50 ms after a refusal; their process gives way to all others.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Event
 from typing import Any
 
 import httpx
@@ -32,7 +27,7 @@ from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask
 from experiments.service.overload import Outcome, try_once
 from experiments.service.served import Served
-from experiments.service.trial import conducted, spread, until_whole
+from experiments.service.trial import apart, conducted, spread, until_whole
 
 _QUESTION = "Name the rivers that meet in city number {number}, and say which of them is the longest."
 _SENTENCE = "In the year {number} the harbour was widened, and ships of {number} tons could come in. "
@@ -107,8 +102,11 @@ async def phase(
             answers.append(await _once(client, model, question(own), number))
             await asyncio.sleep(own.expovariate(1 / pause_s))
 
-    with flood(str(client.base_url), model, kind, args.seed) as statuses:
-        await asyncio.sleep(0.0 if kind is None else _BEGUN_S)
+    with contextlib.ExitStack() as running:
+        statuses = Counter[str]()
+        if kind is not None:
+            statuses = running.enter_context(apart(flood, str(client.base_url), model, kind, args.seed))
+            await asyncio.sleep(_BEGUN_S)
         await asyncio.gather(*(calm(number) for number in range(1, tenants)))
     await until_whole(client, 1)
     whole = [one for one in answers if one.status == 200 and one.whole]
@@ -120,47 +118,25 @@ async def phase(
     }
 
 
-@contextlib.contextmanager
-def flood(url: str, model: str, kind: str | None, seed: int) -> Iterator[dict[int, int]]:
-    """The first tenant's clients, in a process of the lowest priority, as if on another machine; statuses, filled at the end."""
-    statuses: dict[int, int] = {}
-    if kind is None:
-        yield statuses
-        return
-    spawn = multiprocessing.get_context("spawn")
-    ends, found = spawn.Event(), spawn.SimpleQueue()
-    process = spawn.Process(target=_flood, args=(url, model, kind, seed, ends, found))
-    process.start()
-    try:
-        yield statuses
-    finally:
-        ends.set()
-        statuses |= found.get()
-        process.join()
-
-
-def _flood(url: str, model: str, kind: str, seed: int, ends: Event, found: SimpleQueue[dict[int, int]]) -> None:
-    os.nice(19)
-    rng, statuses = random.Random(seed), Counter[int]()
+async def flood(url: str, model: str, kind: str, seed: int, ends: asyncio.Event) -> Counter[str]:
+    """The first tenant's clients, until something ends; how many answers had which status."""
+    rng, statuses = random.Random(seed), Counter[str]()
 
     async def go_on(client: httpx.AsyncClient) -> None:
         while True:
             outcome = await _once(client, model, flooding(kind, rng), 0)
-            statuses[outcome.status] += 1
+            statuses[str(outcome.status)] += 1
             if outcome.status != 200:
                 await asyncio.sleep(_REFUSED_S)
 
-    async def run() -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=_FLOOD_CLIENTS)
-        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-            tasks = [asyncio.create_task(go_on(client)) for _ in range(_FLOOD_CLIENTS)]
-            await asyncio.to_thread(ends.wait)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(run())
-    found.put(dict(statuses))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=_FLOOD_CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        tasks = [asyncio.create_task(go_on(client)) for _ in range(_FLOOD_CLIENTS)]
+        await ends.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return statuses
 
 
 async def _once(client: httpx.AsyncClient, model: str, request: Ask, tenant: int) -> Outcome:

@@ -5,7 +5,7 @@ python -m experiments.service fuzz [--examples 1500] [--seconds 60]
 ``outrider serve`` runs once, with one key for a calm client, which asks one short question after the other, and one for the rest.
 First the calm one is alone. Then come schemathesis, in an environment of its own, with every field of every route at and beyond
 its bounds and of other types, and connections that send what no client library would: broken, stalled, cut off, contradictory.
-Schemathesis runs at the lowest priority, as if it were on another machine.
+Both give way to all other processes, as if they were on another machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from cache_service.namespace import hash_key
 from experiments.bench.options import add_model
@@ -35,10 +34,11 @@ from experiments.service import clients
 from experiments.service.asks import Ask
 from experiments.service.overload import Outcome, engine_pids, try_once
 from experiments.service.served import Served
-from experiments.service.trial import conducted, memory_mib, spread, until_whole
+from experiments.service.trial import apart, conducted, give_way, memory_mib, spread, until_whole
 
 _CALM, _HOSTILE = "outrider-calm", "outrider-hostile"
 _MOST_TOKENS = 32  # of an answer: the cases are many
+_AT_ONCE = 12  # connections
 _STALL_S = 5.0
 _ANSWER_S = 30.0
 _COUNTED = re.compile(r"(\d+) generated")
@@ -62,12 +62,12 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         progress.say("hostile clients beside the calm one")
         pids, memory = engine_pids(server), [memory_mib(server)]
         ends = asyncio.Event()
-        calm = asyncio.create_task(ask_for(client, model, None, ends))
-        raw = asyncio.create_task(send_raw(server.url, model, random.Random(args.seed), ends))
-        printed, code = await fuzz(server.url, bin_, args)
-        memory.append(memory_mib(server))
-        ends.set()
-        beside, statuses = await calm, await raw
+        with apart(send_raw, server.url, model, args.seed) as statuses:
+            calm = asyncio.create_task(ask_for(client, model, None, ends))
+            printed, code = await fuzz(server.url, bin_, args)
+            memory.append(memory_mib(server))
+            ends.set()
+            beside = await calm
         whole_again_s = await until_whole(client, 1)
         memory.append(memory_mib(server))
         health = (await client.get("/health")).json()
@@ -116,8 +116,8 @@ async def fuzz(url: str, bin_: Path, args: argparse.Namespace) -> tuple[list[str
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=folder,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "160"},
+            preexec_fn=give_way,
         )  # fmt: skip
-        psutil.Process(process.pid).nice(19)
         said, _ = await process.communicate()
         return clients.tail(said.decode(errors="replace")), process.returncode or 0
 
@@ -186,9 +186,9 @@ RAW: dict[str, Raw] = {
 _LEAVINGS = ("stays", "stays", "hangs up", "half and hangs up", "half and stalls", "byte by byte")
 
 
-async def send_raw(url: str, model: str, rng: random.Random, ends: asyncio.Event, at_once: int = 12) -> Counter[str]:
+async def send_raw(url: str, model: str, seed: int, ends: asyncio.Event) -> Counter[str]:
     """Connections of every kind, until something ends; how many had which status, 0 where none came."""
-    statuses: Counter[str] = Counter()
+    rng, statuses = random.Random(seed), Counter[str]()
 
     async def go_on() -> None:
         while not ends.is_set():
@@ -196,7 +196,7 @@ async def send_raw(url: str, model: str, rng: random.Random, ends: asyncio.Event
             status = await send(url, RAW[kind](rng, model), leaving)
             statuses[f"{kind}, {leaving}: {status}"] += 1
 
-    await asyncio.gather(*(go_on() for _ in range(at_once)))
+    await asyncio.gather(*(go_on() for _ in range(_AT_ONCE)))
     return statuses
 
 

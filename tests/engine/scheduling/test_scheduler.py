@@ -407,6 +407,18 @@ def test_steps_are_short_where_several_accounts_come() -> None:
     assert compute(s) == {"a0": (156, 0)}
 
 
+def test_steps_are_shorter_still_where_one_account_has_several_slots() -> None:
+    s = scheduler(running=4, step_tokens=64)
+    flood(s, "b", 1)
+    compute(s)
+    s.remove(s.running[0])
+    flood(s, "a", 2, prompt=1000)
+    assert sum(end for end, _ in compute(s).values()) == 4
+    flood(s, "b", 1, prompt=40)
+    assert compute(s) == {"b0": (16, 0)}  # b's have a step for themselves
+    assert sum(end for end, _ in compute(s).values()) == 4 + 16 + 4  # and share the next
+
+
 def test_a_suspect_is_computed_alone_until_it_is_cleared() -> None:
     s = scheduler(request("a"), request("long", prompt=40), running=3)
     compute(s)

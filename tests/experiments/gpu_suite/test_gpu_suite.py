@@ -270,7 +270,7 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
 
 def test_tests_for_a_gpu_can_be_collected_on_a_bare_machine(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(GUARD)
-    settings = {"PYTHONPATH": str(tmp_path), "ABSENT": f"{ABSENT},hypothesis", "BROKEN": "none"}
+    settings = {"PYTHONPATH": str(tmp_path), "ABSENT": f"{ABSENT},hypothesis", "BROKEN": "none", "PYTEST_ADDOPTS": ""}
     files = tests.marked_files()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=120)
