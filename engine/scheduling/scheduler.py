@@ -68,8 +68,8 @@ class Scheduler:
     has more for its weight than this one would have with it. So an account loses no slot of its share, and nobody's requests are
     preempted where there is one account. Rows of prefills are shared alike in every step, and where requests of several accounts
     came of late a step has a quarter as many of them, a sixteenth where one account has several slots and another one fewer: who
-    comes waits for the step that runs, whoever's prompt it computes. Prompts have a step without the accounts that have more slots
-    for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
+    comes waits for the step that runs, whoever's prompt it computes. Prompts have a step without the accounts that have more
+    slots for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
 
     A suspect is computed alone: while one runs, the others keep their slots and get no rows.
     """
