@@ -17,6 +17,7 @@ from engine.forward.cpu.row_linear import row_linears
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
+from engine.loading.memory import free_bytes
 from engine.text.grammar import Grammars
 
 
@@ -70,11 +71,13 @@ class ModelRunner:
         shape = kv_shape(model) if shape is None else shape
         if self._by_rows:
             shape = laid_out(shape)
+        size = shape.bytes_per_token() * slots * capacity
         try:
+            if model.device.type == "cpu" and size > free_bytes():  # it would be given out, and taken when it is written to
+                raise MemoryError
             self.cache = cache(shape, slots, capacity)
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
-            size = shape.bytes_per_token() * slots * capacity / 2**30
-            need = f"the KV slots need {size:.1f} GiB, which {model.device} does not have"
+        except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
+            need = f"the KV slots need {size / 2**30:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
         row_linears(model)
         thin_modules(model)

@@ -22,6 +22,7 @@ from configs.slices import ModelOptions
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.loading.gguf import load_gguf_config, load_gguf_model
+from engine.loading.memory import refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import ModelInfo
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
@@ -108,9 +109,11 @@ def load_weights(
         device: where it goes; the CPU when absent.
 
     Raises:
-        ModelLoadError: no such model, or a broken checkpoint.
+        ModelLoadError: no such model, a broken checkpoint, or one that does not fit into memory.
     """
     files = find_files(path)
+    if device is None or device.type == "cpu":
+        refuse_too_large(path, files, dtype)
     try:
         if is_gguf(files):
             model = load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention)

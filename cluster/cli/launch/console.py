@@ -72,7 +72,8 @@ class Progress:
 
 
 class StopSignals:
-    """Takes SIGINT and SIGTERM: the first asks for an orderly stop, the second ends the process at once.
+    """Takes SIGINT, SIGTERM, and SIGHUP of a terminal that is closed: the first asks for an orderly stop, the second ends the
+    process at once.
 
     The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
     """
@@ -83,8 +84,9 @@ class StopSignals:
 
     def install(self) -> None:
         """Also to be called after ``ray.init``, which installs a handler of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._handle)
 
     def check(self) -> None:
         """Raises ``StopRequested`` once a signal has come."""
@@ -96,6 +98,9 @@ class StopSignals:
             kill_ray()
             os._exit(128 + number)
         self.requested = True
+        if number == signal.SIGHUP:  # nobody reads any more, and to write is an error
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         self._say("stopping (Ctrl-C again ends everything at once)")
 
 

@@ -205,7 +205,7 @@ def _state_of_redis(url: str) -> str:
     try:
         store.ping()
     except (redis.AuthenticationError, AuthorizationError, redis.ResponseError, redis.InvalidResponse) as error:
-        raise LaunchError(f"redis_url {_shown(url)}: {error}; see README, Which Redis, for the rights that are needed") from None
+        raise LaunchError(f"redis_url {_shown(url)}: {error}; docs/sharing.md says which rights are needed") from None
     except (redis.RedisError, OSError) as error:
         return f"redis_url {_shown(url)} does not answer: {error}; replicas share nothing until it does"
     finally:

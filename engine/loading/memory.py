@@ -1,0 +1,65 @@
+"""Memory that is left on this machine, and what the weights of a model take of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import ModelLoadError
+from engine.loading.gguf import read_header
+from engine.loading.model_files import is_gguf
+
+_CONTAINER = Path("/sys/fs/cgroup")  # as a container sees its own limits; elsewhere nothing is limited there
+
+
+def free_bytes() -> int:
+    """What processes may still take: of the machine, or of the container that they run in."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no limit
+        limit, used = (int((_CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+        kinds = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(kinds["inactive_file"]))
+    return free
+
+
+def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"]) -> None:
+    """Refuses a model whose weights do not fit into memory, before they are read; of files on a hub loading decides.
+
+    Args:
+        path: what the model is called.
+        files: a folder or a GGUF file.
+        dtype: of the weights in memory; auto: as in the files, bfloat16 for a GGUF file.
+
+    Raises:
+        ModelLoadError: with how much it needs.
+    """
+    need, free = _bytes(files, dtype), free_bytes()
+    if need > free:
+        raise ModelLoadError(
+            f"model {path!r} needs {need / 2**30:.1f} GiB for its weights, and {free / 2**30:.1f} GiB of memory are free: "
+            "end what takes it, or give a smaller model"
+        )
+
+
+def _bytes(files: str, dtype: torch.dtype | Literal["auto"]) -> int:
+    """Of the weights in memory; 0 where the files do not tell."""
+    wide = torch.bfloat16.itemsize if dtype == "auto" else dtype.itemsize
+    with contextlib.suppress(OSError, ValueError, SafetensorError):  # loading says what is wrong with them
+        if is_gguf(files):
+            return sum(read_header(Path(files).expanduser()).tensors.values()) * wide
+        parts = list(Path(files).expanduser().glob("*.safetensors"))
+        if dtype == "auto":
+            return sum(part.stat().st_size for part in parts)
+        return sum(map(_elements, parts)) * wide
+    return 0
+
+
+def _elements(part: Path) -> int:
+    with safe_open(part, "pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
