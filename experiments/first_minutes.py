@@ -1,7 +1,7 @@
 """The first five minutes of a newcomer: clone, install, serve, first answer, second start, memory and disk.
 
     python -m experiments.first_minutes            # a clone of what is committed, installed anew, with an empty cache folder
-    python -m experiments.first_minutes --here     # this folder and its environment, with an empty cache folder
+    python -m experiments.first_minutes --here     # this folder and its environment, with a cache folder of compiled code alone
 
 A start is timed from its command to what an HTTP client sees: ready, then the first whole answer. Its parts are what the command
 says of itself. The second start finds what the first one kept.
@@ -51,11 +51,14 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     found: Results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder, cache = ROOT, Path(scratch) / "cache"
-        if not args.here:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(cache)}
+        if args.here:
+            run.progress.say("compiling")
+            subprocess.run([sys.executable, "-m", "cluster.cli.launch.compile_ahead"], cwd=folder, env=environment, check=True)
+        else:
             folder = Path(scratch) / "clone"
             run.progress.say("cloning and installing")
-            found["install"] = _install(folder)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(cache)}
+            found["install"] = _install(folder, environment)
         for name in ("first start", *("later start",) * args.later):
             run.progress.say(name)
             found.setdefault("starts", []).append({"start": name, **_start(folder, environment, args.set)})
@@ -63,12 +66,12 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     return found
 
 
-def _install(folder: Path) -> dict[str, Any]:
+def _install(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """A clone of the last commit, and ``make install`` in it: seconds, and MB by package."""
     began = time.perf_counter()
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     cloned = time.perf_counter()
-    subprocess.run(["make", "install"], cwd=folder, check=True, stdout=sys.stderr)
+    subprocess.run(["make", "install"], cwd=folder, env=dict(environment), check=True, stdout=sys.stderr)
     ended = time.perf_counter()
     (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
     sizes = {path.name: _megabytes(path) for path in packages.iterdir()}

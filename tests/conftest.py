@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -13,7 +12,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from decoding.jit import cache_folder
+from tests.helpers.compiled import cache_with_compiled
 
 # Before anything imports Ray; without it, Ray writes a token into the home folder.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -25,12 +24,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep (tables of tiny models) stays out of the home folder; `make clean` removes it. Code that the installation has
 # compiled is taken from there.
-_COMPILED = sorted(cache_folder().glob("native-*"))
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
-cache_folder().mkdir(parents=True, exist_ok=True)
-for _folder in _COMPILED:
-    with contextlib.suppress(FileExistsError):
-        (cache_folder() / _folder.name).symlink_to(_folder)
+os.environ["XDG_CACHE_HOME"] = cache_with_compiled(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
 
 settings.register_profile("outrider", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("outrider")
