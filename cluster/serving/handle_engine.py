@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
 ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the request gets a 503
-TOGETHER = 8  # most jobs of one call, which go to one replica: each call and each of its events takes the API a while
+TOGETHER = 8  # most jobs of one call, which go to one replica: each call, and each of its events, takes the API a while
 BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
 SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
@@ -156,8 +156,8 @@ class HandleEngine:
             handle: of the deployment.
             resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
             describe_timeout_s: a replica that does not describe itself within it counts as missing.
-            replicas: of the deployment. Where there are several, a request that one refuses for a full queue is sent once more:
-                Serve sends it where fewer requests are.
+            replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
+                that one refuses for a full queue is sent once more: Serve sends it where fewer requests are.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
@@ -173,8 +173,9 @@ class HandleEngine:
     def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
         """See ``EnginePort.generate``. The counters of a last output are those of the last replica; the energy is not told when
         others used some, too."""
-        calls = [_Call(self._streaming, jobs[first : first + TOGETHER]) for first in range(0, len(jobs), TOGETHER)]
-        return [self._generate(job, calls[at // TOGETHER], at % TOGETHER) for at, job in enumerate(jobs)]
+        size = min(TOGETHER, -(-len(jobs) // self._replicas))
+        calls = [_Call(self._streaming, jobs[first : first + size]) for first in range(0, len(jobs), size)]
+        return [self._generate(job, calls[at // size], at % size) for at, job in enumerate(jobs)]
 
     async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
         """The outputs of a job: from its place in a call, and from calls of its own where that one does not bring them."""

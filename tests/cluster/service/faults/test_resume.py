@@ -19,13 +19,14 @@ from ray import serve
 from cluster.http.errors import ApiError
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import Job
-from cluster.serving.handle_engine import TOGETHER, HandleEngine
+from cluster.serving.handle_engine import HandleEngine
 from configs.slices import EngineOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from tests.cluster.service.applications import Twins, kill, tiny_config
 from tests.helpers.models import VOCAB
+from tests.helpers.waiting import eventually
 
-CHOICES = TOGETHER + 2  # of an answer, in two calls
+CHOICES = 10  # of an answer, in two calls
 FEW = 600  # tokens of an answer: seconds, so that what happens after its beginning happens in its middle
 
 
@@ -56,7 +57,7 @@ def test_all_choices_of_an_answer_go_on_when_their_replicas_are_killed(twins: Tw
     with twins.client() as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
         expected = [choice.text for choice in twins.ask(client, n=CHOICES).choices]
         answer = threads.submit(twins.ask, client, n=CHOICES)
-        twins.becomes(running=CHOICES)
+        eventually(lambda: sum(twins.load()[:2]) == CHOICES, 60)
         kill(before)
         assert [choice.text for choice in answer.result(180).choices] == expected
     twins.becomes_whole()
