@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -71,12 +72,13 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], lef
 class MarkdownStream:
     """An answer on stdout as it comes.
 
-    On a terminal it is Markdown: the block that is being written is drawn again until it is whole. Elsewhere, and where drafted
-    tokens are marked in colour, it is the text itself.
+    On a terminal it is Markdown: the block that is being written is drawn again until it is whole. Elsewhere, where nothing can
+    be drawn again, and where drafted tokens are marked in colour, it is the text itself.
     """
 
     def __init__(self, marks_drafts: bool) -> None:
-        self._plain = marks_drafts or not sys.stdout.isatty()
+        redraws = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+        self._plain = marks_drafts or not redraws
         self._block, self._drawn_s = "", 0.0
         self._live: Live | None = None
 

@@ -153,18 +153,36 @@ def test_a_refused_answer_raises_what_the_server_says(http: httpx.Client, circle
         list(ServerPartner(http, options).answer([{"role": "user", "content": "hi"}]))
 
 
-def test_ctrl_c_stops_the_answer_but_not_the_chat(api_server: Server) -> None:
+class Terminal:
+    """What a process shows on a terminal, read piece by piece."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._unread = descriptor, b""
+
+    def until(self, text: str, timeout_s: float = 60.0) -> None:
+        """Reads to the end of a text; fails when it does not come."""
+        deadline, wanted = time.monotonic() + timeout_s, text.encode()
+        while wanted not in self._unread:
+            assert time.monotonic() < deadline, self._unread
+            self._unread = self._unread[-len(wanted) :] + os.read(self._descriptor, 65536)
+        self._unread = self._unread.partition(wanted)[2]
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])  # on the second one Markdown is drawn
+def test_ctrl_c_stops_the_answer_but_not_the_chat(api_server: Server, term: str) -> None:
     master, slave = pty.openpty()
     command = [*COMMAND, "chat", "--url", api_server.url, "--max-tokens", "12000"]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT, start_new_session=True)
+    environment = ENVIRONMENT | {"TERM": term}
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True)
     os.close(slave)
+    terminal = Terminal(master)
     try:
-        read_until(master, "> ")
+        terminal.until("> ")
         os.write(master, b"hi\n")
-        read_until(master, "<abcdefgh")
+        terminal.until("<abcdefgh")
         os.killpg(process.pid, signal.SIGINT)
-        read_until(master, "[stopped]")
-        read_until(master, "> ")
+        terminal.until("[stopped]")
+        terminal.until("> ")
         os.write(master, b"/exit\n")
         assert process.wait(30) == 0
     finally:
@@ -172,16 +190,6 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(api_server: Server) -> None:
         process.wait()
         os.close(master)
     api_server.becomes_idle()  # it computes no answer that nobody reads
-
-
-def read_until(descriptor: int, text: str, timeout_s: float = 60.0) -> str:
-    """What a terminal shows until ``text`` appears."""
-    seen = b""
-    deadline = time.monotonic() + timeout_s
-    while text.encode() not in seen:
-        assert time.monotonic() < deadline, seen[-500:]
-        seen += os.read(descriptor, 1)
-    return seen.decode(errors="replace")
 
 
 def test_version_is_that_of_the_distribution() -> None:
