@@ -36,8 +36,8 @@ from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine, load_runner
 from engine.text.chat import render_chat
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.guided import SIZES, random_model
-from experiments.bench.options import add_model
+from experiments.bench.engines.guided import random_model
+from experiments.bench.options import SIZES, add_model
 from experiments.bench.record import ROOT, KeptLines, git_state
 from experiments.bench.run import Bench, Results, Run, run
 from experiments.bench.workloads import first_that_fit, read_workloads, run_engine
@@ -341,7 +341,7 @@ def _measure(args: argparse.Namespace, say: Say) -> Results:
 
 @contextmanager
 def model_folder(args: argparse.Namespace) -> Iterator[str]:
-    """The model as engines load it: random weights of a size of ``guided`` are written to a folder that goes."""
+    """The model as engines load it: random weights of one of ``SIZES`` are written to a folder that goes."""
     if args.model not in SIZES:
         from engine.loading.model_files import find_files
 

@@ -20,7 +20,6 @@ from engine.measures.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-IDLE_S = 5.0  # for which a bench measures the idle power of its device, where there is a meter
 NOT_METERED = "n/a"  # what a record says of energy where no counter told it
 _PACKAGES = ("torch", "transformers", "outrider")
 

@@ -22,7 +22,7 @@ from decoding.request import PLAIN
 from engine.loading.model import load_config
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.figure import panel
-from experiments.bench.options import add_model, add_prompts, numbers
+from experiments.bench.options import add_model, add_prompts, check_prompts, numbers
 from experiments.bench.run import Bench, Results, Run
 from experiments.bench.workloads import fits, interleaved, prompt_ids
 from experiments.papers.numbers.scaling import beside_figures
@@ -291,11 +291,10 @@ def parted(results: Results, args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where a number of workers is named twice, or two files have one name."""
+    """Ends the process with code 2 where a number of workers or a file is named twice."""
+    check_prompts(args, parser)
     if len(set(args.workers)) < len(args.workers):
         parser.error("--workers must name no number twice")
-    if len({path.stem for path in args.prompts}) < len(args.prompts):
-        parser.error("two files of --prompts have one name: a workload is called after its file")
 
 
 BENCH = Bench(

@@ -71,18 +71,28 @@ def first_that_fit(
     return found
 
 
-def run_engine(engine: Engine, requests: Sequence[Request], on_finish: Callable[[Request], None] = lambda request: None) -> None:
+def run_engine(
+    engine: Engine,
+    requests: Sequence[Request],
+    on_finish: Callable[[Request], None] = lambda request: None,
+    on_first: Callable[[Request], None] = lambda request: None,
+) -> None:
     """Runs requests to their end; each holds its output and counters then.
 
     Args:
         engine: without other work, and with room for all requests to wait (``engine.max_waiting``).
         requests: with ids of their own.
         on_finish: called with each request as it ends.
+        on_first: called with each request as it has its first token.
     """
     by_id = {request.request_id: request for request in requests}
+    waiting = set(by_id)  # for their first token
     for request in requests:
         engine.add(request)
     while engine.has_work:
         for output in engine.step():
+            if output.request_id in waiting:
+                waiting.remove(output.request_id)
+                on_first(by_id[output.request_id])
             if output.finish_reason is not None:
                 on_finish(by_id[output.request_id])

@@ -9,13 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.slices import EngineOptions
-from decoding.replay import KnownText
 from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import Int32Array
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.competition import Tally, compete, decode_ratios
@@ -67,7 +63,7 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
         ModelLoadError: a model that cannot be used.
     """
     files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
-    setting = load_setting(argparse.Namespace(**vars(args) | {"prompts": files, "guided": guided}))
+    setting = load_setting(argparse.Namespace(**vars(args) | {"prompts": files}), guided)
     by_file = {
         path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
         for path, workload in zip(files, setting.workloads, strict=True)
@@ -80,15 +76,6 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
 def guide_of(shared: SharedModel) -> GuidedExecutor | None:
     """What takes the known outputs in guided runs."""
     return shared.executor if isinstance(shared.executor, GuidedExecutor) else None
-
-
-def texts_of(prompts: Sequence[Prompt]) -> list[KnownText]:
-    """Prompts with known outputs, for a replay without the model."""
-
-    def ids(tokens: Sequence[int]) -> Int32Array:
-        return np.asarray(tokens, np.int32)
-
-    return [KnownText(each.id, ids(each.ids), tuple(map(ids, each.references)), ids(each.known or ())) for each in prompts]
 
 
 def race(

@@ -34,7 +34,7 @@ from engine.forward.runner import ModelRunner
 from engine.loading.model import load_weights
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.models import calm
-from experiments.bench.engines.servers import EngineServer, OneAtATime
+from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.stock_batching import StockBatching
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
 from experiments.bench.engines.traffic import ClosedLoop, Server, drive
@@ -80,23 +80,6 @@ def driven(server: Server, job: Job) -> tuple[Reply, list[tuple[float, float]]]:
         "wall_s": wall_s,
     }
     return reply, [(began + journey.first_s, began + journey.last_s) for journey in journeys]
-
-
-class _TenantServer(EngineServer):
-    """An engine that is there already, for the requests of a tenant that ask for a strategy."""
-
-    def __init__(self, engine: Engine, strategy: str, max_tokens: int, tenant: str) -> None:
-        super().__init__(strategy, lambda: engine, max_tokens, None)
-        self._tenant = tenant
-
-    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
-        """See ``Server``."""
-        assert self._engine is not None, "not begun"
-        strategy = self.name if self.name in (PLAIN, *SINGLE) else None
-        params = SamplingParams(self._max_tokens)
-        request = Request(prompt.id, prompt.ids, params, prompt.references, tenant=self._tenant, strategy=strategy)
-        self._engine.add(request)
-        self._requests[prompt.id], self._drafted[prompt.id] = request, 0
 
 
 class OurEngine:
@@ -157,10 +140,15 @@ class OurEngine:
             forwards.append((started, time.perf_counter()))
             return result
 
+        strategy = {"plain": PLAIN, "auto": None}.get(mode, mode)  # of the engine that is there already
+
+        def request(prompt: Prompt) -> Request:
+            params = SamplingParams(job["max_tokens"])
+            return Request(prompt.id, prompt.ids, params, prompt.references, tenant=job["fresh"], strategy=strategy)
+
         setattr(runner, "forward", timed)  # noqa: B010 - mypy: a method
         try:
-            name = PLAIN if mode == "plain" else mode
-            reply, spans = driven(_TenantServer(engine, name, job["max_tokens"], job["fresh"]), job)
+            reply, spans = driven(EngineServer(mode, lambda: engine, request), job)
         finally:
             del runner.forward  # the wrapper
         if job["running"] == 1 and (whole := sum(last - first for first, last in spans)):
@@ -204,7 +192,7 @@ def _only(runner: ModelRunner, kind: str) -> Iterator[bool]:
 
 
 class Transformers:
-    """transformers itself. Modes: ``greedy`` (more than one at a time as padded groups), ``lookup`` and ``batching``."""
+    """transformers itself. Modes: ``greedy`` (several at once as a padded group), ``lookup`` and ``batching``."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         """
@@ -224,11 +212,9 @@ class Transformers:
         """See ``Peer``."""
         most, running = job["max_tokens"], job["running"]
         if job["mode"] == "batching":
-            return driven(StockBatching(self._model, most, self._ends, running, self._context, prefix_caching=False), job)[0]
+            return driven(StockBatching(self._model, most, self._ends, running, self._context), job)[0]
         kind = StockPromptLookup if job["mode"] == "lookup" else StockGenerate
         stock = kind(self._model, most, self._ends)
-        if running == 1:
-            return driven(OneAtATime(stock), job)[0]
         began = time.perf_counter()
         reply: Reply = {"tokens": [], "first_s": [], "last_s": []}
         prompts = prompts_of(job)

@@ -82,7 +82,7 @@ class SimulatedCluster:
             self._env.process(self._serve(number))
         self._env.run()
         assert not self._left, f"{self._left} requests did not end"
-        counts = ServerCounts(sum(replica.steps for replica in self._replicas), None, True)
+        counts = ServerCounts(sum(replica.steps for replica in self._replicas), True)
         results = measured(list(self.journeys.values()), counts, closed)
         busy_s = sum(replica.busy_s for replica in self._replicas)
         return results | {"busy": round(busy_s / (results["wall_s"] * len(self._replicas)), 3)}

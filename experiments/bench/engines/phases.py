@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,14 +20,13 @@ class PhaseClock:
     Example: ``execute`` runs from 10 to 20 ms and the forward in it from 11 to 18: 1 ms packed, 7 ms forward, 2 ms verified.
     """
 
-    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter) -> None:
         """
         Args:
             engine: whose steps are timed by ``step``.
             executor: the engine's, as the drafter.
-            clock: seconds.
         """
-        self._engine, self._clock = engine, clock
+        self._engine = engine
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._works: Sequence[Work] = ()  # of the step
         for name, piece, method in (
@@ -41,9 +41,9 @@ class PhaseClock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if name == "execute":
                 self._works = args[0]
-            started = self._clock()
+            started = time.perf_counter()
             result = method(*args, **kwargs)
-            self._spans.setdefault(name, []).append((started, self._clock()))
+            self._spans.setdefault(name, []).append((started, time.perf_counter()))
             return result
 
         return timed
@@ -55,9 +55,9 @@ class PhaseClock:
         """
         self._spans.clear()
         self._works = []  # set by ``execute``
-        started = self._clock()
+        started = time.perf_counter()
         outputs = self._engine.step()
-        ended = self._clock()
+        ended = time.perf_counter()
         works: Sequence[Work] = self._works
         if len(works) != batch or any(work.tree is None or work.end - work.start != 1 for work in works):
             return None

@@ -31,7 +31,6 @@ class ServerCounts:
     """What a server counted since it began; None where it cannot tell."""
 
     steps: int | None = None  # target forwards, each for all requests of its step
-    turns: int | None = None  # the same, counted for each request that a forward gave a token to; as many as moments when None
     tells_drafts: bool = False  # whether ``Progress.drafted`` is known
     cached_tokens: int | None = None  # prompt tokens whose KV was there already
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class Server(Protocol):
         """Starts without requests, history and reusable KV."""
         ...
 
-    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
+    def submit(self, prompt: Prompt) -> None:
         """Takes a request in; the id of its prompt is its key, in use by no other live one."""
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ class Phases:
             return logits
 
         setattr(self._runner, "forward", complete)  # noqa: B010 - mypy: a method
-        self._clock = PhaseClock(self._engine, self._executor, drafter, time.perf_counter)
+        self._clock = PhaseClock(self._engine, self._executor, drafter)
 
     def close(self) -> None:
         """Takes the wrapper off what other engines share."""

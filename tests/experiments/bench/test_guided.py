@@ -23,12 +23,10 @@ from decoding.tree import DraftTree
 from engine.loading.model import LoadedModel
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.guided import SIZES, GuidedExecutor, random_model, stock_twin
+from experiments.bench.engines.guided import GuidedExecutor, random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.options import SIZES as NAMED
-from experiments.bench.run import arguments
-from experiments.bench.strategies import BENCH
+from experiments.bench.options import SIZES
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 RECORDS = (
@@ -48,10 +46,7 @@ def texts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Kn
 
 @pytest.fixture(scope="module")
 def prompts(texts: list[KnownText]) -> list[Prompt]:
-    return [
-        Prompt(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
-        for text in texts
-    ]
+    return [Prompt.of(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +126,11 @@ def test_the_twin_computes_the_same_in_the_same_memory(model: PreTrainedModel) -
     assert twin.config._attn_implementation == "sdpa" != model.config._attn_implementation
 
 
-def test_every_size_can_be_asked_for() -> None:
-    assert set(NAMED) == set(SIZES)
-    for size in SIZES:
-        options = ["--guided", "--random-model", size, "--tokenizer", "t", "--prompts", "p.jsonl"]
-        assert arguments(BENCH, options).random_model == size
+def test_a_prompt_is_the_same_text_again(texts: list[KnownText], prompts: list[Prompt]) -> None:
+    for text, prompt in zip(texts, prompts, strict=True):
+        again = prompt.text()
+        assert (again.id, again.prompt_ids.tolist(), again.output_ids.tolist()) == (text.id, prompt.ids, prompt.known)
+        assert [ids.tolist() for ids in again.references] == prompt.references
 
 
 def test_same_seed_same_weights() -> None:

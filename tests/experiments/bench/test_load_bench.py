@@ -34,14 +34,12 @@ def load(*arguments: object) -> int:
     return main(["load", *map(str, arguments)])
 
 
-def test_a_guided_run_has_all_parts(
-    tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_has_all_parts(tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    guided = ("--guided", "--random-model", "tiny", "--tokenizer", tiny_model, "--budget", 8, "--max-tokens", 12)
+    model = ("--model", tiny_model, "--dtype", "float64", "--budget", 8, "--max-tokens", 12)
     chosen = ("--strategy", "auto", "--strategy", "llma:copy_length=4", "--strategy", "autoregressive")
     small = ("--concurrency", "1,2", "--load", "0.8", "--requests", "3", "--repeats", "2")
-    assert load(*guided, "--prompts", *files, *chosen, *small, "--json", "--out", out) == 0
+    assert load(*model, "--prompts", *files, *chosen, *small, "--json", "--out", out) == 0
     shown = capsys.readouterr()
     results = json.loads(shown.out)
     record = json.loads(next(out.glob("*.json")).read_text())
@@ -49,18 +47,19 @@ def test_a_guided_run_has_all_parts(
     assert "1 clients, repeat 1: llma:copy_length=4" in shown.err
     ours = ["autoregressive", "auto", "llma:copy_length=4"]  # the baseline first
     for cell in (*results["closed"].values(), *results["open"].values()):
+        tokens = cell["servers"]["autoregressive"]["repeats"][0]["output_tokens"]
         assert cell["requests"] == 3 and list(cell["servers"]) == ours
         for row in cell["servers"].values():
             assert len(row["ratio"]) == 2 and row["tokens_per_s"] > 0
-            assert {run["output_tokens"] for run in row["repeats"]} == {36} and row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
+            assert {run["output_tokens"] for run in row["repeats"]} == {tokens}
+            assert row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
         plain = cell["servers"]["autoregressive"]
         assert (set(plain["ratio"]), plain["tokens_per_step"], plain["drafted_per_step"]) == ({1.0}, 1.0, 0.0)
-        assert cell["servers"]["llma:copy_length=4"]["drafted_per_request_step"] > 0
     assert results["open"]["0.8"]["requests_per_s"] == pytest.approx(0.8 * results["capacity"], abs=1e-2)
     assert results["differing"] == dict.fromkeys(ours, 0) and len(list(out.glob("*.svg"))) == 1
 
 
-def test_an_unguided_run_tells_of_outputs_that_differ(
+def test_a_run_tells_of_outputs_that_differ(
     tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = (
@@ -90,7 +89,6 @@ def test_an_unguided_run_tells_of_outputs_that_differ(
         (["--concurrency", "0,1"], "argument --concurrency: must be numbers from 1 on"),
         (["--concurrency", "4,4"], "--concurrency names a number twice"),
         (["--load", "0.5,nan"], "argument --load: must be numbers from 0.01 on"),
-        (["--random-model", "tiny"], "--random-model needs --guided"),
     ],
 )
 def test_options_that_cannot_be_used_end_at_once(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
