@@ -55,9 +55,7 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
     Raises:
         RuntimeError: it does not start; the message ends with what it said last.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
@@ -88,6 +86,14 @@ def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[
         return
     with served(find_model(model), settings) as started:
         yield started.url
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def sample_sums(metrics: str) -> dict[str, float]:
