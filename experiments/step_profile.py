@@ -34,8 +34,7 @@ from engine.executor import LocalExecutor
 from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel, load_model
 from engine.target import LocalTarget
-from experiments.bench.engines.phases import PHASES, PhaseClock
-from experiments.bench.engines.waiting_forward import WaitingForward
+from experiments.bench.engines.phases import PHASES, PhaseClock, WaitingForward
 from experiments.bench.options import add_model
 from experiments.bench.record import ROOT
 from experiments.bench.run import Bench, Results, Run, run

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -78,11 +79,16 @@ def write_record(
             return path
 
 
-class KeptLines:
+class Kept:
     """What a run has found so far, as JSON lines in a file that grows: a run which is cut off goes on with them."""
 
-    def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, setting: Mapping[str, Any], key: Callable[[Any], Hashable]) -> None:
         """Reads what is there.
+
+        Args:
+            path: of the file.
+            setting: of the run.
+            key: of a value that is kept: what it is of.
 
         Raises:
             ValueError: it is of another setting or revision.
@@ -91,15 +97,29 @@ class KeptLines:
         if lines and json.loads(lines[0]) != json.loads(json.dumps(setting)):
             raise ValueError(f"--kept {path.name} is of another setting or revision: delete it, or name another file")
         self.found = [json.loads(line) for line in lines[1:]]
+        self._key, self._keys = key, {key(value) for value in self.found}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
         if not lines:
             print(json.dumps(setting), file=self._file, flush=True)
 
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a value of it."""
+        return key in self._keys
+
     def add(self, value: Any) -> None:
         """Keeps a JSON value."""
         self.found.append(value)
+        self._keys.add(self._key(value))
         print(json.dumps(value), file=self._file, flush=True)
+
+
+def spread(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> dict[str, float]:
+    """Median, least and largest of some figures, times ``scale``; empty of none."""
+    if not values:
+        return {}
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value * scale, digits) for name, value in found.items()}
 
 
 def portable(value: Any) -> Any:

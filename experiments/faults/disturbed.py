@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from experiments.service.asks import Ask, Told, play
+from experiments.service.asks import Answer, Ask, play
 from experiments.service.served import Served
 
 LEADER, FOLLOWER = "ray::ServeReplica:outrider:engine", "ray::RankActor"  # titles of their processes
@@ -40,7 +40,7 @@ def streaming(prompt: str, temperature: float, seed: int, max_tokens: int) -> As
     return Ask("chat", "chat/completions", {**said, "max_tokens": max_tokens, "stream": True, "ignore_eos": True})
 
 
-async def ask_all(url: str, model: str, asks: Sequence[Ask], came: Callable[[str], None] = lambda text: None) -> list[Told]:
+async def ask_all(url: str, model: str, asks: Sequence[Ask], came: Callable[[str], None] = lambda text: None) -> list[Answer]:
     """Streams some requests at once; ``came`` is called with each piece of text."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         return (await play(client, model, asks, len(asks), came))[0]

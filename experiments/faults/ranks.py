@@ -17,13 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster.cli.generate.prompt_file import PromptFileError, read_prompts
 from configs.schema import find_model
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench import run as bench
 from experiments.bench.options import add_model
+from experiments.bench.record import spread
 from experiments.bench.workloads import fits, prompt_ids
 from experiments.faults.disturbed import SIGNALS, Run, Trial, ask_all, streaming
 from experiments.service.asks import Ask
@@ -101,24 +100,22 @@ def undisturbed(trial: Trial, asks: Sequence[Ask], right: Sequence[str]) -> tupl
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """Outputs that are right, and medians and maxima of the times, for the followers, the leader and both together."""
+    """Outputs that are right, and the times, for the followers, the leader and both together."""
     parts = {"all": runs} | {role: [run for run in runs if run.victim == role] for role in ("follower", "leader")}
     return {
         name: {
             "runs": len(part),
             "identical": sum(run.identical for run in part),
             "of": len(part) * TOGETHER,
-            **{key: spread([getattr(run, key) for run in part]) for key in ("pause_s", "noticed_s", "recovered_s")},
+            **{key: spread(_known(part, key)) for key in ("pause_s", "noticed_s", "recovered_s")},
         }
         for name, part in parts.items()
         if part
     }
 
 
-def spread(values: Sequence[float | None]) -> dict[str, float]:
-    """Median and maximum of what there is."""
-    known = [value for value in values if value is not None]
-    return {"median": round(float(np.median(known)), 3), "max": round(max(known), 3)} if known else {}
+def _known(runs: Sequence[Run], key: str) -> list[float]:
+    return [value for run in runs if (value := getattr(run, key)) is not None]
 
 
 def shown(run: Run) -> str:

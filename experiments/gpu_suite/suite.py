@@ -16,8 +16,8 @@ Parts, in the order in which they run, and the time that each is given. Those wi
     strict *     outputs of random weights, drafts beside plain decoding: how many are identical, to the token                30 s
     host *       ms of a step around the forward, by phase (goal: 0.3 together)                                               20 s
     energy *     J/token by NVML, idle power included                                                                         35 s
-    shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and the exchange      20 s
-                 between processes of this host: a prediction from parts, no run on 8 GPUs
+    shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and an exchange       20 s
+                 as `outrider simulate` has it: a prediction from parts, no run on 8 GPUs
     profile *    ms in kernels of a step of 1 row and of 64, and the ten longest of them; traces for chrome://tracing         25 s
 
 Models have the shape that --sizes names and random weights; kinds of runner are graphs (captured CUDA graphs), strict (rows whose

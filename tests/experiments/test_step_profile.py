@@ -11,7 +11,7 @@ import pytest
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.forward.batch import Work, pack
-from experiments.bench.engines.waiting_forward import WaitingForward
+from experiments.bench.engines.phases import WaitingForward
 from experiments.bench.run import run
 from experiments.step_profile import BENCH, PHASES
 

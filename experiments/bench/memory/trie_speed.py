@@ -29,6 +29,7 @@ from decoding.drafters.trie import TrieDrafter
 from decoding.tree import Int32Array
 from experiments.bench.memory.trie_texts import Texts, corpus_texts
 from experiments.bench.memory.trie_timing import Times, insert_streamed, insert_whole, quiet, run_steps
+from experiments.bench.record import spread
 from experiments.bench.run import Bench, Results, Run
 
 STREAMED_SHARE = 0.05  # of the tokens
@@ -47,14 +48,8 @@ def summary(rounds: Sequence[Times], budget: int) -> dict[str, Any]:
     }
     for name, percentile in (("p50_us", 50), ("p99_us", 99), ("p99_9_us", 99.9)):
         values = [float(np.percentile(times, percentile)) for times in full if times]
-        result[name] = spread(values, 2) if values else None
+        result[name] = spread(values, 2)
     return result
-
-
-def spread(values: Sequence[float], digits: int = 0) -> dict[str, float]:
-    """Median, lowest and highest."""
-    median, low, high = float(np.median(values)), min(values), max(values)
-    return {"median": round(median, digits), "min": round(low, digits), "max": round(high, digits)}
 
 
 def fill(drafter: Drafter, texts: Texts, piece: int) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def fill(drafter: Drafter, texts: Texts, piece: int) -> dict[str, Any]:
     streamed = max(1, round(len(texts.fill) * STREAMED_SHARE))
     with quiet():
         whole = insert_whole(drafter, texts.fill[:-streamed])
-        return {"whole": spread(whole), "streamed": spread(insert_streamed(drafter, texts.fill[-streamed:], piece))}
+        return {"whole": spread(whole, 0), "streamed": spread(insert_streamed(drafter, texts.fill[-streamed:], piece), 0)}
 
 
 def measure_proposals(drafter: Drafter, held_out: Sequence[Int32Array], args: argparse.Namespace) -> dict[str, Any]:

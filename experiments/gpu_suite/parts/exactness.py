@@ -19,15 +19,13 @@ _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: d
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``strict``: outputs that are identical to plain decoding's, and the first token where others part."""
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     size = models.SIZES[bench.size]
     prompts = read_texts(setting, bench.loaded.vocab_size, size.context, report)
     count = min(_OUTPUT, size.context // 4)
     for number, kind in enumerate(setting.kinds):
         with report.attempt(kind):
-            share_s = report.left_s() / (len(setting.kinds) - number)
-            ends = report.left_s() - share_s
+            ends = report.ends_left_s(number, len(setting.kinds))
             runner = bench.runner(kind, report)
             engines = Engines(bench.loaded, runner, bench.folder(kind), guided=False)
             report.found[kind] = _compare(engines, prompts, count, report, ends, setting.seed)

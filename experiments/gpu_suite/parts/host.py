@@ -11,8 +11,9 @@ import torch
 from engine.forward.batch import Batch
 from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.phases import PHASES, PhaseClock
+from experiments.bench.record import spread
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown, spread, wait
+from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
 from experiments.gpu_suite.traces import STRATEGIES, Engines, TraceExecutor
@@ -57,16 +58,14 @@ class Phases:
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``host``: with the preferred kind of runner that there is."""
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     prompts = read_texts(setting, bench.loaded.vocab_size, models.SIZES[bench.size].context, report)[:_RECORDS]
     for kind in setting.kinds:
         with report.attempt(kind):
             runner = bench.runner(kind, report)
             report.found[kind] = {}
             for number, strategy in enumerate(STRATEGIES):
-                share_s = report.left_s() / (len(STRATEGIES) - number)
-                ends = report.left_s() - share_s
+                ends = report.ends_left_s(number, len(STRATEGIES))
                 phases = Phases(Engines(bench.loaded, runner, bench.folder(kind)), strategy, setting.device)
                 steps = _steps(phases, prompts, report, ends)
                 if steps:
@@ -97,7 +96,7 @@ def _tell(report: Report, kind: str, strategy: str, steps: Sequence[dict[str, fl
     figures = {
         "steps": len(steps),
         "ms": {phase: round(1e3 * statistics.median(step[phase] for step in steps), 4) for phase in PHASES},
-        "around_ms": spread(around, 1e3),
+        "around_ms": spread(around, 4, 1e3),
     }
     report.found[kind][strategy] = figures
     parts = ", ".join(f"{phase} {figures['ms'][phase]:.3f}" for phase in PHASES if phase != "forward")  # type: ignore[index]
