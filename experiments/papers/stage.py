@@ -21,7 +21,7 @@ from experiments.bench.engines.models import MAX_TOKENS, load_setting
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.progress import Progress
 from experiments.bench.workloads import interleaved
-from experiments.papers.numbers.published import Figure, figure
+from experiments.papers.numbers.published import Figure, figure_of
 
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
 BEST, ALL = "best", "all"  # a label and a dataset under which measurements stand a second time
@@ -145,13 +145,6 @@ def _row(tally: Tally, plain: Tally, prompts: int, repeats: int, batched: bool) 
         "differing": [float(len(tally.differing))],
     }
     return {metric: figure_of(each) for metric, each in values.items()}
-
-
-def figure_of(values: Sequence[float]) -> Figure:
-    """Mean and spread of at least one value."""
-    found = figure(values)
-    assert found is not None
-    return found
 
 
 def best(measured: Mapping[str, Mapping[str, Figure]], metric: str = "speedup") -> str:

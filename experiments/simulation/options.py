@@ -65,8 +65,9 @@ def _add_deployments(parser: argparse.ArgumentParser) -> None:
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic: at least one")
-    traffic.add_argument("--rate", type=float, nargs="+", default=[], help="requests a second, however many are under way")
-    traffic.add_argument("--burstiness", type=float, default=1.0, help="of --rate; 1: a Poisson process, below: more in bursts")
+    traffic.add_argument(
+        "--rate", type=float, nargs="+", default=[], help="requests a second by a Poisson process, however many are under way"
+    )
     traffic.add_argument("--clients", type=int, nargs="+", default=[], help="that ask one request after the other")
     traffic.add_argument("--requests", type=int, help="so many of the records, files in turns; all when absent")
     traffic.add_argument("--max-tokens", type=int, help="cut outputs to so many tokens")
@@ -90,8 +91,6 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         for value in values if isinstance(values, list) else [values]:
             if value is not None and (value <= least if name == "rate" else value < least):
                 parser.error(f"--{name.replace('_', '-')} must be {'above 0' if name == 'rate' else 'at least 1'}, got {value}")
-    if not 0 < args.burstiness < float("inf"):
-        parser.error(f"--burstiness must be above 0, got {args.burstiness}")
     for name in ("bandwidth_share", "flops_share", "prefill_share"):
         if not 0 < getattr(args, name) <= 1:
             parser.error(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {getattr(args, name)}")

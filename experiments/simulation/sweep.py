@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from decoding.replay import KnownText
+from experiments.bench.engines.traffic import poisson
 from experiments.simulation.cluster import SimulatedCluster, keyed
 from experiments.simulation.hardware import find_gpu, find_shape
 from experiments.simulation.replica import KnownTarget, SimulatedReplica
@@ -110,7 +109,7 @@ class Simulation:
         cluster = SimulatedCluster(replicas, lag_s, args.router_ms / 1e3, args.seed)
         if clients is None:
             assert rate is not None, "no traffic"
-            found = cluster.open_loop(self.texts, arrivals(rate, len(self.texts), args.burstiness, args.seed))
+            found = cluster.open_loop(self.texts, poisson(rate, len(self.texts), args.seed).times_s)
         else:
             found = cluster.closed_loop(self.texts, clients)
         cost = usd_per_million(one.gpus, self.usd_per_hour, found["tokens_per_s"])
@@ -148,23 +147,6 @@ class Simulation:
         if self._curve is not None:
             told["curve"] = self._curve.to_json()
         return told | {"usd_per_hour": self.usd_per_hour, "context": self._context}
-
-
-def arrivals(rate: float, count: int, burstiness: float, seed: int) -> list[float]:
-    """Seconds at which requests come, with gaps of a gamma law: same seed, same times, stretched by the rate.
-
-    Example: a burstiness of 1 is a Poisson process, whose gaps vary as much as they are long; at 0.25 they vary twice as much, so
-    that many come at once and then none for long; at 100 requests come nearly evenly.
-
-    Args:
-        rate: requests a second.
-        count: of requests.
-        burstiness: shape of the law, as in vLLM's ``bench serve``; above 0.
-        seed: of the gaps.
-    """
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
-    times: list[float] = np.cumsum(gaps).tolist()
-    return times
 
 
 def _seconds(milliseconds: dict[str, float | None]) -> dict[str, float | None]:

@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from decoding.budget.latency import LatencyCurve
-from experiments.bench.engines.traffic import poisson
 from experiments.bench.run import run as run_bench
 from experiments.simulation import command as simulate
 from experiments.simulation.papers import run as simulate_papers
 from experiments.simulation.papers.checks import row
 from experiments.simulation.search import cheapest, nearest, read_goal, usd_per_million
-from experiments.simulation.sweep import arrivals
 from experiments.simulation.validation import run as simulate_validation
 
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
@@ -96,13 +93,6 @@ def test_goals_and_prices() -> None:
     for text in ("p98<2", "p99=2", "p99<", "p99<2;gpus<3"):
         with pytest.raises(ValueError, match="must be such as p99<2"):
             read_goal(text)
-
-
-def test_gaps_between_requests_vary_as_asked() -> None:
-    assert arrivals(4.0, 50, 1.0, 3) == pytest.approx(list(poisson(4.0, 50, 3).times_s))
-    gaps = {burstiness: np.diff(arrivals(4.0, 4000, burstiness, 3)) for burstiness in (0.25, 1.0, 100.0)}
-    for burstiness, own in gaps.items():
-        assert own.mean() == pytest.approx(0.25, rel=0.1) and own.std() / own.mean() == pytest.approx(burstiness**-0.5, rel=0.1)
 
 
 def goal_row(gpus: int, p99: float, busy: float) -> dict[str, Any]:

@@ -91,9 +91,7 @@ def test_it_takes_the_steps_of_the_engine(
     assert isinstance(shared.executor, GuidedExecutor)
     engine, one = shared.engine(parse_strategy(strategy)), replica(strategy, cutter.vocab_size, options=options)
     for text in texts:
-        references = [ids.tolist() for ids in text.references]
-        prompt = Prompt(text.id, text.prompt_ids.tolist(), references, text.output_ids.tolist())
-        engine.add(make_request(prompt, 1, shared.executor, TENANT))
+        engine.add(make_request(Prompt.of(text), 1, shared.executor))
         one.add(text.id, text, 0.0)
     real: list[list[tuple[str, tuple[int, ...]]]] = []
     while engine.has_work:
