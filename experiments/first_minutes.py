@@ -27,8 +27,7 @@ import psutil
 
 from experiments.bench.record import ROOT
 from experiments.bench.run import Bench, Results, Run, run
-from experiments.service.served import Served, free_port
-from experiments.service.trial import memory_mib
+from experiments.service.served import Served, free_port, memory_mib
 
 _QUESTION = (
     "Context:\nThe library opens at nine in the morning. On Sundays it stays closed.\n\nQuestion: When does the library open?"

@@ -15,9 +15,8 @@ from decoding.drafters import LOSSLESS
 from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.measures import measured, rows_of_a_cell
 from experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, drive, poisson
+from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
 from experiments.bench.figure import panel
 from experiments.bench.options import check_prompts, numbers
 from experiments.bench.progress import Progress

@@ -25,7 +25,7 @@ from experiments.bench.run import Bench, Results, Run
 from experiments.faults.machines import MachinesError
 from experiments.faults.manifest_cluster import ManifestCluster
 from experiments.service.asks import Answer, Ask, make_asks, play
-from experiments.service.trial import spread
+from experiments.service.served import spread
 
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")

@@ -24,8 +24,7 @@ from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import KINDS, make_asks, play
-from experiments.service.served import Served
-from experiments.service.trial import conducted, memory_mib, replica_settings, spread, until_whole
+from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 ENGINE = "ray::ServeReplica:outrider:engine"  # title of the replicas' processes
 _POLL_S = 0.25

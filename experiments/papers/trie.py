@@ -11,8 +11,8 @@ from decoding.strategy_choice import StrategyChoice
 from experiments.bench.engines.contestants import EngineContestant, Prompt
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
-from experiments.bench.memory.trie_timing import quiet
-from experiments.papers.ablation.ablate import ablate
+from experiments.bench.memory.trie_speed import quiet
+from experiments.papers.ablation.explicit_trie import ablate
 from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
 from experiments.papers.numbers.published import Figure

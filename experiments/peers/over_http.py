@@ -19,7 +19,7 @@ from typing import Any
 
 from cache_service.namespace import hash_key
 from experiments.bench.record import ROOT, Kept
-from experiments.bench.workloads import fits, interleaved, prompt_ids, read_workloads
+from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
 from experiments.peers.contestants import started, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
@@ -102,11 +102,8 @@ def _prompt_files(folder: Path, model: Path, args: argparse.Namespace) -> dict[s
     from engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
-    chosen = []
-    for records in read_workloads(args.workloads):
-        fitting = [record for record in records if fits(len(prompt_ids(record, tokenizer)), 0, args.prompt_tokens)]
-        chosen.append(fitting[: max(args.records, -(-max(args.requests, *args.clients) // 22))])
-    texts = [record.prompt for record in interleaved(chosen)]
+    count = max(args.records, -(-max(args.requests, *args.clients) // 22))
+    texts = [record.prompt for record, _ in first_that_fit(args.workloads, tokenizer, count, args.prompt_tokens)]
     files = {}
     for tool, key in zip(TOOLS, ("prompt", "text"), strict=True):
         files[tool] = folder / f"{key}s.jsonl"

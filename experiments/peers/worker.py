@@ -28,17 +28,18 @@ import torch
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
+from decoding.sampling.ranking import argmax_rows
+from decoding.tree import DraftTree
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
+from engine.forward.batch import Work, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model import load_weights
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.models import calm
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.stock_batching import StockBatching
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.engines.traffic import ClosedLoop, Server, drive
-from experiments.peers.step_timer import StepTimer
+from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Server, drive
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
@@ -80,6 +81,36 @@ def driven(server: Server, job: Job) -> tuple[Reply, list[tuple[float, float]]]:
         "wall_s": wall_s,
     }
     return reply, [(began + journey.first_s, began + journey.last_s) for journey in journeys]
+
+
+class StepTimer:
+    """Forwards of a model over so many rows of one request, a root and branches below it, behind a context."""
+
+    def __init__(self, runner: ModelRunner, context: int) -> None:
+        """
+        Args:
+            runner: of the model, without requests; its first slot is taken.
+            context: tokens before the rows.
+        """
+        self._runner = runner
+        self._request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
+        self._request.slot = 0
+        self._runner.forward(pack([Work(self._request, 0, context, DraftTree.chain(0, ()), frozenset())]))
+
+    def seconds(self, rows: int, repeats: int, argmax: bool) -> list[float]:
+        """Each of ``repeats`` forwards over ``rows`` rows; with ``argmax`` the likeliest token of each, too."""
+        parents = np.minimum(np.arange(-1, rows - 1, dtype=np.int32), 0)
+        tree = DraftTree(np.zeros(rows, np.int32), parents, np.zeros(rows, np.int8), rows)
+        end = self._request.num_tokens
+        batch = pack([Work(self._request, end - 1, end, tree, frozenset())])
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            logits = self._runner.forward(batch)
+            if argmax:
+                argmax_rows(logits)
+            times.append(time.perf_counter() - started)
+        return times
 
 
 class OurEngine:

@@ -34,8 +34,7 @@ from experiments.bench.run import Bench, Results
 from experiments.service import clients
 from experiments.service.asks import Ask
 from experiments.service.overload import Outcome, engine_pids, try_once
-from experiments.service.served import Served
-from experiments.service.trial import conducted, memory_mib, spread, until_whole
+from experiments.service.served import Served, conducted, memory_mib, spread, until_whole
 
 _CALM, _HOSTILE = "outrider-calm", "outrider-hostile"
 _MOST_TOKENS = 32  # of an answer: the cases are many

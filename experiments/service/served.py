@@ -1,7 +1,9 @@
-"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what its metrics say."""
+"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what is read of it."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import http.client
 import os
@@ -12,18 +14,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.launch.preflight import SECRET_VARIABLE
 from configs.schema import find_model
+from experiments.bench.progress import Progress
 from experiments.bench.record import ROOT
+from experiments.bench.run import Results, Run
 
 _START_S, _STOP_S = 300.0, 60.0
+_BACK_S = 120.0
 ENGINE_SECONDS = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
 
 
@@ -42,6 +50,9 @@ class Served:
                 if " ".join(child.cmdline()).startswith(title):
                     found.append(child)
         return sorted(found, key=lambda child: child.create_time())
+
+
+Trial = Callable[[Served, str, argparse.Namespace, Progress], Coroutine[Any, Any, Results]]
 
 
 @contextlib.contextmanager
@@ -115,6 +126,66 @@ def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
     connection.request("GET", "/metrics")
     sums = sample_sums(connection.getresponse().read().decode())
     return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
+
+
+def conducted(
+    trial: Trial, settings: Callable[[argparse.Namespace], Sequence[str]]
+) -> Callable[[argparse.Namespace, Run], Results]:
+    """What measures by a trial on a server of its own.
+
+    Args:
+        trial: given the server, the name of its model, the command line and the progress; returns the results.
+        settings: of the server, by the command line.
+    """
+
+    def measure(args: argparse.Namespace, run: Run) -> Results:
+        model = find_model(args.model)
+        with served(model, settings(args)) as server:
+            return asyncio.run(trial(server, Path(model).name, args, run.progress))
+
+    return measure
+
+
+def replica_settings(args: argparse.Namespace) -> list[str]:
+    """Settings of a server with small replicas, which share a core."""
+    return [
+        f"model.dtype={args.dtype}",
+        "model.threads=1",
+        f"server.replicas={args.replicas}",
+        f"server.cpus_per_replica={1 / args.replicas:.2f}",
+    ]
+
+
+async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
+    """Seconds until ``/health`` says that all replicas are there and none has work; None when that does not come about."""
+    began = time.monotonic()
+    while time.monotonic() - began < timeout_s:
+        with contextlib.suppress(httpx.TransportError):  # a slow answer is one that does not say so
+            health = (await client.get("/health")).json()
+            if health.get("status") == "ok" and health.get("replicas") == replicas and not health["running"] + health["waiting"]:
+                return round(time.monotonic() - began, 2)
+        await asyncio.sleep(0.1)
+    return None
+
+
+def memory_mib(server: Served) -> dict[str, float]:
+    """Resident memory of the server's processes by title, the command itself as ``serve``; those of one title together."""
+    found = {"serve": server.process.memory_info().rss / 2**20}
+    for child in server.process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            title = (child.cmdline() or [child.name()])[0]
+            ray = title.startswith("ray::")  # what follows a dot is what it does at the moment
+            name = title.removeprefix("ray::").partition(".")[0] if ray else Path(title.split()[0]).name
+            found[name] = found.get(name, 0.0) + child.memory_info().rss / 2**20
+    return {name: round(size, 1) for name, size in sorted(found.items())}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th and 99th percentile and maximum; empty of nothing."""
+    if not values:
+        return {}
+    found = {f"p{share}": round(float(np.percentile(values, share)), 4) for share in (50, 95, 99)}
+    return found | {"max": round(max(values), 4)}
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

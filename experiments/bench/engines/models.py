@@ -24,7 +24,7 @@ from experiments.bench.engines.contestants import Contestant, EngineContestant, 
 from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
-from experiments.bench.workloads import fits, prompt_ids
+from experiments.bench.workloads import prompt_ids
 
 MAX_TOKENS = 128  # of an output, where nothing is said
 LIBRARY_FAULTS = (
@@ -84,7 +84,7 @@ def fitting(workload: Workload, max_tokens: int, context: int) -> Workload:
     prompts = [
         prompt
         for prompt in workload.prompts
-        if fits(len(prompt.ids), max_tokens if prompt.known is None else len(prompt.known), context)
+        if len(prompt.ids) + (max_tokens if prompt.known is None else len(prompt.known)) <= context
     ]
     if not prompts:
         raise PromptFileError(f"no record of {workload.name} fits the context of {context} tokens: lower --max-tokens")

@@ -27,9 +27,8 @@ from experiments.bench.engines.contestants import make_request
 from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.measures import measured
 from experiments.bench.engines.models import Setting, calm, load_setting
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, OpenLoop, drive, poisson
+from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, poisson
 from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_random_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results, Run, run

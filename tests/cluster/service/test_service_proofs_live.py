@@ -14,7 +14,7 @@ from experiments.service.asks import KINDS, Answer, ask, make_asks, play
 from experiments.service.disconnects import leave, until_free
 from experiments.service.overhead import measure
 from experiments.service.overload import at_capacity, open_loop
-from experiments.service.trial import until_whole
+from experiments.service.served import until_whole
 
 MODEL = "circle"
 TOGETHER = 3  # requests, as many as run at once

@@ -15,11 +15,10 @@ from configs.slices import EngineOptions, ModelOptions
 from engine.loading.model import load_model
 from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_batching import StockBatching
 from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.bench.engines.traffic import ClosedLoop, Journey, OpenLoop, Server, ServerCounts, drive, poisson
+from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Journey, OpenLoop, Server, ServerCounts, drive, poisson
 
 MAX_TOKENS = 10
 PROMPTS = [Prompt(f"p/{i}", [5 + i, 6, 7, 8, 5 + i, 6, 7][: 3 + i % 5], []) for i in range(7)]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.run import run
-from experiments.faults.disturbed import Run, ask_all, streaming
-from experiments.faults.ranks import BENCH, summary
+from experiments.faults.ranks import BENCH, Run, ask_all, streaming, summary
 from experiments.service.asks import Answer
 from experiments.service.served import served
 
