@@ -78,7 +78,7 @@ class Profiled:
             rows = EngineOptions().max_step_tokens + batch * args.budget
             waiting = WaitingForward(self.tokens, loaded.vocab_size, rows, args.waiting_ms / 1e3)
             setattr(runner, "forward", waiting)  # noqa: B010 - mypy: a method
-        clock = PhaseClock(engine, executor, drafter)
+        clock = PhaseClock(engine)
         shape = SAMPLED if sampled else SamplingParams()
         params = SamplingParams(self.max_tokens, shape.temperature, top_p=shape.top_p, seed=shape.seed, ignore_eos=True)
         found: list[dict[str, float]] = []

@@ -22,7 +22,17 @@ from engine.measures.energy import EnergySpan
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 NOT_METERED = "n/a"  # what a record says of energy where no counter told it
-_PACKAGES = ("torch", "transformers", "outrider")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "outrider",
+    "triton",
+    "numba",
+    "numpy",
+    "tokenizers",
+    "nvidia-ml-py",
+    "flash-attn",
+)
 
 
 def write_record(
@@ -62,7 +72,7 @@ def write_record(
         "seed": seed,
         "device": describe_device(device),
         "energy": {"source": NOT_METERED} if energy is None else describe_energy(energy),
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES},
+        "versions": versions(),
         "results": results,
     }
     text = json.dumps(record, indent=1, ensure_ascii=False, default=_encode) + "\n"
@@ -192,6 +202,11 @@ def _encode(value: object) -> object:
     if isinstance(value, Path):
         return _portable_path(value)
     raise TypeError(f"a record holds JSON values and paths, got {type(value).__name__}: {value!r}")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is measured with."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
 
 
 def _version(package: str) -> str:

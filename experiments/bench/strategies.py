@@ -79,7 +79,7 @@ def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dic
     row["drafted_per_step"] = None if tally.drafted is None else round(tally.drafted / tally.steps, 2)
     row["accepted_by_source"] = dict(sorted(tally.accepted_by_source.items()))
     row["ms"] = where_time_goes(tally, len(workload.prompts) * repeats)
-    row["energy"] = tally.energy()
+    row["energy"] = joules_per_token([tally])
     return row
 
 

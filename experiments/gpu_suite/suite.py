@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import platform
 import sys
 import tempfile
 import time
@@ -46,7 +47,7 @@ from typing import Any
 import torch
 
 from decoding.jit import compiles_first
-from experiments.bench.record import RESULTS
+from experiments.bench.record import RESULTS, versions
 from experiments.gpu_suite import environment
 from experiments.gpu_suite.jobs import Worker
 from experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
@@ -129,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.keep_compiled()
     fault = environment.numba_fault()
     with tempfile.TemporaryDirectory() as folder:
-        described = environment.describe() | {"numba_fault": fault}
-        print(f"environment: {described}", flush=True)
+        described = {"system": platform.platform(), "numba_fault": fault}
+        print(f"environment: {described | versions()}", flush=True)
         record = RunningRecord(vars(args), args.seed, started, args.device, args.out, described)
         setting = Setting(
             args.device, args.dtype, args.kinds, tuple(args.workloads), args.tokenizer, args.records, args.max_tokens, args.seed,

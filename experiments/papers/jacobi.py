@@ -11,7 +11,6 @@ from decoding.request import Request, SamplingParams
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
 from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
-from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
@@ -86,7 +85,7 @@ def _sampling(
     """Table 2 on one dataset."""
     for temperature in TEMPERATURES:
 
-        def contestant(make: Callable[[], Engine], guide: GuidedExecutor | None, each: float = temperature) -> Contestant:
+        def contestant(make: Callable[[], Engine], each: float = temperature) -> Contestant:
             return SampledContestant(make, stage.max_tokens, each)
 
         label = f"temperature {temperature:g}"

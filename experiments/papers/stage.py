@@ -16,7 +16,6 @@ from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.competition import Tally, compete, decode_ratios
 from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
-from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.models import MAX_TOKENS, load_setting
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.progress import Progress
@@ -28,7 +27,7 @@ BEST, ALL = "best", "all"  # a label and a dataset under which measurements stan
 TENANT = "local"  # of all requests
 
 Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
-MakeContestant = Callable[[Callable[[], Engine], GuidedExecutor | None], Contestant]
+MakeContestant = Callable[[Callable[[], Engine]], Contestant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,6 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
     return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats, progress)
 
 
-def guide_of(shared: SharedModel) -> GuidedExecutor | None:
-    """What takes the known outputs in guided runs."""
-    return shared.executor if isinstance(shared.executor, GuidedExecutor) else None
-
-
 def race(
     stage: Stage,
     shared: SharedModel,
@@ -106,11 +100,11 @@ def race(
         request's prefill is in another's steps: there speeds are with the prefills.
     """
     repeats = repeats or stage.repeats
-    guide = guide_of(shared)
     runners: list[Contestant] = []
     for label, choice in {PLAIN: StrategyChoice(PLAIN, "autoregressive", {}), **choices}.items():
         make = maker(shared, replace(choice, label=label), before)
-        runners.append(EngineContestant(make, stage.max_tokens, guide) if contestant is None else contestant(make, guide))
+        own = EngineContestant(make, stage.max_tokens, shared.guide) if contestant is None else contestant(make)
+        runners.append(own)
     outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
     stage.progress.say(f"{len(runners)} strategies on {len(prompts)} prompts")
     _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)

@@ -17,7 +17,7 @@ from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
 from experiments.papers.numbers.published import Figure
 from experiments.papers.numbers.trie import FORWARD_S
-from experiments.papers.stage import PLAIN, Stage, guide_of, maker, race
+from experiments.papers.stage import PLAIN, Stage, maker, race
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
 DECODING_LENGTHS = (8, 16, 32, 64, 128)
@@ -151,7 +151,7 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
 
     def work(length: int) -> None:
         shared = stage.shared(length - 1)
-        contestant = EngineContestant(maker(shared, strategy("hierarchical", length), ()), stage.max_tokens, guide_of(shared))
+        contestant = EngineContestant(maker(shared, strategy("hierarchical", length), ()), stage.max_tokens, shared.guide)
         for prompt in prompts[:_SAMPLES]:
             contestant.run([prompt])
 

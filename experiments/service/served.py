@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from experiments.bench.progress import Progress
 from experiments.bench.record import ROOT
 from experiments.bench.run import Results, Run
 
-_START_S, _STOP_S = 300.0, 60.0
+_START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.1
 _BACK_S = 120.0
 ENGINE_SECONDS = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
 
@@ -69,15 +69,47 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
     port = free_port()
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running("outrider serve", command, ROOT, environment, f"{url}/ready", Path(folder) / "serve.log") as process,
+    ):
+        yield Served(url, psutil.Process(process.pid))
+
+
+@contextlib.contextmanager
+def running(
+    name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str], ready: str, log: Path,
+    within_s: float = _START_S,
+) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
+    """A command that serves, once a URL of it answers with 200; it ends as by Ctrl-C, with what it started.
+
+    Args:
+        name: for what is said where it does not start.
+        command: with its arguments.
+        folder: where it runs.
+        environment: all of it.
+        ready: the URL.
+        log: file of what it says.
+        within_s: for which it is waited.
+
+    Raises:
+        RuntimeError: it does not start; the message ends with what it said last.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as said:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            command, cwd=folder, env=dict(environment), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            _wait_until_healthy(process, Path(log.name))
-            yield Served(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
-        finally:
-            _stop(process)
+    try:
+        deadline = time.monotonic() + within_s
+        while not _answers(ready):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-500:]}")
+            time.sleep(_POLL_S)
+        yield process
+    finally:
+        _stop(process)
 
 
 @contextlib.contextmanager
@@ -189,19 +221,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+    for last in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # outrider serve ends everything at once by the second one
+        if process.poll() is None:
+            os.killpg(process.pid, last)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+            return
+
+
+def _answers(url: str) -> bool:
     try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # the second one ends everything at once
-        process.wait(_STOP_S)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when the server has printed what can be asked of it."""
-    deadline = time.monotonic() + _START_S
-    while "curl " not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"outrider serve did not start: {log.read_text()[-500:]}")
-        time.sleep(0.2)
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

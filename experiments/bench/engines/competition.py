@@ -59,10 +59,6 @@ class Tally:
         else:
             self.net_joules += span.joules - idle_j
 
-    def energy(self) -> dict[str, float | str]:
-        """See ``joules_per_token``."""
-        return joules_per_token([self])
-
 
 def joules_per_token(tallies: Sequence[Tally]) -> dict[str, float | str]:
     """Of one contestant's emitted tokens, with and without idle power; ``n/a`` where a run of it was not metered."""

@@ -81,17 +81,25 @@ class GuidedVerifier(Verifier):
 
 
 class GuidedExecutor(LocalExecutor):
-    """Computes every row and commits the known tokens. Requests are greedy."""
+    """Computes every row and commits the known tokens. Requests are greedy.
 
-    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]] | None = None) -> None:
+    The logits are raised only where a drafter ranks tokens, so that other steps cost what a real model's do.
+    """
+
+    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]]) -> None:
         """
         Args:
             runner: of the model.
-            known: request id -> output to commit; set before the request is added. A new one when absent.
+            known: request id -> output to commit; set before the request is added.
         """
         super().__init__(runner)
-        self.known: dict[str, Sequence[int]] = {} if known is None else known
-        self._verifier = self.guide = GuidedVerifier(self.known)
+        self.known = known
+        self._verifier = self._guided = GuidedVerifier(known)
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        """See ``Executor``."""
+        self._guided.ranked = top_k > 0
+        return super().execute(works, top_k)
 
 
 @contextmanager

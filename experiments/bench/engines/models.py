@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel, load_model, load_weights
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
+from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
@@ -164,7 +163,7 @@ def contestants(
     else:
         theirs.append(assisted)
     shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget)
-    ours = [EngineContestant(partial(shared.engine, choice), max_tokens) for choice in choices]
+    ours = [shared.contestant(choice, max_tokens) for choice in choices]
     return [*theirs, *ours], skipped
 
 

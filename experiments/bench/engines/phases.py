@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from decoding.drafters.base import Drafter
 from decoding.request import Request
 from engine.engine import Engine
 from engine.executor import LocalExecutor
@@ -24,20 +23,20 @@ class PhaseClock:
     Example: ``execute`` runs from 10 to 20 ms and the forward in it from 11 to 18: 1 ms packed, 7 ms forward, 2 ms verified.
     """
 
-    def __init__(self, engine: Engine, executor: LocalExecutor, drafter: Drafter) -> None:
+    def __init__(self, engine: Engine) -> None:
         """
         Args:
-            engine: whose steps are timed by ``step``.
-            executor: the engine's, as the drafter.
+            engine: of this process, whose steps are timed by ``step``.
         """
-        self._engine = engine
+        self._engine, executor = engine, engine._executor
+        assert isinstance(executor, LocalExecutor), executor
         self._spans: dict[str, list[tuple[float, float]]] = {}
         self._works: Sequence[Work] = ()  # of the step
         for name, piece, method in (
             ("schedule", engine._scheduler, "schedule"),
             ("execute", executor, "execute"),
             ("forward", executor.runner, "forward"),
-            ("observe", drafter, "observe"),
+            ("observe", engine._drafter, "observe"),
         ):
             setattr(piece, method, self._timed(name, getattr(piece, method)))
 

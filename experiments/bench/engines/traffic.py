@@ -128,6 +128,13 @@ class Journey:
     output: list[int] = field(default_factory=list)
     finished: bool = False
 
+    def note(self, progress: Progress, began: float) -> None:
+        """Takes in what came, in a loop that began at a time of ``time.perf_counter``."""
+        if progress.tokens:
+            self.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
+            self.output.extend(progress.tokens)
+        self.finished = self.finished or progress.finished
+
     @property
     def first_s(self) -> float:
         """When the first token came."""
@@ -231,16 +238,8 @@ def drive(server: Server, prompts: Sequence[Prompt], arrivals: Arrivals) -> tupl
                 server.submit(prompt)
                 in_flight += 1
             for progress in server.poll(arrivals.wait_s(len(journeys), now)):
-                in_flight -= advance(journeys[progress.key], progress, began)
+                journeys[progress.key].note(progress, began)
+                in_flight -= progress.finished
     finally:
         counts = server.end()
     return list(journeys.values()), counts
-
-
-def advance(journey: Journey, progress: Progress, began: float) -> int:
-    """Notes what came; how many requests ended with it: 0 or 1."""
-    if progress.tokens:
-        journey.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
-        journey.output.extend(progress.tokens)
-    journey.finished = journey.finished or progress.finished
-    return int(progress.finished)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 from cache_service.access import CacheAccess
+from cache_service.keeper.server import CacheServer
 from cache_service.mirror.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity, namespace
 from configs.slices import CacheOptions
@@ -48,6 +50,18 @@ class Replayed:
     steps: int
     tokens: int
     propose_s: float
+
+
+@contextmanager
+def kept(setting: Setting, quota_bytes: int) -> Iterator[CacheServer]:
+    """The service that keeps what replicas of a setting share, each tenant up to a quota."""
+    access = CacheAccess(setting.cache, setting.url, setting.secret, setting.tenants)
+    server = CacheServer(access, setting.identity, dict.fromkeys(setting.tenants, quota_bytes))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def warm_up() -> None:

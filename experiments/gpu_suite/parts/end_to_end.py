@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decoding.request import PLAIN
 from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.engines.stock_generate import StockGenerate
 from experiments.bench.record import spread
-from experiments.gpu_suite import models
+from experiments.gpu_suite import models, traces
 from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting
 from experiments.gpu_suite.texts import known_of, read_texts
-from experiments.gpu_suite.traces import PLAIN, STRATEGIES, Engines
 
 STOCK = "generate"
 # What the papers measured on such texts, for the table: not a goal, as other models, texts and devices were theirs.
@@ -49,8 +49,8 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             break
         with report.attempt(kind):
             runner = bench.runner(kind, report)
-            engines = Engines(bench.loaded, runner, bench.folder(kind))
-            contestants: dict[str, Contestant] = {name: engines.contestant(name, setting.max_tokens) for name in STRATEGIES}
+            engines = traces.engines(bench.loaded, runner, bench.folder(kind))
+            contestants: dict[str, Contestant] = {**traces.contestants(engines, setting.max_tokens)}
             if not done:
                 contestants[STOCK] = stock
             ends = report.ends_left_s(len(done), 2)

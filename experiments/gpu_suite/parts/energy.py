@@ -9,11 +9,10 @@ from typing import Any
 from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.record import spread
-from experiments.gpu_suite import models
+from experiments.gpu_suite import models, traces
 from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
-from experiments.gpu_suite.traces import STRATEGIES, Engines
 
 _IDLE_S = 3.0
 _BLOCK_S, _LEAST_BLOCK_S = 3.0, 1.5  # of one strategy: counters move every 20 to 100 ms
@@ -41,8 +40,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     for kind in setting.kinds:
         with report.attempt(kind):
             runner = bench.runner(kind, report)
-            engines = Engines(bench.loaded, runner, bench.folder(kind))
-            contestants = {name: engines.contestant(name, setting.max_tokens) for name in STRATEGIES}
+            contestants = traces.contestants(traces.engines(bench.loaded, runner, bench.folder(kind)), setting.max_tokens)
             for contestant in contestants.values():
                 contestant.run(prompts[:1])
             block_s = min(_BLOCK_S, max(_LEAST_BLOCK_S, report.left_s() / len(contestants) / _ROUNDS))

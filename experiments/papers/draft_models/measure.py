@@ -73,7 +73,7 @@ class Quality:
     """Perplexities of outputs. Methods and repeats that say the same are computed once."""
 
     def __init__(self, setting: Setting) -> None:
-        self._runner, self._ends = setting.shared.executor.runner, setting.loaded.eos_token_ids
+        self._runner, self._ends = setting.shared.runner, setting.loaded.eos_token_ids
         self._prompts = {prompt.id: prompt.ids for prompt in setting.prompts}
         self._known: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.float64]] = {}
 

@@ -22,9 +22,7 @@ from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategi
 from configs.slices import Dtype, EngineOptions
 from engine.measures.latency import fit
 from engine.measures.latency import measure as time_curve
-from engine.target import LocalTarget
 from experiments.bench.engines.contestants import make_request
-from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.measures import measured
 from experiments.bench.engines.models import Setting, calm, load_setting
 from experiments.bench.engines.shared_model import SharedModel
@@ -60,11 +58,9 @@ class Validation:
             raise PromptFileError(f"{len(self.prompts)} prompts are left to measure with: give more, or lower --concurrency")
         self._options = EngineOptions(max_running=max(args.concurrency), max_waiting=len(prompts))
         self._shared = SharedModel(setting.loaded, self._options, args.budget, guided=True)
-        assert isinstance(self._shared.executor, GuidedExecutor)
-        self._guide = self._shared.executor
         info = setting.loaded.info("", True)
-        self._drafters_curve = LocalTarget(self._guide.runner, info, setting.loaded.tokenizer).latency()  # as the engine's
-        timings = time_curve(self._guide.runner, info.max_model_len)  # now: the machine may have been busier when that was kept
+        self._drafters_curve = self._shared.target.latency()
+        timings = time_curve(self._shared.runner, info.max_model_len)  # now: the machine may have been busier when that was kept
         self.curve, self.spread = fit(timings.seconds), timings.spread
         self._vocab_size, self._end = info.vocab_size, (info.eos_token_ids or (info.vocab_size,))[0]
 
@@ -74,12 +70,12 @@ class Validation:
         for together in (1, len(self.calibration)):
             engine = self._shared.engine(choice)
             for first in range(0, len(self.calibration), together):
-                steps += timed_steps(engine, self.calibration[first : first + together], self._guide)
+                steps += timed_steps(engine, self.calibration[first : first + together], self._shared.guide)
         return fitted(self.curve, steps)
 
     def run(self, choice: StrategyChoice, arrivals: Arrivals) -> dict[str, Any]:
         """One run of the engine."""
-        request = partial(make_request, max_tokens=1, guide=self._guide)
+        request = partial(make_request, max_tokens=1, guide=self._shared.guide)
         server = EngineServer(choice.label, partial(self._shared.engine, choice), request)
         return measured(*drive(server, self.prompts, arrivals), closed=isinstance(arrivals, ClosedLoop))
 

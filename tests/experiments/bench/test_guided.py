@@ -23,7 +23,7 @@ from decoding.tree import DraftTree
 from engine.loading.model import LoadedModel
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.guided import GuidedExecutor, random_model, stock_twin
+from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
 from experiments.bench.options import SIZES
@@ -61,8 +61,7 @@ def shared(tiny_model: Path, model: PreTrainedModel) -> SharedModel:
 
 
 def contestant(shared: SharedModel, strategy: str) -> EngineContestant:
-    assert isinstance(shared.executor, GuidedExecutor)
-    return EngineContestant(lambda: shared.engine(parse_strategy(strategy)), 99, shared.executor)
+    return shared.contestant(parse_strategy(strategy), 99)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma", "llma:copy_length=3,include_prompt=false"])
@@ -98,6 +97,8 @@ def test_drafters_see_the_known_token_on_the_known_path_and_the_model_beside_it(
 
     class Fork(Drafter):
         """Two branches of two: the right tokens, and beside them a wrong one with the right one below."""
+
+        top_k = 1
 
         def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
             return [self.fork(request) for request in requests]

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from experiments.bench.__main__ import main
-from experiments.bench.load import BENCH
-from experiments.bench.run import arguments
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
 
 
@@ -117,10 +112,3 @@ def test_what_cannot_be_used_is_one_line(
     )
     assert len(errors) == 4 and all(part in error for part, error in zip(expected, errors, strict=True)), errors
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_explains_itself() -> None:
-    assert arguments(BENCH, ["--prompts", "p.jsonl"]).concurrency == (1, 2, 4, 8, 16, 32)
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", "load", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
-    assert done.returncode == 0 and "example" in done.stdout and "--concurrency" in done.stdout and not done.stderr

@@ -20,7 +20,7 @@ from experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_
 from experiments.gpu_suite.parts.end_to_end import Trace, summary
 from experiments.gpu_suite.report import Job, Report, Setting
 from experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
-from experiments.gpu_suite.traces import STRATEGIES, Engines
+from experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
 CONTEXT = 256
 
@@ -44,7 +44,7 @@ def test_engines_emit_the_known_output_in_the_steps_of_a_replay(
     loaded: LoadedModel, runner: ModelRunner, tmp_path: Path, strategy: str
 ) -> None:
     prompts = made_up(3, loaded.vocab_size, 80, 40, 5)
-    run = Engines(loaded, runner, tmp_path).contestant(strategy, 40).run(prompts)
+    run = contestants(engines(loaded, runner, tmp_path), 40)[strategy].run(prompts)
     assert run.outputs == [prompt.known for prompt in prompts]
     if strategy == "auto":  # drafts from what the model ranks and what steps cost, which a replay cannot know
         assert run.steps < 120
