@@ -155,7 +155,7 @@ async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: in
     """All requests, in the tenant's name, and the seconds they took."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
-        return await play(client, cluster.model_name, asks, concurrency, lambda text: None)
+        return await play(client, cluster.model_name, asks, concurrency)
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:

@@ -241,7 +241,7 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
 
 
 async def play(
-    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None]
+    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None] = lambda text: None
 ) -> tuple[list[Answer], float]:
     """All requests, so many at a time, and the seconds it took."""
     free, began = asyncio.Semaphore(concurrency), time.monotonic()

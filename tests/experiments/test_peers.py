@@ -130,6 +130,9 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
         made.llama()
     with pytest.raises(MissingPeerError, match="aiperf is not installed: leave out --no-install"):
         made.aiperf()
+    (tmp_path / "a==1").mkdir()
+    (tmp_path / ".a==1.made").touch()
+    assert made.of("a==1").parent == tmp_path / "a==1" / "bin"
 
 
 def test_ours_and_transformers_end_to_end(

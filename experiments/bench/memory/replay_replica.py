@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +53,16 @@ class Replayed:
     propose_s: float
 
 
+def spawned(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """A fresh process, whose memory holds nothing else, that is given the other end of a pipe and some arguments."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
 @contextmanager
 def kept(setting: Setting, quota_bytes: int) -> Iterator[CacheServer]:
     """The service that keeps what replicas of a setting share, each tenant up to a quota."""
@@ -79,11 +90,7 @@ class ReplayReplica:
             setting: of the experiment.
             shares: has a mirror; else it knows its own outputs only.
         """
-        context = multiprocessing.get_context("spawn")
-        self._end, other = context.Pipe()
-        self._process = context.Process(target=_run, args=(other, setting, shares), daemon=True)
-        self._process.start()
-        other.close()
+        self._process, self._end = spawned(_run, setting, shares)
         self.load_s: float = self._end.recv()  # seconds that the mirror took to start
 
     def replay(self, tenant: str, name: str, texts: Sequence[KnownText], publishes: bool = True) -> list[Replayed]:

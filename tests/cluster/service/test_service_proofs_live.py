@@ -35,9 +35,7 @@ def test_every_kind_of_request_is_answered_and_again_the_same(api_server: Any) -
     asks = make_asks(len(KINDS), 40, seed=3)
 
     async def twice(client: httpx.AsyncClient) -> tuple[list[Answer], list[Answer]]:
-        return (await play(client, MODEL, asks, TOGETHER, lambda text: None))[0], [
-            await ask(client, MODEL, request) for request in asks
-        ]
+        return (await play(client, MODEL, asks, TOGETHER))[0], [await ask(client, MODEL, request) for request in asks]
 
     together, alone = run(api_server, twice)
     assert [told.error for told in together] == [None] * len(KINDS)

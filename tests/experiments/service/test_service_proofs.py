@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -156,14 +155,6 @@ def test_what_a_tool_printed_is_kept_without_folders_and_colours() -> None:
         clients.shown(["locust", "-f", "/home/someone/there/file.py", "--host", "http://h:1"])
         == "locust -f /file.py --host http://h:1"
     )
-
-
-def test_environments_are_made_once(tmp_path: Path) -> None:
-    folder = tmp_path / "none"
-    folder.mkdir()
-    (folder / "outrider-packages.json").write_text(json.dumps(["a==1"]))
-    assert clients.environment(folder, ["a==1"]).parent == folder
-    assert list(folder.iterdir()) == [folder / "outrider-packages.json"]
 
 
 def test_options_that_cannot_be_are_refused() -> None:
