@@ -36,9 +36,9 @@ from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine, load_runner
 from engine.text.chat import render_chat
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.guided import SIZES, random_model
-from experiments.bench.options import add_model
-from experiments.bench.record import ROOT, KeptLines, git_state
+from experiments.bench.engines.guided import random_model
+from experiments.bench.options import SIZES, add_model
+from experiments.bench.record import ROOT, Kept, git_state
 from experiments.bench.run import Bench, Results, Run, run
 from experiments.bench.workloads import first_that_fit, read_workloads, run_engine
 from experiments.peers.contestants import Field, Setting, end_tokens
@@ -104,36 +104,19 @@ def _cases_of(strategy: str) -> list[Case]:
     ]
 
 
-class Kept:
-    """Answers by case and ask, in a file that grows."""
-
-    def __init__(self, path: Path, setting: dict[str, Any]) -> None:
-        """Reads what is there; raises ``ValueError`` where it is of another setting."""
-        self._lines = KeptLines(path, setting)
-        self._found: dict[tuple[str, str], list[int]] = {(case, ask): tokens for case, ask, tokens in self._lines.found}
-
-    def missing(self, case: str, asks: Sequence[Ask]) -> list[Ask]:
-        """Those without an answer."""
-        return [ask for ask in asks if (case, ask.key) not in self._found]
-
-    def add(self, case: str, ask: str, tokens: Sequence[int]) -> None:
-        """Keeps an answer."""
-        self._found[case, ask] = list(tokens)
-        self._lines.add([case, ask, list(tokens)])
-
-    def answers(self, case: str) -> dict[str, list[int]]:
-        """By ask."""
-        return {ask: tokens for (name, ask), tokens in self._found.items() if name == case}
+def answers(kept: Kept, case: str) -> dict[str, list[int]]:
+    """Those of a case so far, by ask."""
+    return {ask: tokens for name, ask, tokens in kept.found if name == case}
 
 
 def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say: Say) -> None:
     """Answers what a case lacks."""
-    missing, done = kept.missing(case.name, asks), count(1)
+    missing, done = [ask for ask in asks if not kept.has((case.name, ask.key))], count(1)
     if not missing:
         return
 
     def keep(key: str, tokens: Sequence[int]) -> None:
-        kept.add(case.name, key, tokens)
+        kept.add([case.name, key, list(tokens)])
         number = next(done)
         if number % 10 == 0 or number == len(missing):
             say(f"{case.name}: {number} of {len(missing)}")
@@ -143,7 +126,7 @@ def answer(case: Case, asks: Sequence[Ask], args: argparse.Namespace, kept: Kept
         return
     engine = load_engine(args, case)
     if case.turn:
-        first = kept.answers("plain at 1")
+        first = answers(kept, "plain at 1")
         for ask in missing:
             prompt = second_turn(engine, ask, first[ask.key])
             if case.turn == "warm":  # the first turn by the same engine: its KV is there
@@ -242,7 +225,7 @@ def parted(one: Sequence[int], other: Sequence[int]) -> int:
 
 def compared(kept: Kept, case: str, with_case: str) -> dict[str, Any]:
     """How many answers of a case are those of another."""
-    own, others = kept.answers(case), kept.answers(with_case)
+    own, others = answers(kept, case), answers(kept, with_case)
     differing = {ask: parted(tokens, others[ask]) for ask, tokens in own.items() if tokens != others[ask]}
     return {
         "case": case, "with": with_case, "answers": len(own), "equal": len(own) - len(differing),
@@ -276,13 +259,13 @@ def peer_answers(asks: Sequence[Ask], args: argparse.Namespace, kept: Kept, say:
             of = system.split()[0]
             if of == "vllm" and args.vllm is None:
                 continue
-            missing = kept.missing(name, greedy)
+            missing = [ask for ask in greedy if not kept.has((name, ask.key))]
             for first in range(0, len(missing), _PEER_TURN):
                 group = missing[first : first + _PEER_TURN]
                 told = [[ask.key, list(ask.prompt), []] for ask in group]
                 job = {"mode": mode, "running": running, "max_tokens": args.max_tokens, "asks": told, "fresh": name}
                 for ask, tokens in zip(group, field.ask(system, job)["tokens"], strict=True):
-                    kept.add(name, ask.key, tokens)
+                    kept.add([name, ask.key, tokens])
                 say(f"{name}: {first + len(group)} of {len(missing)}")
             reference = references.setdefault(of, name)
             if name != reference:
@@ -318,7 +301,7 @@ def _measure(args: argparse.Namespace, say: Say) -> Results:
         greedy = [(ask.prompt, ask.references) for ask in asks if ask.draw == 0][: args.timed_asks]
         return {"against": compare(args.against, setting, greedy, args.rounds, say)}
     setting = {key: getattr(args, key) for key in ("model", "dtype", "max_tokens", "context")}
-    kept = Kept(args.kept, setting | {"git": git_state(ROOT)})
+    kept = Kept(args.kept, setting | {"git": git_state(ROOT)}, lambda line: (line[0], line[1]))
     first = {ask.record.id for ask in asks[: len(DRAWS) * len(read_workloads(args.workloads))]}
     wanted = [case for case in cases() if not args.cases or case.name in args.cases]
     for case in wanted:
@@ -341,7 +324,7 @@ def _measure(args: argparse.Namespace, say: Say) -> Results:
 
 @contextmanager
 def model_folder(args: argparse.Namespace) -> Iterator[str]:
-    """The model as engines load it: random weights of a size of ``guided`` are written to a folder that goes."""
+    """The model as engines load it: random weights of one of ``SIZES`` are written to a folder that goes."""
     if args.model not in SIZES:
         from engine.loading.model_files import find_files
 

@@ -18,13 +18,11 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 
 from configs.schema import find_model
@@ -36,16 +34,12 @@ from engine.executor import LocalExecutor
 from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel, load_model
 from engine.target import LocalTarget
-from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.guided import SIZES, random_model
-from experiments.bench.engines.phases import PHASES, PhaseClock
-from experiments.bench.engines.waiting_forward import WaitingForward
+from experiments.bench.engines.phases import PHASES, PhaseClock, WaitingForward
 from experiments.bench.options import add_model
 from experiments.bench.record import ROOT
 from experiments.bench.run import Bench, Results, Run, run
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)  # of requests that are not greedy; max_tokens is set for each
-_VOCAB = 50257  # of a random model without a tokenizer: GPT-2's
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class Profiled:
             rows = EngineOptions().max_step_tokens + batch * args.budget
             waiting = WaitingForward(self.tokens, loaded.vocab_size, rows, args.waiting_ms / 1e3)
             setattr(runner, "forward", waiting)  # noqa: B010 - mypy: a method
-        clock = PhaseClock(engine, executor, drafter, time.thread_time if args.cpu_time else time.perf_counter)
+        clock = PhaseClock(engine)
         shape = SAMPLED if sampled else SamplingParams()
         params = SamplingParams(self.max_tokens, shape.temperature, top_p=shape.top_p, seed=shape.seed, ignore_eos=True)
         found: list[dict[str, float]] = []
@@ -130,20 +124,8 @@ def load_bench(args: argparse.Namespace) -> Profiled:
         ModelLoadError: the model cannot be used.
     """
     length = args.context + args.max_tokens
-    if args.random_model is None:
-        options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
-        loaded = load_model(options)
-        tokens = loaded.tokenizer.encode(args.text.read_text(encoding="utf-8"), add_special_tokens=False)
-    else:
-        torch.set_num_threads(args.threads)
-        tokenizer = None if args.tokenizer is None else load_tokenizer(str(args.tokenizer))
-        vocab = _VOCAB if tokenizer is None else len(tokenizer)
-        model = random_model(args.random_model, vocab, length, getattr(torch, args.dtype), args.seed)
-        loaded = LoadedModel(model, tokenizer, f"random-{args.random_model}", length, ())
-        if tokenizer is None:
-            tokens = np.random.default_rng(args.seed).integers(0, vocab, 20_000).tolist()
-        else:
-            tokens = tokenizer.encode(args.text.read_text(encoding="utf-8"), add_special_tokens=False)
+    loaded = load_model(ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads))
+    tokens = loaded.tokenizer.encode(args.text.read_text(encoding="utf-8"), add_special_tokens=False)
     if length > loaded.max_model_len:
         raise ValueError(f"--context and --max-tokens need {length} tokens, the model has {loaded.max_model_len}: lower them")
     runner = ModelRunner(loaded.model, max(args.batch), length + args.budget)
@@ -165,8 +147,6 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     add_model(parser, "bfloat16", get_args(Dtype)[1:])
-    parser.add_argument("--random-model", choices=sorted(SIZES), help="a Llama of random weights instead")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a random model; random tokens when absent")
     parser.add_argument("--text", type=Path, default=ROOT / "README.md", help="prompts are cut from it")
     parser.add_argument("--strategy", nargs="+", choices=sorted(STRATEGIES), default=["autoregressive", "auto"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
@@ -175,13 +155,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=64, help="most drafted rows of a request in a step")
     parser.add_argument("--steps", type=int, default=150, help="that are measured in each case")
     parser.add_argument("--greedy", action="store_true", help="leave out the sampled requests")
-    cpu = "processor time of the engine's thread instead of time: on a busy machine, with one thread"
-    parser.add_argument("--cpu-time", action="store_true", help=cpu)
     waiting = "the forward waits so long and computes nothing, as the host does beside a GPU"
     parser.add_argument("--waiting-ms", type=float, help=waiting)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
 
 
 BENCH = Bench(

@@ -12,13 +12,11 @@ from cluster.cli.generate.prompt_file import PromptFileError
 from cluster.cli.generate.strategy_option import chosen_strategies, parse_strategy
 from configs.slices import Dtype, EngineOptions
 from decoding.drafters import LOSSLESS
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.guided import GuidedExecutor
+from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.measures import measured, rows_of_a_cell
 from experiments.bench.engines.models import MAX_TOKENS, Setting, calm, load_setting
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, drive, poisson
+from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, drive, poisson
 from experiments.bench.figure import panel
 from experiments.bench.options import check_prompts, numbers
 from experiments.bench.progress import Progress
@@ -31,8 +29,8 @@ TEXT = """Strategies under load: many requests at once, on one engine in this pr
 Closed loop: so many clients, each with one request at a time. Open loop: requests come by a Poisson process, at a share of the
 requests a second that plain decoding (autoregressive) reached in the closed loop; times count from the arrival. All get the same
 prompts in a cell, files mixed, and take turns; each starts without history and without KV to reuse. Ratios are tokens a second
-over those of autoregressive in the same repeat, while all clients had a request. p50 and p99 are over the requests of a cell;
---guided is as in bench strategies. How transformers, vLLM and llama.cpp do under load: python -m experiments.peers.
+over those of autoregressive in the same repeat, while all clients had a request. p50 and p99 are over the requests of a cell.
+How transformers, vLLM and llama.cpp do under load: python -m experiments.peers.
 
 example:
   outrider bench load --prompts rag.jsonl code.jsonl chat.jsonl --strategy auto --concurrency 1,8,32 --load 0.5,0.9
@@ -81,11 +79,10 @@ class LoadBench:
             raise PromptFileError("two records of --prompts have one id: give each its own")
         step_tokens = max(EngineOptions().max_step_tokens, 2 * clients)
         engine = EngineOptions(max_running=clients, max_step_tokens=step_tokens, max_waiting=len(self._prompts))
-        shared = SharedModel(setting.loaded, engine, args.budget, args.guided)
-        guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
+        shared = SharedModel(setting.loaded, engine, args.budget)
         choices = [parse_strategy(BASELINE), *(c for c in chosen_strategies(args.strategy) if c.name != BASELINE)]
-        most = args.max_tokens or MAX_TOKENS
-        self.servers = [EngineServer(choice.label, partial(shared.engine, choice), most, guide) for choice in choices]
+        request = partial(make_request, max_tokens=args.max_tokens or MAX_TOKENS)
+        self.servers = [EngineServer(choice.label, partial(shared.engine, choice), request) for choice in choices]
         self.lossless = [choice.label for choice in choices if choice.name in LOSSLESS]
         self.differing = {server.name: 0 for server in self.servers}  # outputs that are not plain decoding's
         for server in self.servers:  # code is compiled, tables are read
@@ -112,14 +109,14 @@ class LoadBench:
     def _cell(self, name: str, prompts: Sequence[Prompt], arrivals: Arrivals) -> dict[str, Any]:
         """One load for all in turns; every other repeat in reverse, so that a drift of the machine hits all alike."""
         runs: dict[str, list[dict[str, Any]]] = {server.name: [] for server in self.servers}
-        expected = {prompt.id: prompt.known for prompt in prompts}
+        expected: dict[str, list[int]] = {}
         for repeat in range(self._args.repeats):
             for server in self.servers[:: -1 if repeat % 2 else 1]:
                 self._progress.say(f"{name}, repeat {repeat + 1}: {server.name}")
                 journeys, counts = drive(server, prompts, arrivals)
                 if server.name == BASELINE and not repeat:
-                    expected |= {j.key: j.output for j in journeys if expected[j.key] is None}
-                self.differing[server.name] += sum(j.output != expected[j.key] for j in journeys)
+                    expected = {journey.key: journey.output for journey in journeys}
+                self.differing[server.name] += sum(each.output != expected[each.key] for each in journeys)
                 runs[server.name].append(measured(journeys, counts, closed=isinstance(arrivals, ClosedLoop)))
         return {"requests": len(prompts), "servers": rows_of_a_cell(runs, BASELINE)}
 
@@ -143,9 +140,10 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
     """The lossless strategies with outputs that are not plain decoding's; none where the type's rounding excuses it."""
-    exact = args.guided or args.dtype in EXACT_DTYPES
+    if args.dtype not in EXACT_DTYPES:
+        return []
     differing = results["differing"]
-    return [f"{name}: {differing[name]} outputs differ" for name in results["lossless"] if exact and differing[name]]
+    return [f"{name}: {differing[name]} outputs differ" for name in results["lossless"] if differing[name]]
 
 
 BENCH = Bench(

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 DTYPES = ("bfloat16", "float32", "float64")
-SIZES = ("110m", "280m", "tiny")  # of ``engines.guided``
+# Shapes of random models: with the 50,257 tokens of GPT-2 the first has 109 million parameters, the second 283.
+SIZES: dict[str, dict[str, int]] = {
+    "110m": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "280m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18, "num_attention_heads": 16},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: str, dtypes: Sequence[str] = DTYPES, model: str = "demo_model") -> None:
@@ -26,7 +31,7 @@ def add_model(parser: argparse.ArgumentParser, dtype: str, dtypes: Sequence[str]
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds what runs of an engine in this process have besides: how much of what, and where."""
     parser.add_argument("--records", type=int, help="at most so many of each file")
-    parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, in a guided run the whole output")
+    parser.add_argument("--max-tokens", type=int, help="of an output; 128 when absent, of a known one all of it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...")
@@ -38,19 +43,22 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
 
 
-def add_guided(parser: argparse.ArgumentParser) -> None:
-    """Adds what runs have that can follow known outputs."""
-    parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights; with --guided and --tokenizer")
-    parser.add_argument("--guided", action="store_true", help="follow the known outputs of the prompts")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of a guided run; the model's own when absent")
+def add_random_model(parser: argparse.ArgumentParser) -> None:
+    """Adds what runs have that follow known outputs, along which any model can be driven."""
+    parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights; with --tokenizer")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent")
+
+
+def check_random_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where a random model has no tokenizer or type."""
+    if args.random_model and (args.tokenizer is None or args.dtype == "auto"):
+        parser.error("--random-model needs --tokenizer and a --dtype")
 
 
 def check_prompts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where files have one name, or a random model has no texts to follow."""
+    """Ends the process with code 2 where two files have one name."""
     if len({path.stem for path in args.prompts}) < len(args.prompts):
         parser.error("two files of --prompts have one name: a workload is called after its file")
-    if getattr(args, "random_model", None) and (not args.guided or args.tokenizer is None or args.dtype == "auto"):
-        parser.error("--random-model needs --guided, --tokenizer and a --dtype")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

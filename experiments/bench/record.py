@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +21,18 @@ from engine.measures.energy import EnergySpan
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
-IDLE_S = 5.0  # for which a bench measures the idle power of its device, where there is a meter
 NOT_METERED = "n/a"  # what a record says of energy where no counter told it
-_PACKAGES = ("torch", "transformers", "outrider")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "outrider",
+    "triton",
+    "numba",
+    "numpy",
+    "tokenizers",
+    "nvidia-ml-py",
+    "flash-attn",
+)
 
 
 def write_record(
@@ -62,7 +72,7 @@ def write_record(
         "seed": seed,
         "device": describe_device(device),
         "energy": {"source": NOT_METERED} if energy is None else describe_energy(energy),
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES},
+        "versions": versions(),
         "results": results,
     }
     text = json.dumps(record, indent=1, ensure_ascii=False, default=_encode) + "\n"
@@ -79,11 +89,16 @@ def write_record(
             return path
 
 
-class KeptLines:
+class Kept:
     """What a run has found so far, as JSON lines in a file that grows: a run which is cut off goes on with them."""
 
-    def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, setting: Mapping[str, Any], key: Callable[[Any], Hashable]) -> None:
         """Reads what is there.
+
+        Args:
+            path: of the file.
+            setting: of the run.
+            key: of a value that is kept: what it is of.
 
         Raises:
             ValueError: it is of another setting or revision.
@@ -92,15 +107,29 @@ class KeptLines:
         if lines and json.loads(lines[0]) != json.loads(json.dumps(setting)):
             raise ValueError(f"--kept {path.name} is of another setting or revision: delete it, or name another file")
         self.found = [json.loads(line) for line in lines[1:]]
+        self._key, self._keys = key, {key(value) for value in self.found}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
         if not lines:
             print(json.dumps(setting), file=self._file, flush=True)
 
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a value of it."""
+        return key in self._keys
+
     def add(self, value: Any) -> None:
         """Keeps a JSON value."""
         self.found.append(value)
+        self._keys.add(self._key(value))
         print(json.dumps(value), file=self._file, flush=True)
+
+
+def spread(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> dict[str, float]:
+    """Median, least and largest of some figures, times ``scale``; empty of none."""
+    if not values:
+        return {}
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value * scale, digits) for name, value in found.items()}
 
 
 def portable(value: Any) -> Any:
@@ -173,6 +202,11 @@ def _encode(value: object) -> object:
     if isinstance(value, Path):
         return _portable_path(value)
     raise TypeError(f"a record holds JSON values and paths, got {type(value).__name__}: {value!r}")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is measured with."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
 
 
 def _version(package: str) -> str:

@@ -22,9 +22,9 @@ from decoding.request import PLAIN
 from engine.loading.model import load_config
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.figure import panel
-from experiments.bench.options import add_model, add_prompts, numbers
+from experiments.bench.options import add_model, add_prompts, check_prompts, numbers
 from experiments.bench.run import Bench, Results, Run
-from experiments.bench.workloads import fits, interleaved, prompt_ids
+from experiments.bench.workloads import fitting_records, interleaved
 from experiments.papers.numbers.scaling import beside_figures
 from experiments.service.served import ENGINE_SECONDS, engine_seconds, served
 
@@ -221,7 +221,7 @@ def _read(args: argparse.Namespace, model: str) -> dict[str, list[str]]:
     tokenizer, context = load_tokenizer(model), int(load_config(model).get_text_config().max_position_embeddings)
     found = {}
     for path in args.prompts:
-        fitting = [r.prompt for r in read_prompts(path) if fits(len(prompt_ids(r, tokenizer)), args.max_tokens, context)]
+        fitting = [record.prompt for record, _ in fitting_records(read_prompts(path), tokenizer, context - args.max_tokens)]
         if len(fitting) < args.records:
             raise ValueError(f"{path.stem} has {len(fitting)} prompts that fit, {args.records} are needed: lower --records")
         found[path.stem] = fitting[: args.records]
@@ -291,11 +291,10 @@ def parted(results: Results, args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Ends the process with code 2 where a number of workers is named twice, or two files have one name."""
+    """Ends the process with code 2 where a number of workers or a file is named twice."""
+    check_prompts(args, parser)
     if len(set(args.workers)) < len(args.workers):
         parser.error("--workers must name no number twice")
-    if len({path.stem for path in args.prompts}) < len(args.prompts):
-        parser.error("two files of --prompts have one name: a workload is called after its file")
 
 
 BENCH = Bench(

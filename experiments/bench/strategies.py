@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ from experiments.bench.engines.competition import Tally, compete, decode_ratios,
 from experiments.bench.engines.models import Workload, calm, contestants, load_setting
 from experiments.bench.engines.stock_generate import StockPromptLookup
 from experiments.bench.figure import panel
-from experiments.bench.options import add_engine, add_guided, add_model, add_prompts, check_prompts
+from experiments.bench.options import add_engine, add_model, add_prompts, check_prompts
 from experiments.bench.run import Bench, Results, Run
 
 TEXT = """Every strategy on the same prompts with a real model, beside transformers, in one run.
@@ -24,10 +25,6 @@ exit from the model's own first layers). All take turns on each prompt, one prom
 starts each workload and each repeat without history. Ratios are seconds of greedy generate over a contestant's own, prefill
 included, as the mean over the workloads, with the lowest and the highest of the repeats; "decode" leaves out the prefill,
 which no drafting shortens.
-
-With --guided the forwards are real and the committed tokens are a workload's known outputs (LLMA, arXiv 2304.04487, section
-3.2), so that speed on real text is measured with any weights, random ones included. Assisted generation then has no place:
-the assistant would be guided too, or draft for another text.
 """
 EXACT_DTYPES = ("float32", "float64")
 
@@ -39,7 +36,6 @@ def add_strategies(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> No
     parser.add_argument("--budget", type=int, default=SpeculationOptions().most_draft_tokens, help="most drafted rows of a step")
     add_model(parser, "bfloat16", dtypes)
     add_engine(parser)
-    add_guided(parser)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +60,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         run.progress.say(f"{name} does not run: {reason}")
     workloads, tallies = {}, []
     for workload in setting.workloads:
-        known = {prompt.id: prompt.known for prompt in workload.prompts if prompt.known is not None}
         run.progress.say(f"{workload.name}: {len(workload.prompts)} prompts")
-        _, counted = compete(runners, workload.prompts, args.repeats, 1, run.progress, known or None, run.meter)
+        _, counted = compete(runners, workload.prompts, args.repeats, 1, run.progress, meter=run.meter)
         rows = {name: _row(workload, tally, counted[runners[0].name], args.repeats) for name, tally in counted.items()}
         lengths = {"records": len(workload.prompts), "too_long": workload.too_long}
         lengths["prompt_tokens"] = sum(len(prompt.ids) for prompt in workload.prompts)
@@ -84,7 +79,7 @@ def _row(workload: Workload, tally: Tally, baseline: Tally, repeats: int) -> dic
     row["drafted_per_step"] = None if tally.drafted is None else round(tally.drafted / tally.steps, 2)
     row["accepted_by_source"] = dict(sorted(tally.accepted_by_source.items()))
     row["ms"] = where_time_goes(tally, len(workload.prompts) * repeats)
-    row["energy"] = tally.energy()
+    row["energy"] = joules_per_token([tally])
     return row
 
 
@@ -93,10 +88,9 @@ def _overall(name: str, baseline: str, tallies: Sequence[Mapping[str, Tally]], w
     own = [counted[name] for counted in tallies]
     rows = [workload["contestants"][name] for workload in workloads.values()]
     steps, tokens = sum(tally.steps for tally in own), sum(tally.tokens for tally in own)
-    accepted: dict[str, int] = {}
+    accepted: Counter[str] = Counter()
     for tally in own:
-        for source, count in tally.accepted_by_source.items():
-            accepted[source] = accepted.get(source, 0) + count
+        accepted.update(tally.accepted_by_source)
 
     def ratios(to: str) -> list[float]:
         pairs = [(counted[to].wall_s, counted[name].wall_s) for counted in tallies]
@@ -136,7 +130,7 @@ def figures(overall: Mapping[str, Any]) -> dict[str, Any]:
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
     """The lossless strategies whose outputs are not what they must be; none where the type's rounding excuses it."""
-    if not args.guided and args.dtype not in EXACT_DTYPES:
+    if args.dtype not in EXACT_DTYPES:
         return []
     rows = results["overall"]
     wrong = [name for name in results["lossless"] if rows[name]["identical"] < rows[name]["records"]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,9 +42,12 @@ def prompt_ids(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> list
     return render_chat(tokenizer, [{"role": "user", "content": record.prompt}])
 
 
-def fits(num_prompt: int, max_tokens: int, context: int) -> bool:
-    """Whether a prompt of so many tokens leaves room for ``max_tokens`` of output."""
-    return num_prompt + max_tokens <= context
+def fitting_records(
+    records: Iterable[PromptRecord], tokenizer: PreTrainedTokenizerBase, most_tokens: int
+) -> Iterator[tuple[PromptRecord, list[int]]]:
+    """The records whose prompts have at most so many tokens, with the ids of those."""
+    pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
+    return ((record, ids) for record, ids in pairs if len(ids) <= most_tokens)
 
 
 def first_that_fit(
@@ -60,29 +64,35 @@ def first_that_fit(
     Raises:
         PromptFileError: the folder cannot be read, or nothing in it fits.
     """
-    chosen = []
-    for records in read_workloads(folder):
-        pairs = ((record, prompt_ids(record, tokenizer)) for record in records)
-        fitting = ((record, ids) for record, ids in pairs if fits(len(ids), 0, most_tokens))
-        chosen.append([pair for pair, _ in zip(fitting, range(count), strict=False)])
-    found = list(interleaved(chosen))
+    lists = [list(islice(fitting_records(records, tokenizer, most_tokens), count)) for records in read_workloads(folder)]
+    found = list(interleaved(lists))
     if not found:
         raise PromptFileError(f"no record of {folder} fits --prompt-tokens {most_tokens}")
     return found
 
 
-def run_engine(engine: Engine, requests: Sequence[Request], on_finish: Callable[[Request], None] = lambda request: None) -> None:
+def run_engine(
+    engine: Engine,
+    requests: Sequence[Request],
+    on_finish: Callable[[Request], None] = lambda request: None,
+    on_first: Callable[[Request], None] = lambda request: None,
+) -> None:
     """Runs requests to their end; each holds its output and counters then.
 
     Args:
         engine: without other work, and with room for all requests to wait (``engine.max_waiting``).
         requests: with ids of their own.
         on_finish: called with each request as it ends.
+        on_first: called with each request as it has its first token.
     """
     by_id = {request.request_id: request for request in requests}
+    waiting = set(by_id)  # for their first token
     for request in requests:
         engine.add(request)
     while engine.has_work:
         for output in engine.step():
+            if output.request_id in waiting:
+                waiting.remove(output.request_id)
+                on_first(by_id[output.request_id])
             if output.finish_reason is not None:
                 on_finish(by_id[output.request_id])

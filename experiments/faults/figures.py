@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench.record import spread
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -67,7 +69,7 @@ def compared(passes: Sequence[Pass], plain: Sequence[Pass]) -> dict[str, Any]:
         "tokens": sum(one.tokens for one in own),
         "tokens_per_step": tokens_per_step(own),
         "shared_tokens": sum(one.shared for one in own),
-        "tokens_per_s": _spread([one.tokens / one.seconds for one in passes]),
+        "tokens_per_s": spread([one.tokens / one.seconds for one in passes]),
         "request_s": {f"p{percent}": round(float(np.percentile(seconds, percent)), 4) for percent in (50, 95, 100)},
         **ratios(passes, plain),
     }
@@ -77,8 +79,8 @@ def ratios(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, dict[str
     """How many times as fast a phase was as another with the same requests, repeat by repeat: above 1 is faster.
 
     Returns:
-        ``ratio``, of the seconds of all requests, and ``decode_ratio``, of those after the first tokens: the mean, the lowest
-        and the highest of the repeats. ``request_ratio``, of the seconds of a single request: percentiles over all of them, the
+        ``ratio``, of the seconds of all requests, and ``decode_ratio``, of those after the first tokens: the median, the least
+        and the largest of the repeats. ``request_ratio``, of the seconds of a single request: percentiles over all of them, the
         lowest is the one that suffered most.
 
     Example: requests of 2 s and 4 s in the other phase that took 1 s and 5 s in this one have the request ratios 2.0 and 0.8.
@@ -87,8 +89,8 @@ def ratios(passes: Sequence[Pass], others: Sequence[Pass]) -> dict[str, dict[str
     single = np.array([other.seconds / one.seconds for one, other in _pairs(passes, others)])
     percentiles = {f"p{percent}": round(float(np.percentile(single, percent)), 3) for percent in (50, 5)}
     return {
-        "ratio": _spread([other.seconds / one.seconds for one, other in both]),
-        "decode_ratio": _spread([other.decode_s / one.decode_s for one, other in both]),
+        "ratio": spread([other.seconds / one.seconds for one, other in both]),
+        "decode_ratio": spread([other.decode_s / one.decode_s for one, other in both]),
         "request_ratio": percentiles | {"lowest": round(float(single.min()), 3)},
     }
 
@@ -111,7 +113,3 @@ def halves(first: Sequence[Pass], second: Sequence[Pass]) -> dict[str, float | N
 def _pairs(passes: Sequence[Pass], others: Sequence[Pass]) -> list[tuple[Answer, Answer]]:
     """Each request of all repeats with itself."""
     return [pair for one, other in zip(passes, others, strict=True) for pair in zip(one.answers, other.answers, strict=True)]
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": round(float(np.mean(values)), 3), "lowest": round(min(values), 3), "highest": round(max(values), 3)}

@@ -24,8 +24,8 @@ from experiments.bench.options import add_model
 from experiments.bench.run import Bench, Results, Run
 from experiments.faults.machines import MachinesError
 from experiments.faults.manifest_cluster import ManifestCluster
-from experiments.service.asks import Ask, Told, make_asks, play
-from experiments.service.trial import spread
+from experiments.service.asks import Answer, Ask, make_asks, play
+from experiments.service.served import spread
 
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
@@ -130,14 +130,14 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def under(
-    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], right: Sequence[Told], concurrency: int
+    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], right: Sequence[Answer], concurrency: int
 ) -> dict[str, Any]:
     """A fault while requests run, round after round until it is over.
 
     Returns:
         What the fault tells; ``answers``, how many of them ``identical``, ``wrong`` and ``pause_s`` of the streams.
     """
-    rounds: list[Told] = []
+    rounds: list[Answer] = []
     wrong = []
     beside = asyncio.create_task(asyncio.to_thread(fault, cluster))
     while not beside.done():
@@ -151,11 +151,11 @@ async def under(
     return await beside | counts
 
 
-async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Told], float]:
+async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Answer], float]:
     """All requests, in the tenant's name, and the seconds they took."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
-        return await play(client, cluster.model_name, asks, concurrency, lambda text: None)
+        return await play(client, cluster.model_name, asks, concurrency)
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ import redis
 
 from cache_service.store.embedded import EmbeddedRedisError
 from cache_service.store.redis_binary import find_redis_server
+from experiments.service.served import free_port
 
 _START_S = 20.0
 
@@ -33,9 +33,7 @@ class RedisProcess:
             has_files: it writes what it is told to files, until ``close``.
         """
         self._host, self._has_files = host, has_files
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port(host)
         self.address = f"{host}:{self._port}"
         self.url = f"redis://{self.address}/0"
         self._folder = tempfile.mkdtemp(prefix="outrider-faults-")

@@ -24,8 +24,7 @@ from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import KINDS, make_asks, play
-from experiments.service.served import Served
-from experiments.service.trial import conducted, memory_mib, replica_settings, spread, until_whole
+from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 ENGINE = "ray::ServeReplica:outrider:engine"  # title of the replicas' processes
 _POLL_S = 0.25
@@ -60,7 +59,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
     """Both passes, and how long it takes until all replicas are there again."""
     rng, asks = random.Random(args.seed), make_asks(args.requests, args.max_tokens, args.seed, args.kind)
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-        right, calm_s = await play(client, model, asks, args.concurrency, lambda text: None)
+        right, calm_s = await play(client, model, asks, args.concurrency)
         failed = [told.error for told in right if told.error]
         if failed:
             raise RuntimeError(f"the undisturbed run failed: {failed[0]}")

@@ -91,23 +91,14 @@ def wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def spread(values: Sequence[float], scale: float = 1.0, digits: int = 4) -> dict[str, float] | None:
-    """Median, least and largest of some figures, times ``scale``; None of none."""
-    if not values:
-        return None
-    scaled = [value * scale for value in values]
-    figures = {"median": statistics.median(scaled), "min": min(scaled), "max": max(scaled)}
-    return {name: round(value, digits) for name, value in figures.items()} | {"n": len(values)}
-
-
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Round by round."""
     return [one / other for one, other in zip(above, below, strict=False)]
 
 
-def shown(figures: Mapping[str, float] | None, unit: str = "", digits: int = 2) -> tuple[str, str]:
-    """The median and the range of ``spread``, for a table."""
-    if figures is None:
+def shown(figures: Mapping[str, float], unit: str = "", digits: int = 2) -> tuple[str, str]:
+    """The median and the range of a ``spread``, for a table."""
+    if not figures:
         return "n/a", ""
     low, high = (f"{figures[name]:.{digits}f}" for name in ("min", "max"))
     return f"{figures['median']:.{digits}f}{unit}", f"{low}-{high}"

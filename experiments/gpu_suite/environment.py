@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from decoding.jit import NATIVE
 from experiments.bench.record import ROOT
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "triton",
-    "numba",
-    "numpy",
-    "tokenizers",
-    "nvidia-ml-py",
-    "flash-attn",
-    "pytest",
-    "hypothesis",
-)
 WARMED = ("executor", "llma", "trie", "auto")  # see ``experiments.gpu_suite.parts.warm``; a process each
 _WARM_LIMIT_S = 150.0
-
-
-def describe() -> dict[str, Any]:
-    """Versions of what is measured with."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {"python": platform.python_version(), "system": platform.platform(), "versions": versions}
 
 
 def numba_fault() -> str | None:

@@ -148,8 +148,10 @@ class Bench:
         return self._runners[kind]
 
 
-def bench(size: str, setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
-    """The model that the worker holds, or another one in its place."""
+def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
+    """The job's model: the one that the worker holds, or another one in its place."""
+    size = report.job.size
+    assert size is not None, report.job
     found = kept.get("bench")
     if not isinstance(found, Bench) or found.size != size:
         kept.pop("bench", None)

@@ -74,6 +74,10 @@ class Report:
         """Seconds until the part should have ended."""
         return self.limit_s - (time.monotonic() - self.began)
 
+    def ends_left_s(self, number: int, of: int) -> float:
+        """What is to be left of the part when the ``number``-th of so many pieces, from 0 on, has had its share."""
+        return self.left_s() * (1 - 1 / (of - number))
+
     def line(self, what: str, value: str, spread: str = "", goal: str = "", met: bool | None = None) -> None:
         """A row of the table at the end; ``met`` says whether the goal was reached, where there is one."""
         verdict = "" if met is None else "met" if met else "MISSED"

@@ -16,8 +16,8 @@ Parts, in the order in which they run, and the time that each is given. Those wi
     strict *     outputs of random weights, drafts beside plain decoding: how many are identical, to the token                30 s
     host *       ms of a step around the forward, by phase (goal: 0.3 together)                                               20 s
     energy *     J/token by NVML, idle power included                                                                         35 s
-    shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and the exchange      20 s
-                 between processes of this host: a prediction from parts, no run on 8 GPUs
+    shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and an exchange       20 s
+                 as `outrider simulate` has it: a prediction from parts, no run on 8 GPUs
     profile *    ms in kernels of a step of 1 row and of 64, and the ten longest of them; traces for chrome://tracing         25 s
 
 Models have the shape that --sizes names and random weights; kinds of runner are graphs (captured CUDA graphs), strict (rows whose
@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import platform
 import sys
 import tempfile
 import time
@@ -46,7 +47,7 @@ from typing import Any
 import torch
 
 from decoding.jit import compiles_first
-from experiments.bench.record import RESULTS
+from experiments.bench.record import RESULTS, versions
 from experiments.gpu_suite import environment
 from experiments.gpu_suite.jobs import Worker
 from experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
@@ -129,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.keep_compiled()
     fault = environment.numba_fault()
     with tempfile.TemporaryDirectory() as folder:
-        described = environment.describe() | {"numba_fault": fault}
-        print(f"environment: {described}", flush=True)
+        described = {"system": platform.platform(), "numba_fault": fault}
+        print(f"environment: {described | versions()}", flush=True)
         record = RunningRecord(vars(args), args.seed, started, args.device, args.out, described)
         setting = Setting(
             args.device, args.dtype, args.kinds, tuple(args.workloads), args.tokenizer, args.records, args.max_tokens, args.seed,

@@ -85,11 +85,7 @@ def read_texts(setting: Setting, vocab_size: int, context: int, report: Report) 
 
 def _fitting(path: Path, tokenizer: TextTokenizer, max_tokens: int, context: int) -> list[Prompt]:
     texts = read_known_texts(path, tokenizer, max_tokens, _LIMIT)
-    return [
-        Prompt(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
-        for text in texts
-        if len(text.prompt_ids) + len(text.output_ids) < context
-    ]
+    return [Prompt.of(text) for text in texts if len(text.prompt_ids) + len(text.output_ids) < context]
 
 
 def renumbered(prompts: Sequence[Prompt], vocab_size: int) -> list[Prompt]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from configs.slices import Dtype
-from experiments.bench.options import SIZES, add_engine, add_model
+from experiments.bench.options import add_engine, add_model, add_random_model, check_random_model
 from experiments.bench.run import Bench, Results, Run
 from experiments.papers.numbers.jacobi import PAPER as JACOBI
 from experiments.papers.numbers.llma import PAPER as LLMA
@@ -72,12 +72,9 @@ def options(key: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE", help=f"NAME: {names}")
     add_model(parser, "bfloat16", get_args(Dtype))
     add_engine(parser)
-    parser.set_defaults(records=RECORDS[key], random_model=None, tokenizer=None)
+    parser.set_defaults(records=RECORDS[key])
     if key in GUIDED:
-        parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights; with --tokenizer")
-        parser.add_argument(
-            "--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent"
-        )
+        add_random_model(parser)
 
 
 def check(key: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -93,8 +90,8 @@ def check(key: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -
     stems = {path: path.stem for paths in files.values() for path in paths}
     if len(set(stems.values())) < len(stems):
         parser.error("two files of --prompts have one name: a workload is called after its file")
-    if args.random_model and (args.tokenizer is None or args.dtype == "auto"):
-        parser.error("--random-model needs --tokenizer and a --dtype")
+    if key in GUIDED:
+        check_random_model(args, parser)
 
 
 def measure(key: str, args: argparse.Namespace, run: Run) -> Results:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from decoding.request import Request, SamplingParams
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
 from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
-from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.numbers.jacobi import SETTINGS
 from experiments.papers.numbers.published import Figure
-from experiments.papers.scaling_law import compression, fitted
 from experiments.papers.stage import ALL, PLAIN, Stage, best, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
@@ -24,6 +24,7 @@ TEMPERATURES = (1.0, 0.0)
 _SWEPT = "mt_bench"
 _BUDGET = 192  # the widest window and its guesses: (15 + 15) * (7 - 1) rows
 _GOOD = (5, 15, 15)
+_ALPHAS = np.arange(0.001, 1.0, 0.001)  # of the law, that are tried
 
 
 def setting(ngram: int, window: int, guesses: int, prompt: bool = False) -> StrategyChoice:
@@ -84,7 +85,7 @@ def _sampling(
     """Table 2 on one dataset."""
     for temperature in TEMPERATURES:
 
-        def contestant(make: Callable[[], Engine], guide: GuidedExecutor | None, each: float = temperature) -> Contestant:
+        def contestant(make: Callable[[], Engine], each: float = temperature) -> Contestant:
             return SampledContestant(make, stage.max_tokens, each)
 
         label = f"temperature {temperature:g}"
@@ -135,3 +136,51 @@ def _scaling(stage: Stage, shared: SharedModel, found: Found) -> None:
     speeds = {str(w): measured[grid[w, 5]]["speedup"].mean for w in WINDOWS}
     found.tables["figure 8"] = {name: {"speed-up": max(speeds.values())}}
     found.figures["figure 8"] = panel("lines", "S and speed-up with N = 5", "W = G", "", {"S": own["N=5"], "speed-up": speeds})
+
+
+# ---- the law by which it scales (section 4 of the paper) ---------------------------------------------------------------------
+
+
+def expected_tokens(alpha: float, guesses: int, length: int) -> float:
+    """Tokens of a step with ``guesses`` good speculations of ``length`` tokens (equation 5).
+
+    Example: one guess of one token that is accepted with chance 0.5 gives 2 - 0.5 = 1.5 tokens.
+
+    Args:
+        alpha: chance that a token is accepted.
+        guesses: b of the paper, W = G.
+        length: gamma of the paper, N - 1.
+    """
+    depths = np.arange(1, length + 1)
+    return float(length + 1 - np.sum((1.0 - alpha**depths) ** guesses))
+
+
+def compression(alpha: float, steps: float, window: int, ngram: int) -> float:
+    """S of the paper (equation 7): one step in ``steps`` has good speculations, the others emit one token.
+
+    Example: alpha 0.425, f 3.106, W = G = 15 and N = 5 give (2.106 + 4.04) / 3.106 = 1.98; the paper measured 1.96.
+    """
+    return (steps - 1.0 + expected_tokens(alpha, window, ngram - 1)) / steps
+
+
+def fitted(measured: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+    """The alpha and f of the law that come nearest to measured compressions, by least squares.
+
+    For each alpha, S - 1 is proportional to the expected tokens - 1, so that the best f follows; f is at least 1.
+
+    Args:
+        measured: (W = G, N) -> S.
+
+    Raises:
+        ValueError: nothing was measured, or nowhere was more than a token emitted in a step.
+    """
+    gains = np.array([reached - 1.0 for reached in measured.values()])
+    if not len(gains) or gains.max() <= 0.0:
+        raise ValueError("the law has no fit: no setting emitted more than one token a step")
+    found = []
+    for alpha in _ALPHAS:
+        more = np.array([expected_tokens(float(alpha), window, ngram - 1) - 1.0 for window, ngram in measured])
+        share = min(1.0, max(1e-9, float(more @ gains) / float(more @ more)))  # 1 / f
+        found.append((float(np.sum((share * more - gains) ** 2)), float(alpha), 1.0 / share))
+    _, alpha, steps = min(found)
+    return round(alpha, 3), round(steps, 3)

@@ -17,7 +17,7 @@ from experiments.bench.engines.contestants import Prompt
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found, Sections
 from experiments.papers.numbers.published import Figure
-from experiments.papers.stage import BEST, PLAIN, Measures, Stage, best, race, texts_of
+from experiments.papers.stage import BEST, PLAIN, Measures, Stage, best, race
 
 MATCH_LENGTHS = (1, 2, 4)
 COPY_LENGTHS = (2, 5, 10, 15, 20)
@@ -42,7 +42,7 @@ class CountedCopies(LlmaDrafter):
 
 def counted(prompts: Sequence[Prompt], vocab_size: int, match_length: int, copy_length: int) -> dict[str, Figure]:
     """What Figure 4 counts, for each sample: Algorithm 2 of the paper, without a model."""
-    texts = texts_of(prompts)
+    texts = [prompt.text() for prompt in prompts]
     drafter = CountedCopies(match_length, copy_length)
     counts = replay_workload(texts, lambda: drafter, copy_length, vocab_size, time.perf_counter)
     values = {"triggers": drafter.triggers, "accepted": counts.accepted, "steps": counts.steps}

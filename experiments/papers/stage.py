@@ -9,30 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.slices import EngineOptions
-from decoding.replay import KnownText
 from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
-from decoding.tree import Int32Array
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.competition import Tally, compete, decode_ratios
 from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
-from experiments.bench.engines.guided import GuidedExecutor
 from experiments.bench.engines.models import MAX_TOKENS, load_setting
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.progress import Progress
 from experiments.bench.workloads import interleaved
-from experiments.papers.numbers.published import Figure, figure
+from experiments.papers.numbers.published import Figure, figure_of
 
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
 BEST, ALL = "best", "all"  # a label and a dataset under which measurements stand a second time
 TENANT = "local"  # of all requests
 
 Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
-MakeContestant = Callable[[Callable[[], Engine], GuidedExecutor | None], Contestant]
+MakeContestant = Callable[[Callable[[], Engine]], Contestant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
         ModelLoadError: a model that cannot be used.
     """
     files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
-    setting = load_setting(argparse.Namespace(**vars(args) | {"prompts": files, "guided": guided}))
+    setting = load_setting(argparse.Namespace(**vars(args) | {"prompts": files}), guided)
     by_file = {
         path: [replace(prompt, id=f"{path.stem}/{prompt.id}") for prompt in workload.prompts]
         for path, workload in zip(files, setting.workloads, strict=True)
@@ -75,20 +70,6 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
     datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
     too_long = sum(workload.too_long for workload in setting.workloads)
     return Stage(setting.loaded, datasets, too_long, guided, args.max_tokens or MAX_TOKENS, args.repeats, progress)
-
-
-def guide_of(shared: SharedModel) -> GuidedExecutor | None:
-    """What takes the known outputs in guided runs."""
-    return shared.executor if isinstance(shared.executor, GuidedExecutor) else None
-
-
-def texts_of(prompts: Sequence[Prompt]) -> list[KnownText]:
-    """Prompts with known outputs, for a replay without the model."""
-
-    def ids(tokens: Sequence[int]) -> Int32Array:
-        return np.asarray(tokens, np.int32)
-
-    return [KnownText(each.id, ids(each.ids), tuple(map(ids, each.references)), ids(each.known or ())) for each in prompts]
 
 
 def race(
@@ -119,11 +100,11 @@ def race(
         request's prefill is in another's steps: there speeds are with the prefills.
     """
     repeats = repeats or stage.repeats
-    guide = guide_of(shared)
     runners: list[Contestant] = []
     for label, choice in {PLAIN: StrategyChoice(PLAIN, "autoregressive", {}), **choices}.items():
         make = maker(shared, replace(choice, label=label), before)
-        runners.append(EngineContestant(make, stage.max_tokens, guide) if contestant is None else contestant(make, guide))
+        own = EngineContestant(make, stage.max_tokens, shared.guide) if contestant is None else contestant(make)
+        runners.append(own)
     outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
     stage.progress.say(f"{len(runners)} strategies on {len(prompts)} prompts")
     _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
@@ -158,13 +139,6 @@ def _row(tally: Tally, plain: Tally, prompts: int, repeats: int, batched: bool) 
         "differing": [float(len(tally.differing))],
     }
     return {metric: figure_of(each) for metric, each in values.items()}
-
-
-def figure_of(values: Sequence[float]) -> Figure:
-    """Mean and spread of at least one value."""
-    found = figure(values)
-    assert found is not None
-    return found
 
 
 def best(measured: Mapping[str, Mapping[str, Figure]], metric: str = "speedup") -> str:

@@ -11,13 +11,13 @@ from decoding.strategy_choice import StrategyChoice
 from experiments.bench.engines.contestants import EngineContestant, Prompt
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
-from experiments.bench.memory.trie_timing import quiet
-from experiments.papers.ablation.ablate import ablate
+from experiments.bench.memory.trie_speed import quiet
+from experiments.papers.ablation.explicit_trie import ablate
 from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
 from experiments.papers.numbers.published import Figure
 from experiments.papers.numbers.trie import FORWARD_S
-from experiments.papers.stage import PLAIN, Stage, guide_of, maker, race, texts_of
+from experiments.papers.stage import PLAIN, Stage, maker, race
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
 DECODING_LENGTHS = (8, 16, 32, 64, 128)
@@ -119,10 +119,10 @@ def _batches(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[
 
 def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
     """Tables 5 and 6."""
-    warm = texts_of([Prompt(f"before/{number}", [0], [], list(output)) for number, output in enumerate(before)])
+    warm = [Prompt(f"before/{number}", [0], [], list(output)).text() for number, output in enumerate(before)]
     vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
     with quiet():
-        parts, capacities = ablate(warm, texts_of(prompts), vocab_size, stage.progress.note)
+        parts, capacities = ablate(warm, [prompt.text() for prompt in prompts], vocab_size, stage.progress.note)
     for label, reached in (parts | capacities).items():
         per_second = reached.tokens_per_step / (FORWARD_S + reached.trie_s)
         figures = {"tokens/s at 19 ms": Figure(per_second), "trie tokens_per_step": Figure(reached.tokens_per_step)}
@@ -151,7 +151,7 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
 
     def work(length: int) -> None:
         shared = stage.shared(length - 1)
-        contestant = EngineContestant(maker(shared, strategy("hierarchical", length), ()), stage.max_tokens, guide_of(shared))
+        contestant = EngineContestant(maker(shared, strategy("hierarchical", length), ()), stage.max_tokens, shared.guide)
         for prompt in prompts[:_SAMPLES]:
             contestant.run([prompt])
 

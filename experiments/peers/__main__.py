@@ -26,7 +26,7 @@ from decoding.jit import cache_folder
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.figure import panel
 from experiments.bench.progress import Progress
-from experiments.bench.record import ROOT, git_state, portable
+from experiments.bench.record import ROOT, Kept, git_state, portable
 from experiments.bench.run import Bench, Results, Run, run
 from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
@@ -35,7 +35,7 @@ from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFF
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
 from experiments.peers.goals import Speeds, goals, summary
-from experiments.peers.rounds import ONCE, Kept, Prompt, Roof, Rounds, llama_bench, turns_of
+from experiments.peers.rounds import ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
 
 LEVELS = (1, 8, 32)
 
@@ -108,11 +108,11 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
         "requests",
     )  # fmt: skip
     setting = {key: getattr(args, key) for key in shaping} | {"workloads": args.workloads.name, "git": git_state(ROOT)}
-    kept, roof = Kept(args.kept, portable(setting)), Roof(args.threads)
+    kept, roof = Kept(args.kept, portable(setting), place), Roof(args.threads)
     results: dict[str, Any] = {"models": {}}
     for name in args.model:
         results["models"][name] = _measure_model(name, chosen, args, made, kept, roof, progress)
-    results["turns"] = kept.turns
+    results["turns"] = kept.found
     results["systems"] = {"vllm_ngram": NGRAM, "vllm_suffix": SUFFIX, "llama_lookup": list(LLAMA_LOOKUP)}
     results["systems"] |= {key: getattr(environments, key.upper()) for key in ("vllm", "llama", "aiperf", "suffix", "torch")}
     return results | {"figures": figures(results["models"])}
@@ -158,7 +158,7 @@ def _measure_model(
     if args.http:  # after the field has ended: its processes would share the cores
         http, faults = over_http.measure(name, args, made, kept, roof, progress.say)
         missing |= faults
-    own = [turn for turn in kept.turns if turn["model"] == name and "tool" not in turn]
+    own = [turn for turn in kept.found if turn["model"] == name and "tool" not in turn]
     speeds = Speeds(own)
     told = {key: value for key, value in told.items() if key != "ready"}
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig
 from experiments.bench.record import ROOT
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.worker import SINGLE
+from experiments.service.served import free_port, running
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job to its answer, as in experiments/peers/worker.py
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -262,24 +262,13 @@ def llama_server(programs: Path, model: Path, setting: Setting, options: Sequenc
 
 @contextmanager
 def started(name: str, command: Sequence[str], environment: dict[str, str], health: str, log: Path) -> Iterator[None]:
-    """A server that is up as soon as ``health`` answers with 200.
-
-    Raises:
-        MissingPeerError: it does not start; the message has the last line that it said.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | environment, cwd=ROOT)
-    try:
-        deadline = time.monotonic() + _START_S
-        while not _healthy(health):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise MissingPeerError(f"{name} does not start: {last_words(log)}")
-            time.sleep(0.2)
+    """A server of somebody else's that is up. Raises ``MissingPeerError``: it does not start."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(running(name, command, ROOT, os.environ | environment, health, log, _START_S))
+        except RuntimeError as error:
+            raise MissingPeerError(str(error)) from error
         yield
-    finally:
-        process.terminate()
-        ended(process)
 
 
 def ended(process: subprocess.Popen[Any]) -> None:
@@ -289,21 +278,6 @@ def ended(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def last_words(log: Path) -> str:

@@ -47,7 +47,7 @@ class Environments:
             make: whether those that are not given and not there are made.
             say: gets a line of progress.
         """
-        self._folder, self._given, self._make, self._say = folder, given, make, say
+        self._folder, self._given, self._makes, self._say = folder, given, make, say
 
     def vllm(self) -> Path:
         """A Python that has vLLM. Raises ``MissingPeerError``."""
@@ -55,7 +55,12 @@ class Environments:
 
     def aiperf(self) -> Path:
         """A Python that has aiperf. Raises ``MissingPeerError``."""
-        return self._python("aiperf", self._make_aiperf)
+        return self._python("aiperf", lambda folder: self._make(folder, f"aiperf=={AIPERF}"))
+
+    def of(self, package: str) -> Path:
+        """A Python that has a package of the index, such as ``locust==2.47.0``. Raises ``MissingPeerError``."""
+        folder = self._folder / package
+        return self._once(package, folder, lambda: self._make(folder, package)) / "bin" / "python"
 
     def llama(self) -> Path:
         """The folder of llama.cpp's programs. Raises ``MissingPeerError``."""
@@ -87,7 +92,7 @@ class Environments:
         mark = self._folder / f".{name}.made"
         if mark.exists() and made.exists():
             return made
-        if not self._make:
+        if not self._makes:
             raise MissingPeerError(f"{name} is not installed: leave out --no-install, or name one that is")
         with alone(self._folder / f".{name}.lock"):
             if not mark.exists():
@@ -111,8 +116,8 @@ class Environments:
         wanted.write_text("\n".join([*bare, *_VLLM_PINS]) + "\n", encoding="utf-8")
         self._pip("vllm", python, "-r", str(wanted))
 
-    def _make_aiperf(self, folder: Path) -> None:
-        self._pip("aiperf", self._venv(folder), f"aiperf=={AIPERF}")
+    def _make(self, folder: Path, *packages: str) -> None:
+        self._pip(folder.name, self._venv(folder), *packages)
 
     def _make_llama(self, programs: Path) -> None:
         tools = self._tools()
@@ -145,12 +150,8 @@ class Environments:
     def _tools(self) -> Path:
         """A Python with cmake and ninja."""
         folder = self._folder / "tools"
-        return self._once("tools", folder, lambda: self._make_tools(folder)) / "bin" / "python"
-
-    def _make_tools(self, folder: Path) -> None:
-        self._pip(
-            "tools", self._venv(folder), "cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]"
-        )
+        packages = ("cmake==4.1.2", "ninja==1.13.0", "setuptools<80", "wheel", "scikit-build-core[pyproject]")
+        return self._once("tools", folder, lambda: self._make(folder, *packages)) / "bin" / "python"
 
     def _venv(self, folder: Path) -> Path:
         self._run(folder.name, [sys.executable, "-m", "venv", str(folder)])

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.namespace import hash_key
-from experiments.bench.record import ROOT
-from experiments.bench.workloads import fits, interleaved, prompt_ids, read_workloads
+from experiments.bench.record import ROOT, Kept
+from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
-from experiments.peers.contestants import free_port, started, vllm_environment
+from experiments.peers.contestants import started, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
-from experiments.peers.rounds import Kept, Roof, Say, Turn
-from experiments.service.served import served
+from experiments.peers.rounds import Roof, Say, Turn, place
+from experiments.service.served import free_port, served
 
 SERVERS = ("ours", "vLLM")
 TOOLS = ("vllm bench serve", "aiperf")
@@ -61,7 +61,7 @@ def measure(
                     }
                     for tool, clients in cells
                 ]  # fmt: skip
-                left = [turn for turn in turns if not kept.has(turn)]
+                left = [turn for turn in turns if not kept.has(place(turn))]
                 if not left or f"{server} over HTTP" in missing:
                     continue
                 say(f"{name}, round {number + 1}: starting the server of {server}")
@@ -75,7 +75,7 @@ def measure(
                         raise MissingPeerError(str(error)) from error
                     missing[f"{server} over HTTP"] = str(error)
                     say(f"n/a: {error}")
-    return _summary([turn for turn in kept.turns if turn["model"] == name and "tool" in turn], args.clients), missing
+    return _summary([turn for turn in kept.found if turn["model"] == name and "tool" in turn], args.clients), missing
 
 
 def _turn(
@@ -102,11 +102,8 @@ def _prompt_files(folder: Path, model: Path, args: argparse.Namespace) -> dict[s
     from engine.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
-    chosen = []
-    for records in read_workloads(args.workloads):
-        fitting = [record for record in records if fits(len(prompt_ids(record, tokenizer)), 0, args.prompt_tokens)]
-        chosen.append(fitting[: max(args.records, -(-max(args.requests, *args.clients) // 22))])
-    texts = [record.prompt for record in interleaved(chosen)]
+    count = max(args.records, -(-max(args.requests, *args.clients) // 22))
+    texts = [record.prompt for record, _ in first_that_fit(args.workloads, tokenizer, count, args.prompt_tokens)]
     files = {}
     for tool, key in zip(TOOLS, ("prompt", "text"), strict=True):
         files[tool] = folder / f"{key}s.jsonl"

@@ -7,13 +7,14 @@ on the path, so that it imports nothing that is new.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import PLAIN, Request, SamplingParams
 from engine.engine import Engine
-from engine.errors import ModelLoadError
 from experiments.bench.record import ROOT, git_state
 from experiments.bench.workloads import run_engine
 
@@ -32,16 +32,20 @@ CASES = (("plain at 1", PLAIN, 1), ("auto at 1", "auto", 1), ("plain at 8", PLAI
 
 def serve_timings() -> int:
     """Times what it reads on stdin, a JSON line each: run with the sources of a revision on the path."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not an answer
     setting = json.loads(sys.stdin.readline())
     path, dtype, threads, context = (setting[key] for key in ("path", "dtype", "threads", "context"))
     model = ModelOptions(path, dtype=dtype, device="cpu", threads=threads, max_model_len=context)
     if setting.get("start"):
-        return _serve_start(model, setting["asks"][0][0])
+        told = first_answer(model, setting["asks"][0][0])
+        print(json.dumps(told), file=out, flush=True)
+        return 0
     engines = {}
     for name, strategy, running in CASES:
         options = EngineOptions(running, max_waiting=1 << 20, prefix_caching=False)
         engines[name] = Engine.load(model, options, SpeculationOptions(strategy))
-    print(json.dumps("ready"), flush=True)
+    print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         case = json.loads(line)
         prefill = case == "prefill"
@@ -53,40 +57,25 @@ def serve_timings() -> int:
         wall_s = time.perf_counter() - started
         tokens = sum(request.num_prompt if prefill else request.num_output for request in requests)
         decode_s = sum(request.stats.decode_s for request in requests) if case.endswith("at 1") else wall_s
-        print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), flush=True)
+        print(json.dumps({"wall_s": wall_s, "decode_s": decode_s, "tokens": tokens}), file=out, flush=True)
     return 0
 
 
-def _serve_start(model: ModelOptions, prompt: Sequence[int]) -> int:
+def first_answer(model: ModelOptions, prompt: Sequence[int]) -> dict[str, float]:
     """Answers with a token, as ``outrider generate`` would, and tells the most memory that this process has taken, in MiB."""
     engine = Engine.load(model, EngineOptions(), SpeculationOptions())
     run_engine(engine, [Request("first", prompt, SamplingParams(max_tokens=1))])
-    print(json.dumps({"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}), flush=True)
-    return 0
+    return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-@contextmanager
-def timing_process(root: Path, setting: dict[str, Any]) -> Iterator[tuple[Callable[[str], dict[str, float]], Any]]:
+def timing_process(root: Path, setting: dict[str, Any]) -> AbstractContextManager[tuple[Callable[[Any], Any], Any]]:
     """A process that times cases with the sources below a folder: it is asked by their names. With what it said first."""
-    here = str(Path(__file__).resolve())
+    from experiments.peers.contestants import worker  # here: the other revision may not have it
+
     begin = f"import runpy, sys; sys.path.insert(0, {str(root)!r})"
-    command = [sys.executable, "-c", f"{begin}; runpy.run_path({here!r}, run_name='__main__')"]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-
-    def ask(what: Any) -> Any:
-        assert process.stdin is not None and process.stdout is not None
-        print(json.dumps(what), file=process.stdin, flush=True)
-        for line in process.stdout:
-            if line.startswith(("{", '"')):
-                return json.loads(line)
-        raise ModelLoadError(f"the process over {root.name} ended: see what it says above")
-
-    try:
-        yield ask, ask(setting)
-    finally:
-        process.stdin.close()
-        process.wait(60)
+    command = [sys.executable, "-c", f"{begin}; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='__main__')"]
+    log = Path(tempfile.gettempdir()) / f"outrider-{root.name}.log"
+    return worker(f"the process over {root.name}", command, {}, setting, log)
 
 
 def compare(
@@ -103,7 +92,7 @@ def compare(
         say: is told of each.
 
     Raises:
-        ModelLoadError: a process ended.
+        MissingPeerError: a process ended.
     """
     told = {**setting, "asks": [[list(prompt), [list(each) for each in references]] for prompt, references in prompts]}
     names = [*(name for name, _, _ in CASES), "prefill"]

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from experiments.bench.record import KeptLines
+from experiments.bench.record import Kept
 from experiments.peers.contestants import Contestant, Field
 from experiments.peers.environments import MissingPeerError
 
@@ -64,26 +64,8 @@ class Roof:
         return round(best, 2)
 
 
-class Kept:
-    """The turns of a run, in a file that grows."""
-
-    def __init__(self, path: Path, setting: dict[str, Any]) -> None:
-        """Reads what is there; raises ``ValueError`` where it is of another setting or revision."""
-        self._lines = KeptLines(path, setting)
-        self.turns: list[Turn] = self._lines.found
-        self._done = {_place(turn) for turn in self.turns}
-
-    def has(self, turn: Turn) -> bool:
-        """Whether it was run."""
-        return _place(turn) in self._done
-
-    def add(self, turn: Turn) -> None:
-        """Keeps a turn."""
-        self._lines.add(turn)
-        self._done.add(_place(turn))
-
-
-def _place(turn: Turn) -> tuple[Any, ...]:
+def place(turn: Turn) -> tuple[Any, ...]:
+    """Of a turn in its run."""
     return tuple(turn[key] for key in ("model", "round", "level", "part", "contestant"))
 
 
@@ -139,7 +121,7 @@ class Rounds:
 
     def run(self, turns: Sequence[tuple[Turn, Contestant | None, list[Prompt]]]) -> None:
         """Those that are missing."""
-        left = [turn for turn in turns if not self._kept.has(turn[0])]
+        left = [turn for turn in turns if not self._kept.has(place(turn[0]))]
         began = time.perf_counter()
         for done, (turn, contestant, prompts) in enumerate(left):
             system = contestant.system if contestant else {"rows": "ours", "llama-bench": "llama bf16"}[turn["contestant"]]

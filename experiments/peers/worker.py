@@ -28,17 +28,18 @@ import torch
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN, Request, SamplingParams
+from decoding.sampling.ranking import argmax_rows
+from decoding.tree import DraftTree
 from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
+from engine.forward.batch import Work, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model import load_weights
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.models import calm
-from experiments.bench.engines.servers import EngineServer, OneAtATime
 from experiments.bench.engines.stock_batching import StockBatching
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.engines.traffic import ClosedLoop, Server, drive
-from experiments.peers.step_timer import StepTimer
+from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Server, drive
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
@@ -82,21 +83,34 @@ def driven(server: Server, job: Job) -> tuple[Reply, list[tuple[float, float]]]:
     return reply, [(began + journey.first_s, began + journey.last_s) for journey in journeys]
 
 
-class _TenantServer(EngineServer):
-    """An engine that is there already, for the requests of a tenant that ask for a strategy."""
+class StepTimer:
+    """Forwards of a model over so many rows of one request, a root and branches below it, behind a context."""
 
-    def __init__(self, engine: Engine, strategy: str, max_tokens: int, tenant: str) -> None:
-        super().__init__(strategy, lambda: engine, max_tokens, None)
-        self._tenant = tenant
+    def __init__(self, runner: ModelRunner, context: int) -> None:
+        """
+        Args:
+            runner: of the model, without requests; its first slot is taken.
+            context: tokens before the rows.
+        """
+        self._runner = runner
+        self._request = Request("timed", np.zeros(context, np.int32), SamplingParams(1))
+        self._request.slot = 0
+        self._runner.forward(pack([Work(self._request, 0, context, DraftTree.chain(0, ()), frozenset())]))
 
-    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
-        """See ``Server``."""
-        assert self._engine is not None, "not begun"
-        strategy = self.name if self.name in (PLAIN, *SINGLE) else None
-        params = SamplingParams(self._max_tokens)
-        request = Request(prompt.id, prompt.ids, params, prompt.references, tenant=self._tenant, strategy=strategy)
-        self._engine.add(request)
-        self._requests[prompt.id], self._drafted[prompt.id] = request, 0
+    def seconds(self, rows: int, repeats: int, argmax: bool) -> list[float]:
+        """Each of ``repeats`` forwards over ``rows`` rows; with ``argmax`` the likeliest token of each, too."""
+        parents = np.minimum(np.arange(-1, rows - 1, dtype=np.int32), 0)
+        tree = DraftTree(np.zeros(rows, np.int32), parents, np.zeros(rows, np.int8), rows)
+        end = self._request.num_tokens
+        batch = pack([Work(self._request, end - 1, end, tree, frozenset())])
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            logits = self._runner.forward(batch)
+            if argmax:
+                argmax_rows(logits)
+            times.append(time.perf_counter() - started)
+        return times
 
 
 class OurEngine:
@@ -157,10 +171,15 @@ class OurEngine:
             forwards.append((started, time.perf_counter()))
             return result
 
+        strategy = {"plain": PLAIN, "auto": None}.get(mode, mode)  # of the engine that is there already
+
+        def request(prompt: Prompt) -> Request:
+            params = SamplingParams(job["max_tokens"])
+            return Request(prompt.id, prompt.ids, params, prompt.references, tenant=job["fresh"], strategy=strategy)
+
         setattr(runner, "forward", timed)  # noqa: B010 - mypy: a method
         try:
-            name = PLAIN if mode == "plain" else mode
-            reply, spans = driven(_TenantServer(engine, name, job["max_tokens"], job["fresh"]), job)
+            reply, spans = driven(EngineServer(mode, lambda: engine, request), job)
         finally:
             del runner.forward  # the wrapper
         if job["running"] == 1 and (whole := sum(last - first for first, last in spans)):
@@ -204,7 +223,7 @@ def _only(runner: ModelRunner, kind: str) -> Iterator[bool]:
 
 
 class Transformers:
-    """transformers itself. Modes: ``greedy`` (more than one at a time as padded groups), ``lookup`` and ``batching``."""
+    """transformers itself. Modes: ``greedy`` (several at once as a padded group), ``lookup`` and ``batching``."""
 
     def __init__(self, setting: dict[str, Any]) -> None:
         """
@@ -224,11 +243,9 @@ class Transformers:
         """See ``Peer``."""
         most, running = job["max_tokens"], job["running"]
         if job["mode"] == "batching":
-            return driven(StockBatching(self._model, most, self._ends, running, self._context, prefix_caching=False), job)[0]
+            return driven(StockBatching(self._model, most, self._ends, running, self._context), job)[0]
         kind = StockPromptLookup if job["mode"] == "lookup" else StockGenerate
         stock = kind(self._model, most, self._ends)
-        if running == 1:
-            return driven(OneAtATime(stock), job)[0]
         began = time.perf_counter()
         reply: Reply = {"tokens": [], "first_s": [], "last_s": []}
         prompts = prompts_of(job)

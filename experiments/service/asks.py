@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,62 +68,104 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Told:
-    """What a client was told; lists are by choice."""
+class Choice:
+    """One choice of an answer."""
 
-    texts: dict[int, str] = field(default_factory=dict)
-    finishes: dict[int, str] = field(default_factory=dict)
-    tokens: dict[int, list[str]] = field(default_factory=dict)  # of those that asked for log-probabilities
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
-    usage: dict[str, int] | None = None
-    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    calls: list[list[str]] = field(default_factory=list)  # name and arguments
+    tokens: list[str] = field(default_factory=list)  # those that have log-probabilities
+    logprobs: list[float | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # of completions
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+    def add(self, part: Mapping[str, Any]) -> str:
+        """Takes in a whole choice, or a chunk of one; returns the text in it."""
+        message = part.get("message") or part.get("delta") or {}
+        text: str = part.get("text") or message.get("content") or ""
+        self.text += text
+        self.finish_reason = part.get("finish_reason") or self.finish_reason
+        self.calls += [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+        self.token_ids += part.get("token_ids") or ()
+        self.prompt_token_ids = part.get("prompt_token_ids") or self.prompt_token_ids
+        self.prompt_logprobs = part.get("prompt_logprobs") or self.prompt_logprobs
+        told = part.get("logprobs") or {}
+        if "tokens" in told:
+            self.tokens += told["tokens"]
+            self.logprobs += told["token_logprobs"]
+            self.offsets += told["text_offset"]
+        for entry in told.get("content") or ():
+            self.tokens.append(entry["token"])
+            self.logprobs.append(entry["logprob"])
+        return text
+
+    def numbers(self) -> Iterator[float]:
+        """All log-probabilities of emitted and of prompt tokens."""
+        yield from (value for value in self.logprobs if value is not None)
+        for entry in self.prompt_logprobs or ():
+            yield from (told["logprob"] for told in (entry or {}).values())
+
+    def names(self) -> dict[str, Any]:
+        """All that must be equal to the letter."""
+        prompt = [list(entry or ()) for entry in self.prompt_logprobs or ()]
+        return {
+            "text": self.text, "finish_reason": self.finish_reason, "calls": self.calls, "tokens": self.tokens,
+            "offsets": self.offsets, "token_ids": self.token_ids, "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": prompt,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client was told, whole or in events."""
+
+    status: int = 0  # 0: none came
     error: str | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # time.monotonic of each event, the beginning first
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """Of all choices."""
+        return {index: choice.text for index, choice in self.choices.items()}
 
     def pause_s(self, since: float) -> float:
         """The longest time without an event that ended after ``since``."""
         return max((later - at for at, later in zip(self.times, self.times[1:], strict=False) if later > since), default=0.0)
 
-    def read(self, event: Mapping[str, Any]) -> str:
-        """Takes a chunk or a whole answer; returns the text in it."""
+    def add(self, part: Mapping[str, Any]) -> str:
+        """Takes in a whole answer, or a chunk of one; returns the text in it."""
         added = ""
-        for choice in event["choices"]:
-            index = choice["index"]
-            text = (
-                choice["text"] if "text" in choice else (choice.get("delta") or choice.get("message") or {}).get("content") or ""
-            )
-            self.texts[index] = self.texts.get(index, "") + text
-            added += text
-            if choice.get("finish_reason") is not None:
-                self.finishes[index] = choice["finish_reason"]
-            self._read_logprobs(index, choice.get("logprobs"))
-        if event.get("usage"):
-            self.usage = {key: event["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        for choice in part.get("choices") or ():
+            # Those of an answer as a whole are told beside the choices in a chat.
+            beside = {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids") if part.get(name)}
+            added += self.choices.setdefault(choice["index"], Choice()).add(beside | choice)
+        self.usage |= part.get("usage") or {}
         return added
 
-    def _read_logprobs(self, index: int, logprobs: Mapping[str, Any] | None) -> None:
-        if not logprobs:
-            return
-        if "tokens" in logprobs:
-            named, values = logprobs["tokens"], logprobs["token_logprobs"]
-        else:
-            named = [entry["token"] for entry in logprobs["content"]]
-            values = [entry["logprob"] for entry in logprobs["content"]]
-        self.tokens.setdefault(index, []).extend(named)
-        self.logprobs.setdefault(index, []).extend(values)
+    def differs(self, right: Answer, near: float = LOGPROB_TOLERANCE) -> list[str]:
+        """The names of what is not as it should be; empty where all is. Log-probabilities may be ``near`` the right ones."""
+        found = [name for name in ("status", "error") if getattr(self, name) != getattr(right, name)]
+        if self.choices.keys() != right.choices.keys():
+            return [*found, "choices"]
+        for index, choice in right.choices.items():
+            own = self.choices[index].names()
+            found += [f"choices[{index}].{name}" for name, value in choice.names().items() if value != own[name]]
+        if self.gap(right) > near:
+            found.append("logprobs")
+        # Which tokens of a prompt another request had computed depends on who came before, and is no part of the answer.
+        counts = ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details")
+        return found + [f"usage.{name}" for name in counts if self.usage.get(name) != right.usage.get(name)]
 
-    def differs(self, right: Told) -> list[str]:
-        """The names of what is not as it should be; empty where all is."""
-        names = [
-            name for name in ("error", "texts", "finishes", "tokens", "usage") if getattr(self, name) != getattr(right, name)
-        ]
-        if "tokens" not in names and any(
-            abs(mine - theirs) > LOGPROB_TOLERANCE
-            for index, values in right.logprobs.items()
-            for mine, theirs in zip(self.logprobs[index], values, strict=True)
-        ):
-            names.append("logprobs")
-        return names
+    def gap(self, right: Answer) -> float:
+        """The largest between two log-probabilities of the same token, over the choices that are the same to the letter."""
+        pairs = [(choice, right.choices[index]) for index, choice in self.choices.items() if index in right.choices]
+        same = [(choice, other) for choice, other in pairs if choice.names() == other.names()]
+        gaps = (abs(a - b) for choice, other in same for a, b in zip(choice.numbers(), other.numbers(), strict=True))
+        return max(gaps, default=0.0)
 
 
 def make_asks(count: int, max_tokens: int, seed: int, kinds: Sequence[str] = ()) -> list[Ask]:
@@ -157,7 +199,7 @@ def make_prompt(rng: random.Random) -> str:
     return "Context:\n" + "\n".join(lines) + f"\n\nQuestion: When does {rng.choice(places).lower()} open?"
 
 
-async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None) -> Told:
+async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None) -> Answer:
     """Sends a request and reads all of the answer.
 
     Args:
@@ -166,7 +208,7 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
         request: what is asked.
         came: called with each piece of text of a stream.
     """
-    told = Told(times=[time.monotonic()])
+    told = Answer(times=[time.monotonic()])
     try:
         async with client.stream("POST", f"/v1/{request.route}", json={"model": model, **request.body}) as response:
             told.status = response.status_code
@@ -176,7 +218,7 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
                 if response.status_code != 200:
                     told.error = f"{response.status_code} {whole['error'].get('code')}: {whole['error']['message']}"
                 else:
-                    came(told.read(whole))
+                    came(told.add(whole))
                 return told
             ended = False
             async for line in response.aiter_lines():
@@ -190,7 +232,7 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
                 if "error" in event:
                     told.error = f"in the stream: {event['error']['message']}"
                     return told
-                came(told.read(event))
+                came(told.add(event))
             if not ended:
                 told.error = "the stream ended without [DONE]"
     except (httpx.HTTPError, ValueError) as error:
@@ -199,12 +241,12 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
 
 
 async def play(
-    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None]
-) -> tuple[list[Told], float]:
+    client: httpx.AsyncClient, model: str, asks: Sequence[Ask], concurrency: int, came: Callable[[str], None] = lambda text: None
+) -> tuple[list[Answer], float]:
     """All requests, so many at a time, and the seconds it took."""
     free, began = asyncio.Semaphore(concurrency), time.monotonic()
 
-    async def one(request: Ask) -> Told:
+    async def one(request: Ask) -> Answer:
         async with free:
             return await ask(client, model, request, came)
 

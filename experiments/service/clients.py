@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import subprocess
 import tempfile
 import time
-import venv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ import httpx
 from configs.schema import find_model
 from experiments.bench import run as bench
 from experiments.bench.options import add_model, add_settings
+from experiments.peers.environments import AIPERF, Environments, MissingPeerError
 from experiments.service.served import sample_sums, server_at
 
 _SCRIPTS = Path(__file__).resolve().parent / "client_scripts"
@@ -52,7 +51,7 @@ class Target:
 class Client:
     """A tool from the package index."""
 
-    packages: tuple[str, ...]
+    package: str
     command: Callable[[Path, Target], list[str]]  # given the folder of its environment's programs
 
 
@@ -85,17 +84,18 @@ def _schemathesis(bin_: Path, target: Target) -> list[str]:
 
 
 CLIENTS: dict[str, Client] = {
-    "openai": Client(("openai==3.54.0",), lambda bin_, target: _script("openai_sdk", bin_, target)),
-    "langchain": Client(("langchain-openai==1.7.3",), lambda bin_, target: _script("langchain_chat", bin_, target)),
-    "locust": Client(("locust==2.47.0",), _locust),
-    "aiperf": Client(("aiperf==0.13.0",), _aiperf),
-    "schemathesis": Client(("schemathesis==4.32.5",), _schemathesis),
+    "openai": Client("openai==3.54.0", lambda bin_, target: _script("openai_sdk", bin_, target)),
+    "langchain": Client("langchain-openai==1.7.3", lambda bin_, target: _script("langchain_chat", bin_, target)),
+    "locust": Client("locust==2.47.0", _locust),
+    "aiperf": Client(f"aiperf=={AIPERF}", _aiperf),
+    "schemathesis": Client("schemathesis==4.32.5", _schemathesis),
 }
 
 
 def measure(args: argparse.Namespace, given: bench.Run) -> bench.Results:
     """Runs the clients, one after the other."""
     model, results = find_model(args.model), dict[str, Any]()
+    made = Environments(args.venvs, {}, True, given.progress.say)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(server_at(args.url, args.model, ["model.threads=1", f"model.dtype={args.dtype}", *args.set]))
@@ -103,26 +103,9 @@ def measure(args: argparse.Namespace, given: bench.Run) -> bench.Results:
         target = Target(url, name, str(Path(model).resolve()), args.seconds, args.users, args.cases, folder)
         for client in args.only:
             given.progress.say(client)
-            results[client] = run(CLIENTS[client], environment(args.venvs / client, CLIENTS[client].packages), target)
+            results[client] = run(CLIENTS[client], made.of(CLIENTS[client].package).parent, target)
             results[client]["well_after"] = httpx.get(f"{url}/health", timeout=30).json().get("status") == "ok"
         return {"clients": results, "speculation": speculation(url)}
-
-
-def environment(folder: Path, packages: Sequence[str]) -> Path:
-    """The folder of an environment's programs; made, and filled with pip, where it is not there yet.
-
-    Raises:
-        RuntimeError: pip fails; the message ends with what it said.
-    """
-    bin_, done = folder / ("Scripts" if os.name == "nt" else "bin"), folder / "outrider-packages.json"
-    if done.exists() and json.loads(done.read_text(encoding="utf-8")) == list(packages):
-        return bin_
-    venv.create(folder, with_pip=True, clear=True)
-    made = subprocess.run([bin_ / "python", "-m", "pip", "install", "--quiet", *packages], capture_output=True, text=True)
-    if made.returncode:
-        raise RuntimeError(f"pip could not install {', '.join(packages)}: {made.stderr[-500:]}")
-    done.write_text(json.dumps(list(packages)), encoding="utf-8")
-    return bin_
 
 
 def run(client: Client, bin_: Path, target: Target) -> dict[str, Any]:
@@ -134,7 +117,7 @@ def run(client: Client, bin_: Path, target: Target) -> dict[str, Any]:
         env=clean | {"NO_COLOR": "1", "COLUMNS": "160", "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     return {
-        "packages": client.packages,
+        "package": client.package,
         "command": shown([Path(command[0]).name, *command[1:]]),
         "exit_code": done.returncode,
         "seconds": round(time.monotonic() - began, 1),
@@ -179,5 +162,5 @@ def failed(results: bench.Results, args: argparse.Namespace) -> list[str]:
 
 BENCH = bench.Bench(
     "clients", __doc__ or "", measure, options, dict.fromkeys(("seconds", "users", "cases"), 1), wrong=failed,
-    refuses=(RuntimeError, httpx.HTTPError),
+    refuses=(RuntimeError, MissingPeerError, httpx.HTTPError),
 )  # fmt: skip

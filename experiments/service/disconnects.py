@@ -24,8 +24,7 @@ from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask, make_asks, play
-from experiments.service.served import Served
-from experiments.service.trial import conducted, memory_mib, replica_settings, spread, until_whole
+from experiments.service.served import Served, conducted, memory_mib, replica_settings, spread, until_whole
 
 WITHIN_S = 1.0
 _STREAMS = ("greedy", "sampled", "two choices", "text", "references")
@@ -41,7 +40,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
     left: Counter[str] = Counter()
     frees: list[float] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-        before, _ = await play(client, model, checks, len(checks), lambda text: None)
+        before, _ = await play(client, model, checks, len(checks))
         memory = [memory_mib(server)]
         for wave in range(args.waves):
             count = args.clients // args.waves + (wave < args.clients % args.waves)
@@ -51,7 +50,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
             memory.append(memory_mib(server))
             progress.say(f"wave {wave + 1} of {args.waves}: free after {frees[-1]} s")
         whole_again_s = await until_whole(client, args.replicas)
-        after, _ = await play(client, model, checks, len(checks), lambda text: None)
+        after, _ = await play(client, model, checks, len(checks))
     return {
         "clients": sum(left.values()),
         "left": left,

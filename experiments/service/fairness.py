@@ -26,8 +26,7 @@ from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask
 from experiments.service.overload import Outcome, try_once
-from experiments.service.served import Served
-from experiments.service.trial import apart, conducted, spread, until_whole
+from experiments.service.served import Served, apart, conducted, spread, until_whole
 
 _QUESTION = "Name the rivers that meet in city number {number}, and say which of them is the longest."
 _SENTENCE = "In the year {number} the harbour was widened, and ships of {number} tons could come in. "

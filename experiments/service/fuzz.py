@@ -30,11 +30,11 @@ from cache_service.namespace import hash_key
 from experiments.bench.options import add_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
+from experiments.peers.environments import Environments, MissingPeerError
 from experiments.service import clients
 from experiments.service.asks import Ask
 from experiments.service.overload import Outcome, engine_pids, try_once
-from experiments.service.served import Served
-from experiments.service.trial import apart, conducted, give_way, memory_mib, spread, until_whole
+from experiments.service.served import Served, apart, conducted, give_way, memory_mib, spread, until_whole
 
 _CALM, _HOSTILE = "outrider-calm", "outrider-hostile"
 _MOST_TOKENS = 32  # of an answer: the cases are many
@@ -55,7 +55,7 @@ def settings(args: argparse.Namespace) -> list[str]:
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
     """The calm client alone, then beside the others."""
-    bin_ = clients.environment(args.venvs / "schemathesis", clients.CLIENTS["schemathesis"].packages)
+    bin_ = Environments(args.venvs, {}, True, progress.say).of(clients.CLIENTS["schemathesis"].package).parent
     async with httpx.AsyncClient(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {_CALM}"}) as client:
         await ask_for(client, model, args.warm_up)
         alone = await ask_for(client, model, args.seconds)
@@ -245,4 +245,12 @@ def not_well(results: Results, args: argparse.Namespace) -> list[str]:
     return [] if results["well"] else [f"{counts}, health {results['health']}, same processes: {results['same_processes']}"]
 
 
-BENCH = Bench("service-fuzz", __doc__ or "", conducted(trial, settings), options, {"examples": 1, "seconds": 1}, wrong=not_well)
+BENCH = Bench(
+    "service-fuzz",
+    __doc__ or "",
+    conducted(trial, settings),
+    options,
+    {"examples": 1, "seconds": 1},
+    wrong=not_well,
+    refuses=(MissingPeerError,),
+)

@@ -28,8 +28,7 @@ from engine.environment import environment
 from experiments.bench.options import add_model, add_settings
 from experiments.bench.run import Bench, Results, Run
 from experiments.service.asks import make_prompt
-from experiments.service.served import ENGINE_SECONDS, engine_seconds, served
-from experiments.service.trial import spread
+from experiments.service.served import ENGINE_SECONDS, engine_seconds, served, spread
 
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's own switch
 MODES = {  # value of that, settings of the server

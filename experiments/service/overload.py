@@ -25,8 +25,7 @@ from experiments.bench.options import add_model, add_settings
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results
 from experiments.service.asks import Ask, make_asks
-from experiments.service.served import Served, sample_sums
-from experiments.service.trial import conducted, memory_mib, replica_settings, spread, until_whole
+from experiments.service.served import Served, conducted, memory_mib, replica_settings, sample_sums, spread, until_whole
 
 _KINDS = ("greedy", "sampled", "text", "whole")
 _CALM_S = 2.0  # after a phase, before memory is read

@@ -1,9 +1,12 @@
-"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what its metrics say."""
+"""``outrider serve`` as experiments start it: a process of its own, ended with all that it started; and what is read of it."""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import http.client
+import multiprocessing
 import os
 import secrets
 import signal
@@ -12,18 +15,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.launch.preflight import SECRET_VARIABLE
 from configs.schema import find_model
+from experiments.bench.progress import Progress
 from experiments.bench.record import ROOT
+from experiments.bench.run import Results, Run
 
-_START_S, _STOP_S = 300.0, 60.0
+_START_S, _STOP_S, _POLL_S = 300.0, 60.0, 0.1
+_BACK_S = 120.0
 ENGINE_SECONDS = ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_decode_time_seconds")
 
 
@@ -44,6 +56,9 @@ class Served:
         return sorted(found, key=lambda child: child.create_time())
 
 
+Trial = Callable[[Served, str, argparse.Namespace, Progress], Coroutine[Any, Any, Results]]
+
+
 @contextlib.contextmanager
 def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
     """A server on a free loopback port, ready for requests.
@@ -55,20 +70,50 @@ def served(model: str, settings: Sequence[str]) -> Iterator[Served]:
     Raises:
         RuntimeError: it does not start; the message ends with what it said last.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "cluster.cli.main", "serve", "--model", model, f"server.port={port}", *settings]
     environment = os.environ | {"PYTHONPATH": str(ROOT), SECRET_VARIABLE: secrets.token_hex(32)}
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running("outrider serve", command, ROOT, environment, f"{url}/ready", Path(folder) / "serve.log") as process,
+    ):
+        yield Served(url, psutil.Process(process.pid))
+
+
+@contextlib.contextmanager
+def running(
+    name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str], ready: str, log: Path,
+    within_s: float = _START_S,
+) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
+    """A command that serves, once a URL of it answers with 200; it ends as by Ctrl-C, with what it started.
+
+    Args:
+        name: for what is said where it does not start.
+        command: with its arguments.
+        folder: where it runs.
+        environment: all of it.
+        ready: the URL.
+        log: file of what it says.
+        within_s: for which it is waited.
+
+    Raises:
+        RuntimeError: it does not start; the message ends with what it said last.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as said:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            command, cwd=folder, env=dict(environment), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            _wait_until_healthy(process, Path(log.name))
-            yield Served(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
-        finally:
-            _stop(process)
+    try:
+        deadline = time.monotonic() + within_s
+        while not _answers(ready):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-500:]}")
+            time.sleep(_POLL_S)
+        yield process
+    finally:
+        _stop(process)
 
 
 @contextlib.contextmanager
@@ -88,6 +133,14 @@ def server_at(url: str | None, model: str, settings: Sequence[str]) -> Iterator[
         return
     with served(find_model(model), settings) as started:
         yield started.url
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def sample_sums(metrics: str) -> dict[str, float]:
@@ -111,20 +164,123 @@ def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
     return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+def conducted(
+    trial: Trial, settings: Callable[[argparse.Namespace], Sequence[str]]
+) -> Callable[[argparse.Namespace, Run], Results]:
+    """What measures by a trial on a server of its own.
+
+    Args:
+        trial: given the server, the name of its model, the command line and the progress; returns the results.
+        settings: of the server, by the command line.
+    """
+
+    def measure(args: argparse.Namespace, run: Run) -> Results:
+        model = find_model(args.model)
+        with served(model, settings(args)) as server:
+            return asyncio.run(trial(server, Path(model).name, args, run.progress))
+
+    return measure
+
+
+def replica_settings(args: argparse.Namespace) -> list[str]:
+    """Settings of a server with small replicas, which share a core."""
+    return [
+        f"model.dtype={args.dtype}",
+        "model.threads=1",
+        f"server.replicas={args.replicas}",
+        f"server.cpus_per_replica={1 / args.replicas:.2f}",
+    ]
+
+
+async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
+    """Seconds until ``/health`` says that all replicas are there and none has work; None when that does not come about."""
+    began = time.monotonic()
+    while time.monotonic() - began < timeout_s:
+        with contextlib.suppress(httpx.TransportError):  # a slow answer is one that does not say so
+            health = (await client.get("/health")).json()
+            if health.get("status") == "ok" and health.get("replicas") == replicas and not health["running"] + health["waiting"]:
+                return round(time.monotonic() - began, 2)
+        await asyncio.sleep(0.1)
+    return None
+
+
+def give_way() -> None:
+    """Puts this process behind all others: Linux weighs sessions as wholes, so that a low priority counts within one alone."""
+    os.setsid()
+    os.nice(19)
+    with contextlib.suppress(OSError):  # no such groups here
+        Path("/proc/self/autogroup").write_text("19")
+
+
+@contextlib.contextmanager
+def apart(clients: Callable[..., Coroutine[Any, Any, Counter[str]]], *arguments: object) -> Iterator[Counter[str]]:
+    """Clients in a process that gives way, as if on another machine; what they counted, filled at the end.
+
+    Args:
+        clients: given the arguments, and what is set when they are to end.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ends, found = spawn.Event(), spawn.SimpleQueue()
+    process = spawn.Process(target=_apart, args=(clients, arguments, ends, found))
+    process.start()
+    counted: Counter[str] = Counter()
     try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # the second one ends everything at once
-        process.wait(_STOP_S)
+        yield counted
+    finally:
+        ends.set()
+        counted.update(found.get())
+        process.join()
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns when the server has printed what can be asked of it."""
-    deadline = time.monotonic() + _START_S
-    while "curl " not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"outrider serve did not start: {log.read_text()[-500:]}")
-        time.sleep(0.2)
+def _apart(
+    clients: Callable[..., Coroutine[Any, Any, Counter[str]]],
+    arguments: Sequence[object],
+    ends: Event,
+    found: SimpleQueue[Counter[str]],
+) -> None:
+    give_way()
+
+    async def run() -> Counter[str]:
+        ended = asyncio.Event()
+        counting = asyncio.create_task(clients(*arguments, ended))
+        await asyncio.to_thread(ends.wait)
+        ended.set()
+        return await counting
+
+    found.put(asyncio.run(run()))
+
+
+def memory_mib(server: Served) -> dict[str, float]:
+    """Resident memory of the server's processes by title, the command itself as ``serve``; those of one title together."""
+    found = {"serve": server.process.memory_info().rss / 2**20}
+    for child in server.process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            title = (child.cmdline() or [child.name()])[0]
+            ray = title.startswith("ray::")  # what follows a dot is what it does at the moment
+            name = title.removeprefix("ray::").partition(".")[0] if ray else Path(title.split()[0]).name
+            found[name] = found.get(name, 0.0) + child.memory_info().rss / 2**20
+    return {name: round(size, 1) for name, size in sorted(found.items())}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th and 99th percentile and maximum; empty of nothing."""
+    if not values:
+        return {}
+    found = {f"p{share}": round(float(np.percentile(values, share)), 4) for share in (50, 95, 99)}
+    return found | {"max": round(max(values), 4)}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for last in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # outrider serve ends everything at once by the second one
+        if process.poll() is None:
+            os.killpg(process.pid, last)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+            return
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -11,6 +11,7 @@ import simpy
 from decoding.replay import KnownText
 from experiments.bench.engines.measures import measured
 from experiments.bench.engines.traffic import Journey, ServerCounts
+from experiments.bench.workloads import interleaved
 from experiments.simulation.replica import TENANT, Piece, SimulatedReplica
 
 
@@ -82,7 +83,7 @@ class SimulatedCluster:
             self._env.process(self._serve(number))
         self._env.run()
         assert not self._left, f"{self._left} requests did not end"
-        counts = ServerCounts(sum(replica.steps for replica in self._replicas), None, True)
+        counts = ServerCounts(sum(replica.steps for replica in self._replicas), True)
         results = measured(list(self.journeys.values()), counts, closed)
         busy_s = sum(replica.busy_s for replica in self._replicas)
         return results | {"busy": round(busy_s / (results["wall_s"] * len(self._replicas)), 3)}
@@ -141,9 +142,7 @@ def keyed(texts: Mapping[str, Sequence[KnownText]], count: int) -> list[tuple[st
     Raises:
         ValueError: there are fewer than ``count``. None comes twice: an answer that was given before is drafted whole.
     """
-    found: list[tuple[str, KnownText]] = []
-    for at in range(max(map(len, texts.values()), default=0)):
-        found += [(f"{name}-{at}", known[at]) for name, known in texts.items() if at < len(known)]
+    found = list(interleaved([[(f"{name}-{at}", text) for at, text in enumerate(known)] for name, known in texts.items()]))
     if len(found) < count:
         raise ValueError(f"the workloads have {len(found)} records, but {count} requests are to come: lower --requests")
     return found[:count]

@@ -48,7 +48,7 @@ class Simulation:
     def __init__(self, args: argparse.Namespace) -> None:
         """
         Args:
-            args: of ``experiments.simulation.options``.
+            args: of ``experiments.simulation.command``.
 
         Raises:
             ValueError: a file, a strategy, a GPU or a model that cannot be used.

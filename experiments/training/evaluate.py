@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results, Run, run
-from experiments.bench.workloads import PromptRecord, fits, interleaved, prompt_ids, read_workloads, run_engine
+from experiments.bench.workloads import PromptRecord, fitting_records, interleaved, read_workloads, run_engine
 from experiments.training.data import read_records
 from experiments.training.train import held_out
 
@@ -163,43 +164,32 @@ def held_out_results(model: str, records: list[dict[str, str]], engine: Engine) 
     return {"records": len(records)} | {name: round(float(value), 4) for name, value in losses.items()}
 
 
-def evaluate(args: argparse.Namespace, engine: Engine, progress: Progress) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """All three measurements, and (name, output text) of a few outputs."""
+def evaluate(args: argparse.Namespace, engine: Engine, progress: Progress) -> dict[str, Any]:
+    """All three measurements."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     valid = list(read_records([args.corpus / "valid.jsonl.gz"]))
-    cases = [case for case in copy_cases(valid, engine) if len(case.prompt_ids) < engine.info.max_model_len][: args.limit]
+    cases = [case for case in copy_cases(valid, engine) if len(case.prompt_ids) < engine.info.max_model_len]
     copies = generate(engine, [case.prompt_ids for case in cases], args.copy_tokens, "copying", progress)
-    chosen: list[tuple[PromptRecord, list[int]]] = []
-    for record in interleaved(read_workloads(args.workloads)):
-        if len(chosen) == min(args.prompts, args.limit or args.prompts):
-            break
-        ids = prompt_ids(record, tokenizer)
-        if fits(len(ids), args.loop_tokens, engine.info.max_model_len):
-            chosen.append((record, ids))
+    in_turns = interleaved(read_workloads(args.workloads))
+    chosen = list(islice(fitting_records(in_turns, tokenizer, engine.info.max_model_len - args.loop_tokens), args.prompts))
     loops = generate(engine, [ids for _, ids in chosen], args.loop_tokens, "loops", progress)
     texts = [tokenizer.decode(text_ids(request)) for request in loops]
     progress.say("held-out loss")
-    losses = held_out_results(args.model, valid[: args.limit], engine)
-    results = {
+    losses = held_out_results(args.model, valid, engine)
+    return {
         "copying": copying_results(cases, copies),
         "loops": loop_results([record for record, _ in chosen], loops, texts),
         "held_out": losses,
     }
-    stride = max(1, len(cases) // max(1, args.samples))
-    spread = list(zip(cases, copies, strict=True))[::stride][: args.samples]
-    samples = [(case.kind, tokenizer.decode(text_ids(request))) for case, request in spread]
-    return results, samples + [(record.id, text) for (record, _), text in zip(chosen, texts, strict=True)][: args.samples]
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
-    """All three measurements, with a few outputs on stdout."""
+    """All three measurements of the model."""
     options = EngineOptions(max_running=args.batch_size, max_waiting=10_000)
     engine = Engine.load(ModelOptions(path=args.model, threads=args.threads), options, SpeculationOptions("llma"))
     with torch.inference_mode():
-        results, samples = evaluate(args, engine, run.progress)
-    for name, text in samples:
-        print(f"---- {name}\n{text}")
+        results = evaluate(args, engine, run.progress)
     return results | {"parameters": engine.info.num_parameters, "dtype": engine.info.dtype}
 
 
@@ -213,8 +203,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copy-tokens", type=int, default=512, help="most tokens of an answer to a validation record")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, help="torch threads; all cores when absent")
-    parser.add_argument("--samples", type=int, default=0, help="outputs to print of each kind of prompt")
-    parser.add_argument("--limit", type=int, help="at most so many records of everything, for a quick look")
 
 
 def missed(results: Results, args: argparse.Namespace) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from experiments.bench.record import Kept
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.goals import Speeds, goals, summary
-from experiments.peers.rounds import Kept, Prompt, Roof, Rounds, asked, turns_of
+from experiments.peers.rounds import Prompt, Roof, Rounds, asked, place, turns_of
 from experiments.report.readme_tables import markdown
 from experiments.report.tables import goals as goal_table
 from experiments.report.tables import peers
@@ -111,14 +112,14 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
     turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[2:]
     with pytest.raises(KeyboardInterrupt):
-        Rounds(Cut(), Kept(path, {"a": 1}), Roof(1), 8, dict, said.append).run(turns)
+        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, dict, said.append).run(turns)
     assert asks == ["plain", "plain", "auto"]  # a job warms up
-    kept = Kept(path, {"a": 1})
-    assert [turn["contestant"] for turn in kept.turns] == ["plain"]
+    kept = Kept(path, {"a": 1}, place)
+    assert [turn["contestant"] for turn in kept.found] == ["plain"]
     Rounds(Cut(), kept, Roof(1), 8, dict, said.append).run(turns)
-    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}).turns) == 2
+    assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2
     with pytest.raises(ValueError, match=r"--kept kept\.jsonl is of another setting"):
-        Kept(path, {"a": 2})
+        Kept(path, {"a": 2}, place)
 
 
 def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
@@ -129,6 +130,9 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
         made.llama()
     with pytest.raises(MissingPeerError, match="aiperf is not installed: leave out --no-install"):
         made.aiperf()
+    (tmp_path / "a==1").mkdir()
+    (tmp_path / ".a==1.made").touch()
+    assert made.of("a==1").parent == tmp_path / "a==1" / "bin"
 
 
 def test_ours_and_transformers_end_to_end(

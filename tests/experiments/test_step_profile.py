@@ -11,13 +11,13 @@ import pytest
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.forward.batch import Work, pack
-from experiments.bench.engines.waiting_forward import WaitingForward
+from experiments.bench.engines.phases import WaitingForward
 from experiments.bench.run import run
 from experiments.step_profile import BENCH, PHASES
 
 
-def test_measures_every_case_and_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--random-model", "tiny", "--dtype", "float32", "--context", "24", "--max-tokens", "12", "--budget", "8"]
+def test_measures_every_case_and_writes_a_record(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", str(tiny_model), "--dtype", "float32", "--context", "24", "--max-tokens", "12", "--budget", "8"]
     assert run(BENCH, [*options, "--batch", "1", "3", "--steps", "6", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
     cases = json.loads(path.read_text())["results"]["cases"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class Tally:
     tokens: int = 0
     steps: int = 0
     drafted: int | None = 0  # as propose_s
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: Counter[str] = field(default_factory=Counter)
     differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
     joules: float | None = 0.0  # of all repeats, idle power included; None where it was not metered
     net_joules: float | None = 0.0  # without idle power
@@ -46,8 +47,7 @@ class Tally:
         self.drafted = None if run.drafted is None or self.drafted is None else self.drafted + run.drafted
         self.steps += run.steps
         self.tokens += sum(map(len, run.outputs))
-        for source, count in run.accepted_by_source.items():
-            self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + count
+        self.accepted_by_source.update(run.accepted_by_source)
 
     def book(self, span: EnergySpan) -> None:
         """Counts the energy of a run. Sums of short spans are as good as a long one: the counter's steps go both ways."""
@@ -58,10 +58,6 @@ class Tally:
             self.net_joules = None
         else:
             self.net_joules += span.joules - idle_j
-
-    def energy(self) -> dict[str, float | str]:
-        """See ``joules_per_token``."""
-        return joules_per_token([self])
 
 
 def joules_per_token(tallies: Sequence[Tally]) -> dict[str, float | str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
+from decoding.replay import KnownText
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from experiments.bench.engines.guided import GuidedExecutor
+from experiments.bench.workloads import run_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,16 @@ class Prompt:
     ids: list[int]
     references: list[list[int]]
     known: list[int] | None = None  # the output to follow, in guided runs
+
+    @classmethod
+    def of(cls, text: KnownText) -> Prompt:
+        """A text whose output is followed."""
+        return cls(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
+
+    def text(self) -> KnownText:
+        """The same for a replay without the model."""
+        references = tuple(np.asarray(ids, np.int32) for ids in self.references)
+        return KnownText(self.id, np.asarray(self.ids, np.int32), references, np.asarray(self.known or (), np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +64,19 @@ class Contestant(Protocol):
         ...
 
 
-def make_request(prompt: Prompt, max_tokens: int, guide: GuidedExecutor | None, tenant: str = "local") -> Request:
+def make_request(prompt: Prompt, max_tokens: int, guide: GuidedExecutor | None = None) -> Request:
     """A greedy request for a prompt.
 
     Args:
         prompt: what to continue.
         max_tokens: of the output; of a known one, its length counts.
         guide: the executor that is to follow the known output, where there is one.
-        tenant: whose the request is.
     """
     if prompt.known is not None:
         assert guide is not None, prompt.id
         guide.known[prompt.id] = prompt.known
         max_tokens = len(prompt.known)
-    return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references, tenant=tenant)
+    return Request(prompt.id, prompt.ids, SamplingParams(max_tokens), prompt.references, tenant="local")
 
 
 class EngineContestant:
@@ -88,34 +102,19 @@ class EngineContestant:
         return run_requests(self.engine, [make_request(prompt, self._max_tokens, self._guide) for prompt in prompts])
 
 
-def run_requests(engine: Engine, requests: Sequence[Request], on_first: Callable[[], None] | None = None) -> Run:
-    """Runs requests, all at once, to their end on an engine without other work.
-
-    Args:
-        engine: of them.
-        requests: new ones.
-        on_first: called when one has its first token.
-    """
-    by_id = {request.request_id: request for request in requests}
-    for request in requests:
-        engine.add(request)
-    first_s: dict[str, float] = {}  # seconds in forwards when the first token came
-    while engine.has_work:
-        for output in engine.step():
-            if output.request_id not in first_s:
-                first_s[output.request_id] = by_id[output.request_id].stats.forward_s
-                if on_first is not None:
-                    on_first()
+def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Runs new requests, all at once, to their end on an engine without other work."""
+    first_s: list[float] = []  # seconds in forwards when the first token of each came
+    run_engine(engine, requests, on_first=lambda request: first_s.append(request.stats.forward_s))
     stats = [request.stats for request in requests]
-    by_source: dict[str, int] = {}
+    by_source: Counter[str] = Counter()
     for entry in stats:
-        for source, count in entry.accepted_by_source.items():
-            by_source[source] = by_source.get(source, 0) + count
+        by_source.update(entry.accepted_by_source)
     return Run(
         [request.output_ids.tolist() for request in requests],
         sum(entry.steps for entry in stats),
         sum(entry.prefill_s for entry in stats),
-        sum(entry.forward_s for entry in stats) - sum(first_s.values()),
+        sum(entry.forward_s for entry in stats) - sum(first_s),
         sum(entry.propose_s for entry in stats),
         sum(entry.drafted for entry in stats),
         by_source,

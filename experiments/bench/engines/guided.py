@@ -19,15 +19,9 @@ from engine.executor import LocalExecutor, Outcome, Verifier
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
+from experiments.bench.options import SIZES
 
 _CERTAIN = 3e4  # logit of a known token: above all others, and a number in float16
-
-# Shapes of random models: with the 50,257 tokens of GPT-2 the first has 109 million parameters, the second 283.
-SIZES: dict[str, dict[str, int]] = {
-    "110m": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "280m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18, "num_attention_heads": 16},
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
 
 
 def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -87,17 +81,25 @@ class GuidedVerifier(Verifier):
 
 
 class GuidedExecutor(LocalExecutor):
-    """Computes every row and commits the known tokens. Requests are greedy."""
+    """Computes every row and commits the known tokens. Requests are greedy.
 
-    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]] | None = None) -> None:
+    The logits are raised only where a drafter ranks tokens, so that other steps cost what a real model's do.
+    """
+
+    def __init__(self, runner: ModelRunner, known: dict[str, Sequence[int]]) -> None:
         """
         Args:
             runner: of the model.
-            known: request id -> output to commit; set before the request is added. A new one when absent.
+            known: request id -> output to commit; set before the request is added.
         """
         super().__init__(runner)
-        self.known: dict[str, Sequence[int]] = {} if known is None else known
-        self._verifier = self.guide = GuidedVerifier(self.known)
+        self.known = known
+        self._verifier = self._guided = GuidedVerifier(known)
+
+    def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        """See ``Executor``."""
+        self._guided.ranked = top_k > 0
+        return super().execute(works, top_k)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def measured(journeys: Sequence[Journey], counts: ServerCounts, closed: bool) ->
     span_s = full_load_s(journeys) if closed else wall_s
     inside = sum(tokens for journey in journeys for at_s, tokens, _ in journey.moments if at_s <= span_s)
     tokens = sum(len(journey.output) for journey in journeys)
-    turns = counts.turns or sum(len(journey.moments) for journey in journeys)
+    turns = sum(len(journey.moments) for journey in journeys)
     drafted = sum(rows for journey in journeys for _, _, rows in journey.moments)
     return {
         "requests": len(journeys),

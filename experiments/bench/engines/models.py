@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +19,11 @@ from configs.slices import EngineOptions, ModelOptions
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel, load_model, load_weights
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
-from experiments.bench.engines.guided import GuidedExecutor, random_model, stock_twin
+from experiments.bench.engines.contestants import Contestant, Prompt
+from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate, StockPromptLookup
-from experiments.bench.workloads import fits, prompt_ids
+from experiments.bench.workloads import prompt_ids
 
 MAX_TOKENS = 128  # of an output, where nothing is said
 LIBRARY_FAULTS = (
@@ -59,12 +58,7 @@ def known_workload(path: Path, tokenizer: TextTokenizer, max_tokens: int | None,
     Raises:
         PromptFileError: it cannot be read, or a record has no output.
     """
-    texts = read_known_texts(path, tokenizer, max_tokens, limit)
-    prompts = [
-        Prompt(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
-        for text in texts
-    ]
-    return Workload(path.stem, prompts, 0)
+    return Workload(path.stem, [Prompt.of(text) for text in read_known_texts(path, tokenizer, max_tokens, limit)], 0)
 
 
 def chat_workload(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> Workload:
@@ -89,7 +83,7 @@ def fitting(workload: Workload, max_tokens: int, context: int) -> Workload:
     prompts = [
         prompt
         for prompt in workload.prompts
-        if fits(len(prompt.ids), max_tokens if prompt.known is None else len(prompt.known), context)
+        if len(prompt.ids) + (max_tokens if prompt.known is None else len(prompt.known)) <= context
     ]
     if not prompts:
         raise PromptFileError(f"no record of {workload.name} fits the context of {context} tokens: lower --max-tokens")
@@ -107,18 +101,22 @@ class Setting:
     workloads: list[Workload]
 
 
-def load_setting(args: argparse.Namespace) -> Setting:
+def load_setting(args: argparse.Namespace, guided: bool = False) -> Setting:
     """Reads the prompts and loads or makes the model.
+
+    Args:
+        args: of the command.
+        guided: known outputs are followed, which a random model can be driven along, too.
 
     Raises:
         PromptFileError: a file that cannot be used.
         ModelLoadError: a model that cannot be used.
     """
-    if args.random_model is not None:
+    if guided and args.random_model is not None:
         return _random_setting(args)
     options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
     loaded = load_model(options)
-    if args.guided:
+    if guided:
         cutter = TextTokenizer(args.tokenizer or Path(options.path))
         if cutter.vocab_size > loaded.model.config.get_text_config().vocab_size:
             raise PromptFileError(f"the tokenizer has more tokens ({cutter.vocab_size}) than the model: give the model's own")
@@ -157,19 +155,15 @@ def contestants(
         StockPromptLookup(setting.stock, max_tokens, loaded.eos_token_ids),
     ]
     skipped: dict[str, str] = {}
-    if args.guided:
-        skipped["assisted generation"] = "in a guided run the assistant would be guided too, or draft for another text"
+    assisted = StockAssisted(setting.stock, max_tokens, loaded.eos_token_ids, _assistant(setting, args))
+    try:
+        assisted.run(setting.workloads[0].prompts[:1])
+    except LIBRARY_FAULTS as error:
+        skipped[assisted.name] = f"transformers could not run it: {error}"
     else:
-        assisted = StockAssisted(setting.stock, max_tokens, loaded.eos_token_ids, _assistant(setting, args))
-        try:
-            assisted.run(setting.workloads[0].prompts[:1])
-        except LIBRARY_FAULTS as error:
-            skipped[assisted.name] = f"transformers could not run it: {error}"
-        else:
-            theirs.append(assisted)
-    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget, args.guided)
-    guide = shared.executor if isinstance(shared.executor, GuidedExecutor) else None
-    ours = [EngineContestant(partial(shared.engine, choice), max_tokens, guide) for choice in choices]
+        theirs.append(assisted)
+    shared = SharedModel(loaded, EngineOptions(max_running=1, prefix_caching=False), args.budget)
+    ours = [shared.contestant(choice, max_tokens) for choice in choices]
     return [*theirs, *ours], skipped
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
-from cluster.cli.generate.strategy_option import StrategyChoice
 from configs.slices import EngineOptions
 from decoding.drafters import LOSSLESS
 from decoding.drafters.with_model.draft_model import DraftModel
+from decoding.request import PLAIN
+from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
 from engine.executor import LocalExecutor
 from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from engine.target import LocalTarget
+from experiments.bench.engines.contestants import EngineContestant
 from experiments.bench.engines.guided import GuidedExecutor
 
 
@@ -26,6 +28,8 @@ class SharedModel:
         budget: int,
         guided: bool = False,
         draft_model: DraftModel | None = None,
+        runner: ModelRunner | None = None,
+        kept: Path | None = None,
     ) -> None:
         """
         Args:
@@ -34,14 +38,13 @@ class SharedModel:
             budget: most drafted rows of a request in a step.
             guided: requests follow known outputs (see ``experiments.bench.engines.guided``).
             draft_model: for the strategies that draft with one, all engines one after the other.
+            runner: of the model, with slots that are large enough; a new one when absent.
+            kept: folder of the latency curve and tables; the user's cache when absent.
         """
         self.loaded, self._options, self._budget, self._draft_model = loaded, options, budget, draft_model
-        self._runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget)
-        self._target: LocalTarget | None = None  # one for all engines: what it measured is the same for each
-        self.executor = self._new_executor(guided, {})  # takes the known outputs of guided runs, for all engines
-
-    def _new_executor(self, guided: bool, known: dict[str, Sequence[int]]) -> LocalExecutor:
-        return GuidedExecutor(self._runner, known) if guided else LocalExecutor(self._runner)
+        self.runner = ModelRunner(loaded.model, options.max_running, loaded.max_model_len + budget) if runner is None else runner
+        self.guide = GuidedExecutor(self.runner, {}) if guided else None  # takes the known outputs, for all engines
+        self.target = LocalTarget(self.runner, loaded.info(PLAIN, True), loaded.tokenizer, kept)  # one: measured once
 
     def engine(self, choice: StrategyChoice) -> Engine:
         """A new engine with a new drafter and executor, which know no earlier request. It gives token ids and no text.
@@ -49,12 +52,12 @@ class SharedModel:
         Raises:
             ValueError: an unknown strategy or option, or a value outside its range.
         """
-        info = self.loaded.info(choice.label, choice.name in LOSSLESS)
         drafter = choice.build()
         drafter.draft_model = self._draft_model
-        if self._target is None:
-            self._target = LocalTarget(self._runner, info, self.loaded.tokenizer)
-        drafter.prepare(self._target)
-        guide = self.executor if isinstance(self.executor, GuidedExecutor) else None
-        executor = self._new_executor(guide is not None, {} if guide is None else guide.known)
-        return Engine(executor, drafter, self._options, self._budget, info)
+        drafter.prepare(self.target)
+        executor = LocalExecutor(self.runner) if self.guide is None else GuidedExecutor(self.runner, self.guide.known)
+        return Engine(executor, drafter, self._options, self._budget, self.loaded.info(choice.label, choice.name in LOSSLESS))
+
+    def contestant(self, choice: StrategyChoice, max_tokens: int) -> EngineContestant:
+        """A strategy as it runs prompts, ``max_tokens`` of each output that is not known."""
+        return EngineContestant(lambda: self.engine(choice), max_tokens, self.guide)

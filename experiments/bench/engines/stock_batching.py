@@ -7,8 +7,6 @@ by the same arrivals as our engine; ``generate_batch`` is a loop around it that 
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -22,10 +20,7 @@ _STOP_S = 30.0  # after so long its thread should have ended
 
 
 class StockBatching:
-    """An unmodified model behind transformers' continuous batching, greedy: a server of a load.
-
-    In a guided run it computes its own tokens, as many as are known: what a plain decoding step costs does not depend on which.
-    """
+    """An unmodified model behind transformers' continuous batching, greedy, without KV that prompts share: a server of a load."""
 
     name = "generate_batch"
 
@@ -36,8 +31,6 @@ class StockBatching:
         end_tokens: tuple[int, ...],
         max_running: int,
         context: int,
-        step_tokens: int | None = None,
-        prefix_caching: bool = True,
     ) -> None:
         """
         Args:
@@ -46,22 +39,19 @@ class StockBatching:
             end_tokens: of the model.
             max_running: requests in one step.
             context: tokens of prompt and output together.
-            step_tokens: rows of one forward; as many as of our engine when absent.
-            prefix_caching: whether prompts share their prefixes' KV, as transformers does when nothing is said.
         """
-        self._model, self._max_tokens = model, max_tokens
-        self._end_tokens: Any = list(end_tokens) or -1
+        self._model = model
         self._generation = GenerationConfig(
             max_new_tokens=max_tokens,
             do_sample=False,
-            eos_token_id=self._end_tokens,
+            eos_token_id=list(end_tokens) or -1,
             pad_token_id=end_tokens[0] if end_tokens else 0,
         )
         self._batching = {
             "num_blocks": max_running * (-(-context // _PAGE) + 1),
-            "max_batch_tokens": step_tokens or EngineOptions().max_step_tokens,
+            "max_batch_tokens": EngineOptions().max_step_tokens,
             "max_requests_per_batch": max_running,
-            "allow_block_sharing": prefix_caching,
+            "allow_block_sharing": False,
             "use_cuda_graph": None if model.device.type == "cuda" else False,
         }
         self._manager: ContinuousBatchingManager | None = None
@@ -75,17 +65,10 @@ class StockBatching:
         manager.start()
         self._manager = manager
 
-    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
-        """See ``Server``; it knows no tenants."""
+    def submit(self, prompt: Prompt) -> None:
+        """See ``Server``."""
         assert self._manager is not None, "not begun"
-        known = prompt.known is not None
-        self._manager.add_request(
-            prompt.ids,
-            request_id=prompt.id,
-            max_new_tokens=len(prompt.known) if prompt.known is not None else self._max_tokens,
-            record_timestamps=True,
-            eos_token_id=-1 if known else self._end_tokens,
-        )
+        self._manager.add_request(prompt.ids, request_id=prompt.id, record_timestamps=True)
 
     def poll(self, wait_s: float) -> list[Progress]:
         """See ``Server``. A request is told of when it has ended, with the time of each of its tokens.

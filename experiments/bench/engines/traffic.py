@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from decoding.request import Request
+from engine.engine import Engine
 from experiments.bench.engines.contestants import Prompt
 
 _WAIT_S = 1.0  # longest wait for a token, while nothing else is due
@@ -31,7 +34,6 @@ class ServerCounts:
     """What a server counted since it began; None where it cannot tell."""
 
     steps: int | None = None  # target forwards, each for all requests of its step
-    turns: int | None = None  # the same, counted for each request that a forward gave a token to; as many as moments when None
     tells_drafts: bool = False  # whether ``Progress.drafted`` is known
     cached_tokens: int | None = None  # prompt tokens whose KV was there already
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class Server(Protocol):
         """Starts without requests, history and reusable KV."""
         ...
 
-    def submit(self, prompt: Prompt, tenant: str = "local") -> None:
+    def submit(self, prompt: Prompt) -> None:
         """Takes a request in; the id of its prompt is its key, in use by no other live one."""
         ...
 
@@ -59,6 +61,62 @@ class Server(Protocol):
         ...
 
 
+class EngineServer:
+    """Our engine with one strategy, stepped by who asks for progress."""
+
+    def __init__(self, name: str, make_engine: Callable[[], Engine], make_request: Callable[[Prompt], Request]) -> None:
+        """
+        Args:
+            name: of the strategy, with its options.
+            make_engine: makes an engine without requests; one that has seen none, where history and KV are to begin anew.
+            make_request: makes the request for a prompt, with its id.
+        """
+        self.name = name
+        self._make_engine, self._make_request = make_engine, make_request
+        self._engine: Engine | None = None
+        self._requests: dict[str, Request] = {}
+        self._drafted: dict[str, int] = {}  # rows drafted for each live request so far
+        self._steps = 0
+
+    def begin(self) -> None:
+        """See ``Server``."""
+        self._engine, self._requests, self._drafted, self._steps = self._make_engine(), {}, {}, 0
+
+    def submit(self, prompt: Prompt) -> None:
+        """See ``Server``."""
+        assert self._engine is not None, "not begun"
+        request = self._make_request(prompt)
+        self._engine.add(request)
+        self._requests[prompt.id], self._drafted[prompt.id] = request, 0
+
+    def poll(self, wait_s: float) -> list[Progress]:
+        """See ``Server``: one step; without requests it sleeps."""
+        assert self._engine is not None, "not begun"
+        if not self._engine.has_work:
+            time.sleep(wait_s)
+            return []
+        outputs = self._engine.step()
+        at_s = time.perf_counter()
+        self._steps += 1
+        told = []
+        for output in outputs:
+            key = output.request_id
+            drafted = self._requests[key].stats.drafted
+            finished = output.finish_reason is not None
+            told.append(Progress(key, at_s, output.token_ids, drafted - self._drafted[key], finished))
+            self._drafted[key] = drafted
+        return told
+
+    def end(self) -> ServerCounts:
+        """See ``Server``."""
+        accepted: Counter[str] = Counter()
+        for request in self._requests.values():
+            accepted.update(request.stats.accepted_by_source)
+        cached = sum(request.stats.cached_tokens for request in self._requests.values())
+        self._engine = None
+        return ServerCounts(self._steps, True, cached, dict(sorted(accepted.items())))
+
+
 @dataclass(slots=True)
 class Journey:
     """One request. Times are seconds since the loop began."""
@@ -69,6 +127,13 @@ class Journey:
     moments: list[tuple[float, int, int]] = field(default_factory=list)  # when tokens came, how many, rows drafted for them
     output: list[int] = field(default_factory=list)
     finished: bool = False
+
+    def note(self, progress: Progress, began: float) -> None:
+        """Takes in what came, in a loop that began at a time of ``time.perf_counter``."""
+        if progress.tokens:
+            self.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
+            self.output.extend(progress.tokens)
+        self.finished = self.finished or progress.finished
 
     @property
     def first_s(self) -> float:
@@ -173,16 +238,8 @@ def drive(server: Server, prompts: Sequence[Prompt], arrivals: Arrivals) -> tupl
                 server.submit(prompt)
                 in_flight += 1
             for progress in server.poll(arrivals.wait_s(len(journeys), now)):
-                in_flight -= advance(journeys[progress.key], progress, began)
+                journeys[progress.key].note(progress, began)
+                in_flight -= progress.finished
     finally:
         counts = server.end()
     return list(journeys.values()), counts
-
-
-def advance(journey: Journey, progress: Progress, began: float) -> int:
-    """Notes what came; how many requests ended with it: 0 or 1."""
-    if progress.tokens:
-        journey.moments.append((progress.at_s - began, len(progress.tokens), progress.drafted))
-        journey.output.extend(progress.tokens)
-    journey.finished = journey.finished or progress.finished
-    return int(progress.finished)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cache_service.access import CacheAccess
-from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
 from cache_service.store.embedded import EmbeddedRedis
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
@@ -23,7 +21,7 @@ from configs.slices import CacheOptions
 from decoding.replay import KnownText
 from decoding.tree import Int32Array
 from experiments.bench.memory.lag import measure_lag
-from experiments.bench.memory.replay_replica import Replayed, ReplayReplica, Setting
+from experiments.bench.memory.replay_replica import Replayed, ReplayReplica, Setting, kept
 from experiments.bench.memory.sizes import measure_memory, measure_snapshot
 from experiments.bench.memory.trie_texts import corpus_texts
 from experiments.bench.run import Bench, Results, Run
@@ -77,24 +75,18 @@ def flood(known: Sequence[KnownText], texts: Sequence[Int32Array], tokens: int, 
     """
     with EmbeddedRedis.start() as redis:
         shared = setting(redis.url, vocab_size, ("quiet", "flood"), CacheOptions(snapshot_s=1.0))
-        access = CacheAccess(shared.cache, shared.url, shared.secret, shared.tenants)
-        server = CacheServer(access, shared.identity, dict.fromkeys(shared.tenants, _QUOTA_BYTES))
-        server.start()
-        try:
-            with ReplayReplica(shared, True) as writer, ReplayReplica(shared, True) as listener:
-                writer.replay("quiet", "first", known)
-                before = _fresh(shared, known, "before")
-                sent = 0
-                for start in range(0, len(texts), 256):
-                    writer.learn("flood", f"flood-{start}", texts[start : start + 256])
-                    sent += sum(map(len, texts[start : start + 256]))
-                    if sent >= tokens:
-                        break
-                listener.settle("flood", min(sent, _QUOTA_BYTES // 4))  # half of the quota: more is not kept for long
-                live = _speed(listener.replay("quiet", "live", known, publishes=False))
-                after = _fresh(shared, known, "after")
-        finally:
-            server.stop()
+        with kept(shared, _QUOTA_BYTES), ReplayReplica(shared, True) as writer, ReplayReplica(shared, True) as listener:
+            writer.replay("quiet", "first", known)
+            before = _fresh(shared, known, "before")
+            sent = 0
+            for start in range(0, len(texts), 256):
+                writer.learn("flood", f"flood-{start}", texts[start : start + 256])
+                sent += sum(map(len, texts[start : start + 256]))
+                if sent >= tokens:
+                    break
+            listener.settle("flood", min(sent, _QUOTA_BYTES // 4))  # half of the quota: more is not kept for long
+            live = _speed(listener.replay("quiet", "live", known, publishes=False))
+            after = _fresh(shared, known, "after")
     return {"flooded_tokens": sent, "quota_bytes": _QUOTA_BYTES, "before": before, "live": live, "after": after}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from cache_service.mirror.mirror import Mirror
 from cache_service.store.redis_store import RedisStore
 from decoding.request import text_key
 from decoding.sources.history import Histories
-from experiments.bench.memory.replay_replica import Setting, warm_up
+from experiments.bench.memory.replay_replica import Setting, spawned, warm_up
 
 _CAPACITY = 1 << 20
 _LISTEN_S = 10.0  # after the last token was sent
@@ -36,20 +35,13 @@ def measure_lag(setting: Setting, requests: int, tokens: int, step_tokens: int, 
         Milliseconds from the commit of a step's tokens in one process to the moment from which the other drafts from them, and
         what the stream took for a token.
     """
-    context = multiprocessing.get_context("spawn")
-    (here, there), (listening, listener) = context.Pipe(), context.Pipe()
-    run = (requests, tokens, step_tokens, step_s)
-    processes = [
-        context.Process(target=_decode, args=(there, setting, *run), daemon=True),
-        context.Process(target=_listen, args=(listener, setting, requests * tokens), daemon=True),
-    ]
-    for process in processes:
-        process.start()
+    decoder, here = spawned(_decode, setting, requests, tokens, step_tokens, step_s)
+    listener, listening = spawned(_listen, setting, requests * tokens)
     assert listening.recv() == "ready" and here.recv() == "ready"
     here.send("go")
     sent: list[tuple[int, float]] = here.recv()
     seen: list[tuple[int, float]] = listening.recv()
-    for process in processes:
+    for process in (decoder, listener):
         process.join()
     lags = _lags(sent, seen)
     name = setting.namespace(setting.tenants[0])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 from cache_service.access import CacheAccess
+from cache_service.keeper.server import CacheServer
 from cache_service.mirror.mirror import Mirror, MirrorCounts
 from cache_service.namespace import Identity, namespace
 from configs.slices import CacheOptions
@@ -50,6 +53,28 @@ class Replayed:
     propose_s: float
 
 
+def spawned(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
+    """A fresh process, whose memory holds nothing else, that is given the other end of a pipe and some arguments."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+@contextmanager
+def kept(setting: Setting, quota_bytes: int) -> Iterator[CacheServer]:
+    """The service that keeps what replicas of a setting share, each tenant up to a quota."""
+    access = CacheAccess(setting.cache, setting.url, setting.secret, setting.tenants)
+    server = CacheServer(access, setting.identity, dict.fromkeys(setting.tenants, quota_bytes))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 def warm_up() -> None:
     """Compiles what writes to histories, so that no measurement waits for it."""
     History(1024).extend(1, 0, list(range(600)))
@@ -65,11 +90,7 @@ class ReplayReplica:
             setting: of the experiment.
             shares: has a mirror; else it knows its own outputs only.
         """
-        context = multiprocessing.get_context("spawn")
-        self._end, other = context.Pipe()
-        self._process = context.Process(target=_run, args=(other, setting, shares), daemon=True)
-        self._process.start()
-        other.close()
+        self._process, self._end = spawned(_run, setting, shares)
         self.load_s: float = self._end.recv()  # seconds that the mirror took to start
 
     def replay(self, tenant: str, name: str, texts: Sequence[KnownText], publishes: bool = True) -> list[Replayed]:

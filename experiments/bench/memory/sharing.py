@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cache_service.access import CacheAccess
 from cache_service.keeper.server import CacheServer
 from cache_service.namespace import Identity
 from cache_service.store.embedded import EmbeddedRedis
@@ -30,7 +29,7 @@ from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from configs.slices import CacheOptions
 from decoding.replay import KnownText
 from experiments.bench.figure import panel
-from experiments.bench.memory.replay_replica import Replayed, ReplayReplica, Setting
+from experiments.bench.memory.replay_replica import Replayed, ReplayReplica, Setting, kept
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results, Run
 
@@ -74,13 +73,8 @@ def run(
             strategy, {}, budget, Identity("known", "known", vocab_size), redis.url, secrets.token_bytes(32),
             CacheOptions(snapshot_s=1.0), tenants,
         )  # fmt: skip
-        access = CacheAccess(setting.cache, setting.url, setting.secret, tenants)
-        server = CacheServer(access, setting.identity, dict.fromkeys(tenants, _QUOTA_BYTES))
-        server.start()
-        try:
+        with kept(setting, _QUOTA_BYTES) as server:
             return {"workloads": _measure(texts, setting, server, progress)}
-        finally:
-            server.stop()
 
 
 def _measure(

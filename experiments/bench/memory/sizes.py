@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import tracemalloc
@@ -21,7 +20,7 @@ from cache_service.texts import TenantTexts
 from decoding.request import text_key
 from decoding.sources.history import Histories, History
 from decoding.tree import Int32Array
-from experiments.bench.memory.replay_replica import Setting, warm_up
+from experiments.bench.memory.replay_replica import Setting, spawned, warm_up
 
 _BATCH_TEXTS = 64
 _TRACED_TEXTS = 2000
@@ -132,12 +131,8 @@ def _hold(end: Connection, texts: Sequence[Int32Array], capacity: int) -> None:
 
 
 def _in_process(work: Any, *arguments: Any) -> Any:
-    """What ``work`` sends from a fresh process, whose memory holds nothing else."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, *arguments), daemon=True)
-    process.start()
-    there.close()
+    """What ``work`` sends from a process of its own."""
+    process, here = spawned(work, *arguments)
     result = here.recv()
     process.join()
     return result

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_suite.clock import Case, in_turns, shown, spread
+from experiments.bench.record import spread
+from experiments.gpu_suite.clock import Case, in_turns, shown
 from experiments.gpu_suite.report import Report, Setting
 
 _MATMUL = 8192
@@ -23,7 +24,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     times = in_turns(device, {"matmul": Case(lambda: left @ right)}, 5, 10 if large else 1)["matmul"]
     rates = [2 * size**3 / seconds / 1e12 for seconds in times.gpu_s or times.wall_s]
-    report.found["matmul_tflop_s"], report.found["matmul_size"] = spread(rates, digits=3), size
+    report.found["matmul_tflop_s"], report.found["matmul_size"] = spread(rates), size
     for name, unit in (("copy_gb_s", " GB/s"), ("read_gb_s", " GB/s"), ("gemv_gb_s", " GB/s"), ("matmul_tflop_s", " TFLOP/s")):
         report.line(name.rpartition("_")[0].removesuffix("_gb").removesuffix("_tflop"), *shown(report.found[name], unit, 1))
 

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decoding.request import PLAIN
 from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown, spread, wait
+from experiments.bench.record import spread
+from experiments.gpu_suite import models, traces
+from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting
 from experiments.gpu_suite.texts import known_of, read_texts
-from experiments.gpu_suite.traces import PLAIN, STRATEGIES, Engines
 
 STOCK = "generate"
 # What the papers measured on such texts, for the table: not a goal, as other models, texts and devices were theirs.
@@ -38,8 +39,7 @@ class Trace:
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``end_to_end``: two kinds of runner at most, the preferred ones that there are."""
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     prompts = read_texts(setting, bench.loaded.vocab_size, models.SIZES[bench.size].context, report)
     stock = StockGenerate(bench.twin, setting.max_tokens, ())
     kinds = list(setting.kinds)
@@ -49,11 +49,11 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             break
         with report.attempt(kind):
             runner = bench.runner(kind, report)
-            engines = Engines(bench.loaded, runner, bench.folder(kind))
-            contestants: dict[str, Contestant] = {name: engines.contestant(name, setting.max_tokens) for name in STRATEGIES}
+            engines = traces.engines(bench.loaded, runner, bench.folder(kind))
+            contestants: dict[str, Contestant] = {**traces.contestants(engines, setting.max_tokens)}
             if not done:
                 contestants[STOCK] = stock
-            ends = report.left_s() * (1 - 1 / (2 - len(done)))
+            ends = report.ends_left_s(len(done), 2)
             rounds = run_rounds(contestants, prompts, setting.device, ends, report)
             report.found[kind] = {"contestants": summary(rounds), "curve": engines.target.latency().to_json()}
             tell(report, kind, report.found[kind]["contestants"])
@@ -110,8 +110,8 @@ def summary(traces: Mapping[str, Sequence[Trace]]) -> dict[str, Any]:
             "tokens_per_step": round(tokens / steps, 3),
             "drafted_per_step": None if own[0].drafted is None else round(sum(one.drafted or 0 for one in own) / steps, 2),
             "prefill_ms": round(1e3 * statistics.median(one.prefill_s for one in own), 3),
-            "ratio": spread([base.wall_s / one.wall_s for one, base in pairs]),
-            "decode_ratio": spread([_decode_s(base) / _decode_s(one) for one, base in pairs]),
+            "ratio": spread([base.wall_s / one.wall_s for one, base in pairs], 4),
+            "decode_ratio": spread([_decode_s(base) / _decode_s(one) for one, base in pairs], 4),
             "ratio_of_sums": round(sum(base.wall_s for _, base in pairs) / wall_s, 4),
             "wrong": sum(not one.right for one in own),
             "by_workload": by_workload(pairs),

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 from experiments.bench.engines.contestants import Contestant, Prompt
-from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown, spread, wait
+from experiments.bench.record import spread
+from experiments.gpu_suite import models, traces
+from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
-from experiments.gpu_suite.traces import STRATEGIES, Engines
 
 _IDLE_S = 3.0
 _BLOCK_S, _LEAST_BLOCK_S = 3.0, 1.5  # of one strategy: counters move every 20 to 100 ms
@@ -25,7 +25,6 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     Raises:
         UnavailableError: no counter can be read, or there is no runner.
     """
-    assert report.job.size is not None, report.job
     meter = open_meter([setting.device])
     report.found["source"] = meter.source
     if not meter.works:
@@ -33,7 +32,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             "no counter of this GPU can be read" if setting.device.startswith("cuda") else "needs CUDA, or RAPL that can be read"
         )
         raise UnavailableError(needs)
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     prompts = read_texts(setting, bench.loaded.vocab_size, models.SIZES[bench.size].context, report)
     wait(setting.device)
     report.found["idle_w"] = measure_idle(meter, _IDLE_S)
@@ -41,8 +40,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     for kind in setting.kinds:
         with report.attempt(kind):
             runner = bench.runner(kind, report)
-            engines = Engines(bench.loaded, runner, bench.folder(kind))
-            contestants = {name: engines.contestant(name, setting.max_tokens) for name in STRATEGIES}
+            contestants = traces.contestants(traces.engines(bench.loaded, runner, bench.folder(kind)), setting.max_tokens)
             for contestant in contestants.values():
                 contestant.run(prompts[:1])
             block_s = min(_BLOCK_S, max(_LEAST_BLOCK_S, report.left_s() / len(contestants) / _ROUNDS))
@@ -83,8 +81,8 @@ def _block(
 def _figures(blocks: Sequence[dict[str, float]]) -> dict[str, Any]:
     seconds = sum(block["seconds"] for block in blocks)
     return {
-        "j_per_token": spread([block["joules"] / block["tokens"] for block in blocks]),
-        "net_j_per_token": spread([block["net_joules"] / block["tokens"] for block in blocks]),
+        "j_per_token": spread([block["joules"] / block["tokens"] for block in blocks], 4),
+        "net_j_per_token": spread([block["net_joules"] / block["tokens"] for block in blocks], 4),
         "mean_w": round(sum(block["joules"] for block in blocks) / seconds, 1),
         "tokens": int(sum(block["tokens"] for block in blocks)),
         "seconds": round(seconds, 2),

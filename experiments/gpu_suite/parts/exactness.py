@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from decoding.request import PLAIN
 from experiments.bench.engines.contestants import Prompt
-from experiments.gpu_suite import models
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.gpu_suite import models, traces
 from experiments.gpu_suite.report import Report, Setting
 from experiments.gpu_suite.texts import read_texts
-from experiments.gpu_suite.traces import PLAIN, STRATEGIES, Engines
+from experiments.gpu_suite.traces import STRATEGIES
 
 _PROMPT, _OUTPUT = 256, 64  # tokens: of the end of each prompt, and of an output
 _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: drafts are refused in places
@@ -19,17 +21,15 @@ _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: d
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``strict``: outputs that are identical to plain decoding's, and the first token where others part."""
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     size = models.SIZES[bench.size]
     prompts = read_texts(setting, bench.loaded.vocab_size, size.context, report)
     count = min(_OUTPUT, size.context // 4)
     for number, kind in enumerate(setting.kinds):
         with report.attempt(kind):
-            share_s = report.left_s() / (len(setting.kinds) - number)
-            ends = report.left_s() - share_s
+            ends = report.ends_left_s(number, len(setting.kinds))
             runner = bench.runner(kind, report)
-            engines = Engines(bench.loaded, runner, bench.folder(kind), guided=False)
+            engines = traces.engines(bench.loaded, runner, bench.folder(kind), guided=False)
             report.found[kind] = _compare(engines, prompts, count, report, ends, setting.seed)
             for name, row in report.found[kind].items():
                 met = row["identical"] == row["outputs"] if kind == "strict" else None
@@ -40,10 +40,10 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
 
 
 def _compare(
-    engines: Engines, prompts: Sequence[Prompt], count: int, report: Report, ends_left_s: float, seed: int
+    engines: SharedModel, prompts: Sequence[Prompt], count: int, report: Report, ends_left_s: float, seed: int
 ) -> dict[str, Any]:
     """Plain decoding twice, then each strategy with a reference that is nearly the output, while there is time."""
-    contestants = {name: engines.contestant(name, count) for name in STRATEGIES}
+    contestants = traces.contestants(engines, count)
     found: dict[str, dict[str, Any]] = {
         name: {"outputs": 0, "identical": 0, "tokens": 0, "steps": 0, "parted_at": []} for name in STRATEGIES
     }

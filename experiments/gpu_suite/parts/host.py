@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from decoding.strategy_choice import parse_strategy
 from engine.forward.batch import Batch
 from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.phases import PHASES, PhaseClock
+from experiments.bench.engines.shared_model import SharedModel
+from experiments.bench.record import spread
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown, spread, wait
+from experiments.gpu_suite.clock import shown, wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
-from experiments.gpu_suite.traces import STRATEGIES, Engines, TraceExecutor
+from experiments.gpu_suite.traces import STRATEGIES, engines
 
 GOAL_MS = 0.3  # of propose, pack, verify, commit and the rest together
 _SLICES = 5  # of the steps, for the spread
@@ -26,10 +28,9 @@ _RECORDS = 4
 class Phases:
     """The steps of an engine by phase; ``forward`` ends when the device is done, so that none of it is in ``verify``."""
 
-    def __init__(self, engines: Engines, strategy: str, device: str) -> None:
-        drafter = engines.drafter(strategy)
-        self._engine = engines.engine(strategy, drafter)
-        self._runner, self._executor, forward = engines.runner, engines.executor, engines.runner.forward
+    def __init__(self, model: SharedModel, strategy: str, device: str) -> None:
+        self._engine = model.engine(parse_strategy(strategy))
+        self._runner, self._guide, forward = model.runner, model.guide, model.runner.forward
 
         def complete(batch: Batch) -> torch.Tensor:
             logits = forward(batch)
@@ -37,7 +38,7 @@ class Phases:
             return logits
 
         setattr(self._runner, "forward", complete)  # noqa: B010 - mypy: a method
-        self._clock = PhaseClock(self._engine, self._executor, drafter, time.perf_counter)
+        self._clock = PhaseClock(self._engine)
 
     def close(self) -> None:
         """Takes the wrapper off what other engines share."""
@@ -45,8 +46,7 @@ class Phases:
 
     def run(self, prompt: Prompt, over: Callable[[], bool]) -> list[dict[str, float]]:
         """Seconds of each phase, of the steps in which nothing was prefilled."""
-        assert isinstance(self._executor, TraceExecutor)
-        self._engine.add(make_request(prompt, 0, self._executor))
+        self._engine.add(make_request(prompt, 0, self._guide))
         steps = []
         while self._engine.has_work and not over():
             if (step := self._clock.step(1)) is not None:
@@ -58,17 +58,15 @@ class Phases:
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``host``: with the preferred kind of runner that there is."""
-    assert report.job.size is not None, report.job
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     prompts = read_texts(setting, bench.loaded.vocab_size, models.SIZES[bench.size].context, report)[:_RECORDS]
     for kind in setting.kinds:
         with report.attempt(kind):
             runner = bench.runner(kind, report)
             report.found[kind] = {}
             for number, strategy in enumerate(STRATEGIES):
-                share_s = report.left_s() / (len(STRATEGIES) - number)
-                ends = report.left_s() - share_s
-                phases = Phases(Engines(bench.loaded, runner, bench.folder(kind)), strategy, setting.device)
+                ends = report.ends_left_s(number, len(STRATEGIES))
+                phases = Phases(engines(bench.loaded, runner, bench.folder(kind)), strategy, setting.device)
                 steps = _steps(phases, prompts, report, ends)
                 if steps:
                     _tell(report, kind, strategy, steps)
@@ -98,7 +96,7 @@ def _tell(report: Report, kind: str, strategy: str, steps: Sequence[dict[str, fl
     figures = {
         "steps": len(steps),
         "ms": {phase: round(1e3 * statistics.median(step[phase] for step in steps), 4) for phase in PHASES},
-        "around_ms": spread(around, 1e3),
+        "around_ms": spread(around, 4, 1e3),
     }
     report.found[kind][strategy] = figures
     parts = ", ".join(f"{phase} {figures['ms'][phase]:.3f}" for phase in PHASES if phase != "forward")  # type: ignore[index]

@@ -23,9 +23,8 @@ _STEPS = 3
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``profile``: a plain step and one with many rows; of the preferred kind of runner also a trace for chrome://tracing."""
-    assert report.job.size is not None, report.job
     roof = roof_gb_s(setting, report, kept)
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     size = models.SIZES[bench.size]
     for kind in setting.kinds:
         if report.left_s() < 0:

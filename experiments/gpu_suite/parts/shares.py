@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from experiments.bench.record import spread
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import Times, in_turns, shown, spread
+from experiments.gpu_suite.clock import Times, in_turns, shown
 from experiments.gpu_suite.parts.exchange import exchange_s
 from experiments.gpu_suite.parts.steps import forward_case
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
@@ -23,16 +24,15 @@ _EXCHANGES = 300
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``shares``: with the preferred kind of runner that there is."""
-    assert report.job.size is not None, report.job
     report.found["prediction"] = "from parts, one after another on one device: no run on several"
     exchange = {1: 0.0}
     report.found["exchange_us"] = {}
     for ranks in RANKS[1:]:
         taken = exchange_s(ranks, _EXCHANGES)
         exchange[ranks] = statistics.median(taken)
-        report.found["exchange_us"][str(ranks)] = spread(taken, 1e6, 1)
+        report.found["exchange_us"][str(ranks)] = spread(taken, 1, 1e6)
     report.say(f"exchange, us: {report.found['exchange_us']}")
-    bench = models.bench(report.job.size, setting, report, kept)
+    bench = models.bench(setting, report, kept)
     for kind in setting.kinds:
         with report.attempt(kind):
             runner = bench.runner(kind, report)
@@ -66,8 +66,8 @@ def _figures(
             "tree_rows": tree_rows,
             "ranks": ranks,
             "rows": rows[tree_rows, ranks],
-            "share_ms": spread(taken.wall_s, 1e3),
+            "share_ms": spread(taken.wall_s, 4, 1e3),
             "exchange_ms": round(1e3 * exchange[ranks], 4),
-            "ratio": spread([one / (share + exchange[ranks]) for one, share in zip(whole, taken.wall_s, strict=True)]),
+            "ratio": spread([one / (share + exchange[ranks]) for one, share in zip(whole, taken.wall_s, strict=True)], 4),
         })  # fmt: skip
     return figures

@@ -10,8 +10,9 @@ import torch
 from decoding.sampling.ranking import argmax_rows
 from engine.forward.batch import Batch
 from engine.forward.runner import ModelRunner
+from experiments.bench.record import spread
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import Case, Times, in_turns, ratios, shown, spread
+from experiments.gpu_suite.clock import Case, Times, in_turns, ratios, shown
 from experiments.gpu_suite.parts.ceilings import roof_gb_s
 from experiments.gpu_suite.report import Report, Setting
 
@@ -25,18 +26,11 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``steps``: forward and argmax of one sequence's tree, for every kind of runner."""
     roof = roof_gb_s(setting, report, kept)
     report.found["roof_gb_s"] = roof
-    bench = models.bench(setting_size(report), setting, report, kept)
+    bench = models.bench(setting, report, kept)
     for number, kind in enumerate(setting.kinds):
         with report.attempt(kind):
-            share_s = report.left_s() / (len(setting.kinds) - number)
-            ends = report.left_s() - share_s
+            ends = report.ends_left_s(number, len(setting.kinds))
             report.found[kind] = _measure_kind(bench, kind, roof, report, ends)
-
-
-def setting_size(report: Report) -> str:
-    """The size of the job's model."""
-    assert report.job.size is not None, report.job
-    return report.job.size
 
 
 def _measure_kind(bench: models.Bench, kind: str, roof: float, report: Report, ends_left_s: float) -> dict[str, Any]:
@@ -76,14 +70,14 @@ def _figures(runner: ModelRunner, size: models.Size, times: dict[Key, Times], ro
         figures[f"{context}/{rows}"] = {
             "context": context,
             "rows": rows,
-            "wall_ms": spread(taken.wall_s, 1e3),
-            "gpu_ms": spread(taken.gpu_s, 1e3),
-            "host_ms": spread([wall - gpu for wall, gpu in zip(taken.wall_s, taken.gpu_s, strict=False)], 1e3),
-            "call_ms": spread(taken.call_s, 1e3),
+            "wall_ms": spread(taken.wall_s, 4, 1e3),
+            "gpu_ms": spread(taken.gpu_s, 4, 1e3),
+            "host_ms": spread([wall - gpu for wall, gpu in zip(taken.wall_s, taken.gpu_s, strict=False)], 4, 1e3),
+            "call_ms": spread(taken.call_s, 4, 1e3),
             "bytes": needed,
             "least_ms": round(1e3 * least_s, 4),
-            "of_roof": spread([least_s / seconds for seconds in taken.wall_s]),
-            "over_one_row": spread(ratios(taken.wall_s, times[context, 1].wall_s)),
+            "of_roof": spread([least_s / seconds for seconds in taken.wall_s], 4),
+            "over_one_row": spread(ratios(taken.wall_s, times[context, 1].wall_s), 4),
         }
     return figures
 

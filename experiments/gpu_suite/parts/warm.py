@@ -16,12 +16,13 @@ from decoding.budget.partition import compile_partition
 from decoding.sampling.nucleus import compile_nucleus
 from decoding.sampling.ranking import compile_ranking
 from decoding.sampling.row_draw import compile_draws
+from decoding.strategy_choice import parse_strategy
 from decoding.verify.tree_rows import compile_rows
 from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from experiments.gpu_suite.models import SIZES, device_model
 from experiments.gpu_suite.texts import made_up
-from experiments.gpu_suite.traces import Engines
+from experiments.gpu_suite.traces import engines
 
 EXECUTOR = "executor"  # in the place of a strategy: what an executor compiles when it is made
 CONTEXT = 256
@@ -41,9 +42,8 @@ def main() -> int:
     model = device_model("tiny", "cpu", torch.float64, 0)
     loaded = LoadedModel(model, None, "tiny", CONTEXT, ())
     with tempfile.TemporaryDirectory() as folder:
-        engines = Engines(loaded, ModelRunner(model, 1, CONTEXT + 64), Path(folder))
-        contestant = engines.contestant(strategy, 32)
-        contestant.run(made_up(2, SIZES["tiny"].shape["vocab_size"], 96, 48, 0))
+        shared = engines(loaded, ModelRunner(model, 1, CONTEXT + 64), Path(folder))
+        shared.contestant(parse_strategy(strategy), 32).run(made_up(2, SIZES["tiny"].shape["vocab_size"], 96, 48, 0))
     return 0
 
 

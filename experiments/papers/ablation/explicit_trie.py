@@ -1,21 +1,32 @@
-"""The published trie as a drafter: explicit nodes in plain Python, to take its parts out one at a time."""
+"""The published trie as a drafter, explicit nodes in plain Python, and what each of its parts brings.
+
+The ablation of Alipay's Lookahead (arXiv 2312.12728, tables 5 and 6) on known outputs, replayed without a model: the trie runs
+without each of its parts, and with each capacity, nodes that outputs may add to each first token's tree, in multiples of the
+decoding length. The paper measures tokens per second on a GPU; here it is tokens per step, and the processor time of the trie
+itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter, TargetRows
+from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request
 from decoding.tree import SOURCES, DraftTree, Int32Array
 from experiments.papers.ablation.frequency_trie import FrequencyTrie
+from experiments.papers.numbers.trie import CAPACITIES, FULL
 
 _SOURCE = SOURCES.index("trie")
 _EVERYBODY = "everybody"  # owns the prompts where none is eliminated
 _NEVER = 1 << 62  # changed trees before a pruning
+BRANCH_LENGTH = 12
+DECODING_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +120,48 @@ class ExplicitTrieDrafter(Drafter):
 
     def _owner(self, request: Request) -> Hashable:
         return request.request_id if self._parts.elimination else _EVERYBODY
+
+
+PARTS = {
+    FULL: TrieParts(),
+    "without prompt branches": TrieParts(prompts=False),
+    "without output branches": TrieParts(outputs=False),
+    "without pruning": TrieParts(pruning=False),
+    "without elimination": TrieParts(elimination=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What a replay came to."""
+
+    tokens_per_step: float
+    trie_s: float  # of the trie itself in a step
+
+
+def ablate(
+    before: Sequence[KnownText], texts: Sequence[KnownText], vocab_size: int, say: Callable[[str], None]
+) -> tuple[dict[str, Reached], dict[str, Reached]]:
+    """By label, the method without each part, and with each capacity.
+
+    Args:
+        before: whose outputs are in the trie before, as the paper warms its own with a training split.
+        texts: that are replayed; their references are left out, as the published method has none.
+        vocab_size: of the tokenizer that cut them.
+        say: is told what runs.
+    """
+    bare = [replace(text, references=()) for text in texts]
+
+    def run(label: str, parts: TrieParts) -> Reached:
+        say(f"the explicit trie, {label}")
+        drafter = ExplicitTrieDrafter(parts, DECODING_LENGTH, BRANCH_LENGTH)
+        drafter.warm([text.output_ids for text in before])
+        # The processor's time: what else runs on the machine does not count.
+        counts = replay_workload(bare, lambda: drafter, DECODING_LENGTH - 1, vocab_size, time.thread_time)
+        spent = sum(counts.propose_s) + sum(counts.observe_s) + sum(counts.finish_s)
+        return Reached(counts.tokens_per_step, spent / counts.steps)
+
+    sized = {f"capacity {capacity}x": TrieParts(capacity=capacity) for capacity in CAPACITIES}
+    return {label: run(label, parts) for label, parts in PARTS.items()}, {
+        label: run(label, parts) for label, parts in sized.items()
+    }

@@ -34,7 +34,6 @@ class FrequencyTrie:
     def __init__(
         self,
         end_token_ids: Collection[int] = (),
-        stop_tokens: Collection[int] = (),
         max_nodes: int = 65536,
         max_output_nodes: int = 512,
         prune_after: int = 1024,
@@ -42,7 +41,6 @@ class FrequencyTrie:
         """
         Args:
             end_token_ids: never stored and never drafted; no branch crosses one.
-            stop_tokens: tokens (punctuation) after which a streamed output opens no tree and which are no query on their own.
             max_nodes: of one tree; a larger one is pruned.
             max_output_nodes: of one tree, counting those created by outputs.
             prune_after: trees that must have changed before the end of an output prunes them.
@@ -53,7 +51,7 @@ class FrequencyTrie:
         for name, value in (("max_nodes", max_nodes), ("max_output_nodes", max_output_nodes), ("prune_after", prune_after)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self._ends, self._stops = frozenset(end_token_ids), frozenset(stop_tokens)
+        self._ends = frozenset(end_token_ids)
         self._max_nodes, self._max_output_nodes, self._prune_after = max_nodes, max_output_nodes, prune_after
         self._trees: dict[int, Tree] = {}
         self._changed: set[int] = set()  # first tokens of trees that changed since the last pruning
@@ -73,7 +71,7 @@ class FrequencyTrie:
                 self._insert(segment[start : start + branch_length + 1], request)
 
     def stream(self, request: Hashable, tokens: Tokens, branch_length: int, final: bool = False) -> None:
-        """Inserts the next tokens of a growing output; in the end the branches are those of one ``put``, but for stop tokens.
+        """Inserts the next tokens of a growing output; in the end the branches are those of one ``put``.
 
         A position is inserted once ``branch_length`` tokens follow it. An end token and the end of the output insert the shorter
         branches. After the end the request's prompt is eliminated and the trie pruned where it is due.
@@ -156,13 +154,6 @@ class FrequencyTrie:
                 break
         return draft
 
-    def parallel(
-        self, query: Tokens, decoding_length: int, branch_length: int, min_input: int = 0, min_output: int | None = None,
-        mode: Mode = "mix", request: Hashable | None = None,
-    ) -> Draft:  # fmt: skip
-        """The paths to the leaves of ``hierarchical`` as disjoint chains below the root, cut to as many rows as that tree has."""
-        return trie_nodes.chains(self.hierarchical(query, decoding_length, branch_length, min_input, min_output, mode, request))
-
     def single(
         self, query: Tokens, decoding_length: int, branch_length: int, mode: Mode = "mix", request: Hashable | None = None
     ) -> Draft:
@@ -229,7 +220,7 @@ class FrequencyTrie:
         self._changed.add(first)
 
     def _open(self, branch: Sequence[int]) -> None:
-        if branch[0] not in self._stops and len(branch) > 1:
+        if len(branch) > 1:
             self._insert(branch, None)
 
     def _flush(self, pending: list[int]) -> None:
@@ -241,7 +232,7 @@ class FrequencyTrie:
         """The nodes of the query's suffixes, the longest first."""
         for start in range(len(query)):
             first, *rest = map(int, query[start:])
-            if first not in self._trees or (not rest and first in self._stops):
+            if first not in self._trees:
                 continue
             node = trie_nodes.descend(self._trees[first], rest, mode, request)
             if node is not None:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from engine.measures.energy import COARSE_S, EnergyMeter
 from experiments.bench import run as bench
 from experiments.bench.engines.competition import Tally, joules_per_token
-from experiments.bench.engines.contestants import Prompt, Run
+from experiments.bench.engines.contestants import Prompt
 from experiments.papers.draft_models.methods import BASELINE, Method, Runner, Setting
-from experiments.papers.draft_models.quality import finished_by_all, output_nats, perplexity, until_end
+from experiments.papers.draft_models.quality import output_nats, perplexity, until_end
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Lap:
     """One method in one repeat."""
 
     tally: Tally = field(default_factory=lambda: Tally.empty(1))
-    outputs: dict[str, list[int]] = field(default_factory=dict)  # of the prompts that it finished, by id
+    outputs: dict[str, list[int]] = field(default_factory=dict)  # by id of the prompt
     spans_s: list[float] = field(default_factory=list)  # of which energy was read
 
 
@@ -34,8 +34,7 @@ Laps = dict[str, list[Lap]]  # by label, one for each repeat
 def take_turns(runners: Sequence[Runner], prompts: Sequence[Prompt], args: argparse.Namespace, run: bench.Run) -> Laps:
     """Runs all methods over all prompts, ``--turn`` prompts at a time.
 
-    Each of ``--repeats`` has other seeds, from ``--seed`` on, and methods that know no earlier prompt. After ``--limit`` seconds
-    a method begins no further prompt of a repeat.
+    Each of ``--repeats`` has other seeds, from ``--seed`` on, and methods that know no earlier prompt.
     """
     for runner in runners:
         runner.warm_up(prompts[0])
@@ -50,57 +49,37 @@ def take_turns(runners: Sequence[Runner], prompts: Sequence[Prompt], args: argpa
             first = args.seed + repeat * len(prompts) + number * args.turn
             for runner in now:
                 run.progress.note(f"repeat {repeat + 1}, turn {number + 1} of {len(groups)}: {runner.method.label}")
-                _take_turn(runner, group, first, laps[runner.method.label][-1], args.limit, run.meter)
+                _take_turn(runner, group, first, laps[runner.method.label][-1], run.meter)
     return laps
 
 
-def _take_turn(runner: Runner, group: Sequence[Prompt], seed: int, lap: Lap, limit_s: float | None, meter: EnergyMeter) -> None:
-    runs: list[tuple[Prompt, Run]] = []
-    spent = lap.tally.wall_s[0]
+def _take_turn(runner: Runner, group: Sequence[Prompt], seed: int, lap: Lap, meter: EnergyMeter) -> None:
     with meter.span() as span:
-        for at, prompt in enumerate(group):
-            if limit_s is not None and spent + sum(_seconds(run) for _, run in runs) > limit_s:
-                break
-            runs.append((prompt, runner.run(prompt, seed + at)))
-    if not runs:
-        return
-    for number, (prompt, run) in enumerate(runs):
+        runs = [runner.run(prompt, seed + at) for at, prompt in enumerate(group)]
+    for number, (prompt, run) in enumerate(zip(group, runs, strict=True)):
         lap.tally.add(0, run, 0.0 if number else span.seconds)
         lap.outputs[prompt.id] = run.outputs[0]
     lap.tally.book(span)
     lap.spans_s.append(span.seconds)
 
 
-def _seconds(run: Run) -> float:
-    return run.prefill_s + run.forward_s + (run.propose_s or 0.0)
-
-
-def rows_of(setting: Setting, methods: Sequence[Method], laps: Laps) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures of each method by its label, and what perplexity was taken over. Ratios are to ``sampled`` in the same repeat.
-
-    Raises:
-        ValueError: no prompt was finished by all.
-    """
-    shared = finished_by_all([lap.outputs for own in laps.values() for lap in own])
-    if not shared:
-        raise ValueError("no prompt was finished by all methods: raise --limit, or give fewer methods")
-    quality = Quality(setting, shared)
-    rows = {method.label: _row(method, laps, quality) for method in methods}
-    told = {"prompts": len(setting.prompts), "too_long": setting.too_long, "finished_by_all": len(shared)}
-    return rows, told
+def rows_of(setting: Setting, methods: Sequence[Method], laps: Laps) -> dict[str, Any]:
+    """The figures of each method by its label. Ratios are to ``sampled`` in the same repeat."""
+    quality = Quality(setting)
+    return {method.label: _row(method, laps, quality) for method in methods}
 
 
 class Quality:
-    """Perplexities over the same prompts. Methods and repeats that say the same are computed once."""
+    """Perplexities of outputs. Methods and repeats that say the same are computed once."""
 
-    def __init__(self, setting: Setting, ids: Sequence[str]) -> None:
-        self._runner, self._ends, self._ids = setting.shared.executor.runner, setting.loaded.eos_token_ids, ids
+    def __init__(self, setting: Setting) -> None:
+        self._runner, self._ends = setting.shared.runner, setting.loaded.eos_token_ids
         self._prompts = {prompt.id: prompt.ids for prompt in setting.prompts}
         self._known: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.float64]] = {}
 
     def of(self, outputs: Mapping[str, Sequence[int]]) -> float:
         """Perplexity of outputs by the id of their prompts."""
-        return perplexity(self._nats(key, until_end(outputs[key], self._ends)) for key in self._ids)
+        return perplexity(self._nats(key, until_end(output, self._ends)) for key, output in outputs.items())
 
     def _nats(self, key: str, output: list[int]) -> npt.NDArray[np.float64]:
         found = self._known.get((key, tuple(output)))
@@ -169,7 +148,6 @@ def _identical(method: Method, laps: Laps) -> dict[str, int] | None:
         (output, reference.outputs[key])
         for lap, reference in zip(laps[method.label], laps[plain], strict=False)
         for key, output in lap.outputs.items()
-        if key in reference.outputs
     ]
     return {"same": sum(output == expected for output, expected in pairs), "of": len(pairs)}
 

@@ -21,7 +21,7 @@ from experiments.bench.engines.contestants import Prompt, Run, run_requests
 from experiments.bench.engines.models import MAX_TOKENS, chat_workload, fitting
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.workloads import interleaved
-from experiments.papers.draft_models.mjgd import over_target, run_joint_greedy
+from experiments.papers.draft_models.mjgd import joint_greedy, over_target
 from experiments.papers.numbers.mjsd import SETTINGS
 
 BASELINE, GREEDY, MJGD = "sampled", "greedy", "mjgd"
@@ -183,12 +183,12 @@ class Runner:
         self.method, self._setting = method, setting
         self._max_tokens, self._sampling = args.max_tokens or MAX_TOKENS, _sampling(args, method)
         self._engine: Engine | None = None
-        self._run: Callable[[list[Request]], Run] = self._by_engine
+        self._run: Callable[[Request], Run] = self._by_engine
         if method.choice.name == MJGD:
             block, beams = _mjgd_options(**method.choice.options)
             model = over_target(setting.loaded, block, beams, EngineOptions().max_step_tokens)
             ends = setting.loaded.eos_token_ids
-            self._run = lambda requests: run_joint_greedy(model, requests, block, beams, ends)
+            self._run = lambda request: joint_greedy(model, request, block, beams, ends)
 
     @property
     def repeats(self) -> int | None:
@@ -206,12 +206,12 @@ class Runner:
     def run(self, prompt: Prompt, seed: int, max_tokens: int | None = None) -> Run:
         """The output of one prompt."""
         params = SamplingParams(max_tokens or self._max_tokens, seed=seed, **self._sampling)
-        return self._run([Request(prompt.id, prompt.ids, params, prompt.references, tenant="local")])
+        return self._run(Request(prompt.id, prompt.ids, params, prompt.references, tenant="local"))
 
-    def _by_engine(self, requests: list[Request]) -> Run:
+    def _by_engine(self, request: Request) -> Run:
         if self._engine is None:
             self._engine = self._setting.shared.engine(self.method.choice)
-        return run_requests(self._engine, requests)
+        return run_requests(self._engine, [request])
 
 
 def _sampling(args: argparse.Namespace, method: Method) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from decoding.drafters.with_model.beam import beam_search
 from decoding.request import Request
@@ -63,13 +63,3 @@ def joint_greedy(model: LocalDraftModel, request: Request, block: int, beams: in
             first_s = time.perf_counter() - began
     request.slot = None
     return Run([request.output_ids.tolist()], steps, first_s, time.perf_counter() - began - first_s, 0.0, 0)
-
-
-def run_joint_greedy(
-    model: LocalDraftModel, requests: Sequence[Request], block: int, beams: int, end_tokens: Collection[int]
-) -> Run:
-    """``joint_greedy`` of one request after the other, as one run."""
-    runs = [joint_greedy(model, request, block, beams, end_tokens) for request in requests]
-    outputs = [run.outputs[0] for run in runs]
-    times = sum(run.prefill_s for run in runs), sum(run.forward_s for run in runs)
-    return Run(outputs, sum(run.steps for run in runs), *times, 0.0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ def perplexity(nats: Iterable[npt.NDArray[np.float64]]) -> float:
     """
     values = np.concatenate(list(nats) or [np.empty(0)])
     if not len(values):
-        raise ValueError("perplexity needs a token at least: no output was finished by all methods")
+        raise ValueError("perplexity needs a token at least")
     return math.exp(float(values.mean()))
 
 
@@ -78,13 +78,3 @@ def until_end(output_ids: Sequence[int], end_tokens: Collection[int]) -> list[in
         if token in end_tokens:
             return list(output_ids[: at + 1])
     return list(output_ids)
-
-
-def finished_by_all(outputs: Iterable[Mapping[str, Sequence[int]]]) -> list[str]:
-    """The inputs, by id, of which every run finished the output, in the order of the first.
-
-    Args:
-        outputs: of each run, the outputs that it finished by id of the input.
-    """
-    runs = list(outputs)
-    return [key for key in (runs[0] if runs else ()) if all(key in run for run in runs)]

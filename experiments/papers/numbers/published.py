@@ -15,12 +15,15 @@ class Figure:
     spread: float = 0.0  # standard deviation over runs; 0 where there is none
 
 
+def figure_of(values: Sequence[float]) -> Figure:
+    """Mean and standard deviation of at least one value."""
+    return Figure(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+
+
 def figure(values: Sequence[float | None]) -> Figure | None:
     """Mean and standard deviation over repeats; None where nothing was measured."""
     known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else 0.0)
+    return figure_of(known) if known else None
 
 
 Value = float | Figure  # a number, or a mean with its spread
@@ -75,3 +78,8 @@ class Paper:
     datasets: Mapping[str, str]  # name -> what it is in the paper
     tables: tuple[PaperTable, ...]
     claims: tuple[Claim, ...]
+
+    def number(self, table: str, row: str, column: str) -> float:
+        """A number of a table, or a mean."""
+        (value,) = (one.rows[row][column] for one in self.tables if one.name == table)
+        return value.mean if isinstance(value, Figure) else value

@@ -10,7 +10,7 @@ from typing import Any
 from decoding.request import PLAIN
 from experiments.papers.beside import Found, Rows, beside
 from experiments.papers.numbers.jacobi import PAPER as JACOBI
-from experiments.papers.numbers.published import Claim, Figure, Paper
+from experiments.papers.numbers.published import Claim, Figure, Paper, figure_of
 
 _FIGURE = "figure 6"
 _ALL = "all"
@@ -72,15 +72,11 @@ def _called(strategy: str) -> str:
     return "plain" if strategy == PLAIN else strategy
 
 
-def _speed(values: Sequence[float]) -> Figure:
-    return Figure(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
-
-
 def _measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Figure]]:
     found: dict[str, dict[str, Figure]] = {}
     for row in rows:  # the first stands for a method that ran with several options
         name = _called(row["strategy"]).partition(":")[0]
-        found.setdefault(f"{row['kind']}, {name}", {_METRIC: _speed(row["decode_ratio"]["plain"])})
+        found.setdefault(f"{row['kind']}, {name}", {_METRIC: figure_of(row["decode_ratio"]["plain"])})
     return found
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.papers.numbers import jacobi, llma, trie
 from experiments.simulation.hardware import GPUS, MODELS, Gpu, ModelShape
 
-LLMA, TRIE, JACOBI = "arXiv 2304.04487", "arXiv 2312.12728", "arXiv 2402.02057"
+LLMA, TRIE, JACOBI = llma.PAPER.source, trie.PAPER.source, jacobi.PAPER.source
 
 LLAMA_30B = ModelShape("llama-30b", 60, 6656, 52, 52, 128, 32.53e9, 32000)  # arXiv 2302.13971, table 2
 
@@ -22,19 +23,29 @@ class LlmaRow:
     speedup: float
 
 
-LLMA_TABLE_3 = (
-    LlmaRow(MODELS["llama-2-7b"], 18, 1, 23.9, 2.48),  # the first LLaMA has the same shape
-    LlmaRow(MODELS["llama-2-13b"], 14, 1, 18.5, 2.22),
-    LlmaRow(LLAMA_30B, 18, 4, 4.9, 2.49),
+_LLMA_MODELS = {"7B": (MODELS["llama-2-7b"], 1), "13B": (MODELS["llama-2-13b"], 1), "30B": (LLAMA_30B, 4)}  # 7B: the same shape
+LLMA_TABLE_3 = tuple(
+    LlmaRow(
+        model,
+        int(llma.PAPER.number("table 2", size, "retrieval k")),
+        gpus,
+        llma.PAPER.number("table 3", size, "plain tokens/s"),
+        llma.PAPER.number("table 3", size, "speed-up"),
+    )
+    for size, (model, gpus) in _LLMA_MODELS.items()
 )
 LLMA_GPU: Gpu = GPUS["V100-32"]
 
 # Table 4 of the trie's paper, one A100 of 80 GB: tokens a second of plain decoding, and speed-ups.
 TRIE_GPU: Gpu = GPUS["A100-80"]
 TRIE_MODEL: ModelShape = MODELS["antglm-10b"]
-TRIE_BASELINE = 52.4
-TRIE_SPEEDUPS = {"llma": 3.16, "trie": 5.36}
-TRIE_OTHER_MODEL, TRIE_OTHER_BASELINE = MODELS["llama-2-13b"], 34.0
+TRIE_BASELINE = trie.PAPER.number("table 4", "AntRAG, AntGLM-10B", "plain")
+TRIE_SPEEDUPS = {
+    "llma": trie.PAPER.number("table 4", "AntRAG, speed-up", "llma"),
+    "trie": trie.PAPER.number("table 4", "AntRAG, speed-up", "hierarchical"),
+}
+TRIE_OTHER_MODEL = MODELS["llama-2-13b"]
+TRIE_OTHER_BASELINE = trie.PAPER.number("table 4", "Dolly, Llama2-13B", "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +58,17 @@ class JacobiRow:
     speedup: float
 
 
+def _jacobi_row(label: str, setting: str, rows: int) -> JacobiRow:
+    compression, speedup = (jacobi.PAPER.number("table 3", label, column) for column in ("S", "speed-up"))
+    return JacobiRow(setting, rows, compression, speedup)
+
+
 JACOBI_TABLE_3 = (
-    JacobiRow("prompt lookup, 10 tokens", 11, 1.55, 1.44),
-    JacobiRow("N 10, W 1, G 3, prompt", 37, 1.45, 1.36),
-    JacobiRow("N 5, W 1, G 10, prompt", 45, 1.51, 1.36),
-    JacobiRow("N 5, W 1, G 30", 125, 1.12, 1.04),
-    JacobiRow("N 5, W 1, G 30, prompt", 125, 1.59, 1.46),
-    JacobiRow("N 5, W 30, G 1", 125, 1.79, 1.61),
-    JacobiRow("N 5, W 15, G 15", 121, 1.96, 1.78),
-    JacobiRow("N 5, W 15, G 15, prompt", 121, 2.05, 1.88),
+    _jacobi_row("prompt lookup", "prompt lookup, 10 tokens", 11),
+    *(
+        _jacobi_row(label, f"N {n}, W {w}, G {g}{', prompt' if prompt else ''}", (w + g) * (n - 1) + 1)
+        for label, ((n, w, g), prompt) in jacobi.SETTINGS.items()
+    ),
 )
 JACOBI_GPU: Gpu = GPUS["A100-80"]  # of table 3; the eight of section 5.2 are below
 SHARED_GPU: Gpu = GPUS["A100-40"]

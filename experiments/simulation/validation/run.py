@@ -15,26 +15,19 @@ import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
-
-import numpy as np
 
 from cluster.cli.generate.prompt_file import PromptFileError
 from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from configs.slices import Dtype, EngineOptions
-from decoding.replay import KnownText
 from engine.measures.latency import fit
 from engine.measures.latency import measure as time_curve
-from engine.target import LocalTarget
-from experiments.bench.engines.contestants import Prompt
-from experiments.bench.engines.guided import GuidedExecutor
+from experiments.bench.engines.contestants import make_request
 from experiments.bench.engines.measures import measured
 from experiments.bench.engines.models import Setting, calm, load_setting
-from experiments.bench.engines.servers import EngineServer
 from experiments.bench.engines.shared_model import SharedModel
-from experiments.bench.engines.traffic import Arrivals, ClosedLoop, OpenLoop, drive, poisson
-from experiments.bench.options import SIZES, add_engine, add_model, add_prompts
+from experiments.bench.engines.traffic import Arrivals, ClosedLoop, EngineServer, OpenLoop, drive, poisson
+from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_random_model
 from experiments.bench.progress import Progress
 from experiments.bench.run import Bench, Results, Run, run
 from experiments.bench.workloads import interleaved
@@ -65,11 +58,9 @@ class Validation:
             raise PromptFileError(f"{len(self.prompts)} prompts are left to measure with: give more, or lower --concurrency")
         self._options = EngineOptions(max_running=max(args.concurrency), max_waiting=len(prompts))
         self._shared = SharedModel(setting.loaded, self._options, args.budget, guided=True)
-        assert isinstance(self._shared.executor, GuidedExecutor)
-        self._guide = self._shared.executor
         info = setting.loaded.info("", True)
-        self._drafters_curve = LocalTarget(self._guide.runner, info, setting.loaded.tokenizer).latency()  # as the engine's
-        timings = time_curve(self._guide.runner, info.max_model_len)  # now: the machine may have been busier when that was kept
+        self._drafters_curve = self._shared.target.latency()
+        timings = time_curve(self._shared.runner, info.max_model_len)  # now: the machine may have been busier when that was kept
         self.curve, self.spread = fit(timings.seconds), timings.spread
         self._vocab_size, self._end = info.vocab_size, (info.eos_token_ids or (info.vocab_size,))[0]
 
@@ -79,12 +70,13 @@ class Validation:
         for together in (1, len(self.calibration)):
             engine = self._shared.engine(choice)
             for first in range(0, len(self.calibration), together):
-                steps += timed_steps(engine, self.calibration[first : first + together], self._guide)
+                steps += timed_steps(engine, self.calibration[first : first + together], self._shared.guide)
         return fitted(self.curve, steps)
 
     def run(self, choice: StrategyChoice, arrivals: Arrivals) -> dict[str, Any]:
         """One run of the engine."""
-        server = EngineServer(choice.label, partial(self._shared.engine, choice), 1, self._guide)
+        request = partial(make_request, max_tokens=1, guide=self._shared.guide)
+        server = EngineServer(choice.label, partial(self._shared.engine, choice), request)
         return measured(*drive(server, self.prompts, arrivals), closed=isinstance(arrivals, ClosedLoop))
 
     def predict(self, choice: StrategyChoice, arrivals: Arrivals, times: StepTimes) -> dict[str, Any]:
@@ -92,16 +84,11 @@ class Validation:
         target = KnownTarget(self._vocab_size, self._end, self._loaded.max_model_len, self._drafters_curve)
         replica = SimulatedReplica(choice, times, target, self._options, self._args.budget, adaptive=False)
         cluster = SimulatedCluster([replica], None, 0.0, 0)
-        texts = [(prompt.id, _known(prompt)) for prompt in self.prompts]
+        texts = [(prompt.id, prompt.text()) for prompt in self.prompts]
         if isinstance(arrivals, ClosedLoop):
             return cluster.closed_loop(texts, arrivals.concurrency)
         assert isinstance(arrivals, OpenLoop)
         return cluster.open_loop(texts, arrivals.times_s)
-
-
-def _known(prompt: Prompt) -> KnownText:
-    references = tuple(np.asarray(ids, np.int32) for ids in prompt.references)
-    return KnownText(prompt.id, np.asarray(prompt.ids, np.int32), references, np.asarray(prompt.known, np.int32))
 
 
 def beside(runs: Sequence[dict[str, Any]], predicted: dict[str, Any], tolerance: float) -> dict[str, Any]:
@@ -170,9 +157,8 @@ def _beside(times: StepTimes) -> dict[str, float]:
 def measure(args: argparse.Namespace, run: Run) -> Results:
     """The comparison; see ``compare``."""
     calm(args.threads)
-    args.guided = True
     choices = chosen_strategies(args.strategy or ["autoregressive", "auto", "llma"])
-    return compare(Validation(load_setting(args), args), choices, args, run.progress)
+    return compare(Validation(load_setting(args, guided=True), args), choices, args, run.progress)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -181,8 +167,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "bfloat16", get_args(Dtype)[1:])
     add_engine(parser)
     parser.set_defaults(records=16, max_tokens=96)
-    parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights instead; needs --tokenizer")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer; the model's own when absent")
+    add_random_model(parser)
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times")
     parser.add_argument("--calibration", type=int, default=8, help="prompts of these that only tell what a step takes")
     parser.add_argument("--budget", type=int, default=64, help="most drafted rows of a request in a step")
@@ -193,8 +178,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends the process with code 2 where options do not go together."""
-    if args.random_model and args.tokenizer is None:
-        parser.error("--random-model needs --tokenizer")
+    check_random_model(args, parser)
     if min(args.load, default=1.0) <= 0:
         parser.error("--load must be positive")
 

@@ -28,7 +28,7 @@ class TimedStep:
     propose_s: float
 
 
-def timed_steps(engine: Engine, prompts: Sequence[Prompt], guide: GuidedExecutor) -> list[TimedStep]:
+def timed_steps(engine: Engine, prompts: Sequence[Prompt], guide: GuidedExecutor | None) -> list[TimedStep]:
     """The steps of some requests that begin at once, but for those in which some decode and some prefill."""
     requests = {prompt.id: make_request(prompt, 1, guide) for prompt in prompts}
     for request in requests.values():

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 
-from experiments.service.asks import KINDS, Told, ask, make_asks, play
+from experiments.service.asks import KINDS, Answer, ask, make_asks, play
 from experiments.service.disconnects import leave, until_free
 from experiments.service.overhead import measure
 from experiments.service.overload import at_capacity, open_loop
-from experiments.service.trial import until_whole
+from experiments.service.served import until_whole
 
 MODEL = "circle"
 TOGETHER = 3  # requests, as many as run at once
@@ -34,17 +34,15 @@ def run(api_server: Any, what: Callable[[httpx.AsyncClient], Any]) -> Any:
 def test_every_kind_of_request_is_answered_and_again_the_same(api_server: Any) -> None:
     asks = make_asks(len(KINDS), 40, seed=3)
 
-    async def twice(client: httpx.AsyncClient) -> tuple[list[Told], list[Told]]:
-        return (await play(client, MODEL, asks, TOGETHER, lambda text: None))[0], [
-            await ask(client, MODEL, request) for request in asks
-        ]
+    async def twice(client: httpx.AsyncClient) -> tuple[list[Answer], list[Answer]]:
+        return (await play(client, MODEL, asks, TOGETHER))[0], [await ask(client, MODEL, request) for request in asks]
 
     together, alone = run(api_server, twice)
     assert [told.error for told in together] == [None] * len(KINDS)
     assert [one.differs(other) for one, other in zip(together, alone, strict=True)] == [[]] * len(KINDS)
     two = together[[kind[0] for kind in KINDS].index("two choices")]
-    assert two.texts.keys() == two.tokens.keys() == {0, 1} and two.usage is not None
-    assert two.usage["completion_tokens"] == sum(map(len, two.tokens.values())) == 80
+    assert two.choices.keys() == {0, 1}
+    assert two.usage["completion_tokens"] == sum(len(choice.tokens) for choice in two.choices.values()) == 80
 
 
 def test_clients_that_leave_free_all_slots(api_server: Any) -> None:

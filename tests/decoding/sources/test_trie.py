@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.papers.ablation.frequency_trie import Draft, FrequencyTrie, Mode
+from experiments.papers.ablation.frequency_trie_nodes import chains
 
 END = 2
 TEXT = st.lists(st.integers(0, 5), max_size=24)  # END among them
@@ -96,7 +97,7 @@ def test_paper_figure() -> None:
     assert made.hierarchical([100], 7, 4) == ([100, 1, 40, 41, 42, 30, 31], [-1, 0, 1, 2, 2, 1, 5])
     assert made.hierarchical([100], 6, 4) == ([100, 1, 40, 41, 42, 30], [-1, 0, 1, 2, 2, 1])
     assert made.hierarchical([100], 7, 2) == ([100, 1, 40, 30], [-1, 0, 1, 1])
-    assert made.parallel([100], 7, 4) == ([100, 1, 40, 41, 1, 40, 42], [-1, 0, 1, 2, 0, 4, 5])
+    assert chains(made.hierarchical([100], 7, 4)) == ([100, 1, 40, 41, 1, 40, 42], [-1, 0, 1, 2, 0, 4, 5])
     assert made.single([100], 7, 4) == ([100, 1, 40, 41], [-1, 0, 1, 2])
     assert made.single([100], 3, 4) == ([100, 1, 40], [-1, 0, 1])
 
@@ -106,7 +107,7 @@ def test_what_there_is_nothing_to_draft_from_is_the_root_alone() -> None:
     for query, length, depth in [([9], 8, 4), ([4], 8, 4), ([3, 1, 9], 8, 4), ([1], 1, 4), ([1], 8, 0)]:
         for draft in (
             made.hierarchical(query, length, depth),
-            made.parallel(query, length, depth),
+            chains(made.hierarchical(query, length, depth)),
             made.single(query, length, depth),
         ):
             assert draft == ([query[-1]], [-1])
@@ -158,16 +159,6 @@ def test_a_shorter_suffix_adds_to_a_longer_one() -> None:
     assert trie([1, 3, 50], [3, 50, 70], branch_length=5).single([1, 3], 16, 8).tokens == [3, 50, 70]
 
 
-def test_stop_tokens_open_no_streamed_tree_and_are_no_query_alone() -> None:
-    made = FrequencyTrie(stop_tokens=[3])
-    made.put([1, 3, 50], 4)
-    made.put([3, 60], 4)
-    made.stream("r", [3, 61, 62], 4, final=True)
-    assert made.firsts() == [1, 3, 61] and made.size(3) == (2, 2)
-    assert made.hierarchical([3], 8, 4).tokens == [3]
-    assert made.hierarchical([1, 3], 8, 8).tokens == [3, 50]
-
-
 def test_of_more_nodes_than_fit_the_best_are_taken() -> None:
     made = trie([1, 4, 5], [1, 4, 5], [1, 6, 7], [1, 6, 8], [1, 6, 7], [1, 9])
     assert paths(made.hierarchical([1], 5, 4)) == [(6,), (6, 7), (4,), (4, 5)]
@@ -194,13 +185,13 @@ def test_drafts_are_trees_of_live_nodes_within_the_budget(
             if key[0] == query[-1] and (prompt if mode == "input" else output if mode == "output" else prompt + output)
         }
         tree = made.hierarchical(query, decoding_length, branch_length, mode=mode, request=0)
-        chains = made.parallel(query, decoding_length, branch_length, mode=mode, request=0)
+        side_by_side = chains(tree)
         chain = made.single(query, decoding_length, branch_length, mode=mode, request=0)
-        for draft in (tree, chains, chain):
+        for draft in (tree, side_by_side, chain):
             assert draft.tokens[0] == query[-1] and len(draft.tokens) <= max(decoding_length, 1)
             assert all(len(path) <= branch_length and path in live for path in paths(draft))
         assert len(set(paths(tree))) == len(tree.tokens) - 1
-        assert set(paths(chains)) <= set(paths(tree)) and len(chains.tokens) <= len(tree.tokens)
+        assert set(paths(side_by_side)) <= set(paths(tree)) and len(side_by_side.tokens) <= len(tree.tokens)
         assert chain.parents == list(range(-1, len(chain.tokens) - 1))
         if decoding_length > len(live) + 1 and branch_length == 5 and len(query) == 1:
             assert set(paths(tree)) == live

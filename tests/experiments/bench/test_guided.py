@@ -23,12 +23,10 @@ from decoding.tree import DraftTree
 from engine.loading.model import LoadedModel
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import EngineContestant, Prompt
-from experiments.bench.engines.guided import SIZES, GuidedExecutor, random_model, stock_twin
+from experiments.bench.engines.guided import random_model, stock_twin
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.options import SIZES as NAMED
-from experiments.bench.run import arguments
-from experiments.bench.strategies import BENCH
+from experiments.bench.options import SIZES
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 RECORDS = (
@@ -48,10 +46,7 @@ def texts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Kn
 
 @pytest.fixture(scope="module")
 def prompts(texts: list[KnownText]) -> list[Prompt]:
-    return [
-        Prompt(text.id, text.prompt_ids.tolist(), [ids.tolist() for ids in text.references], text.output_ids.tolist())
-        for text in texts
-    ]
+    return [Prompt.of(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +61,7 @@ def shared(tiny_model: Path, model: PreTrainedModel) -> SharedModel:
 
 
 def contestant(shared: SharedModel, strategy: str) -> EngineContestant:
-    assert isinstance(shared.executor, GuidedExecutor)
-    return EngineContestant(lambda: shared.engine(parse_strategy(strategy)), 99, shared.executor)
+    return shared.contestant(parse_strategy(strategy), 99)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "prompt_lookup", "llma", "llma:copy_length=3,include_prompt=false"])
@@ -104,6 +98,8 @@ def test_drafters_see_the_known_token_on_the_known_path_and_the_model_beside_it(
     class Fork(Drafter):
         """Two branches of two: the right tokens, and beside them a wrong one with the right one below."""
 
+        top_k = 1
+
         def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
             return [self.fork(request) for request in requests]
 
@@ -131,11 +127,11 @@ def test_the_twin_computes_the_same_in_the_same_memory(model: PreTrainedModel) -
     assert twin.config._attn_implementation == "sdpa" != model.config._attn_implementation
 
 
-def test_every_size_can_be_asked_for() -> None:
-    assert set(NAMED) == set(SIZES)
-    for size in SIZES:
-        options = ["--guided", "--random-model", size, "--tokenizer", "t", "--prompts", "p.jsonl"]
-        assert arguments(BENCH, options).random_model == size
+def test_a_prompt_is_the_same_text_again(texts: list[KnownText], prompts: list[Prompt]) -> None:
+    for text, prompt in zip(texts, prompts, strict=True):
+        again = prompt.text()
+        assert (again.id, again.prompt_ids.tolist(), again.output_ids.tolist()) == (text.id, prompt.ids, prompt.known)
+        assert [ids.tolist() for ids in again.references] == prompt.references
 
 
 def test_same_seed_same_weights() -> None:

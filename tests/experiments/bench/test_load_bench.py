@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from experiments.bench.__main__ import main
-from experiments.bench.load import BENCH
-from experiments.bench.run import arguments
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = "the quick brown fox jumps over the lazy dog and a request travels from the door to the engine and back again"
 
 
@@ -34,14 +29,12 @@ def load(*arguments: object) -> int:
     return main(["load", *map(str, arguments)])
 
 
-def test_a_guided_run_has_all_parts(
-    tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_has_all_parts(tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    guided = ("--guided", "--random-model", "tiny", "--tokenizer", tiny_model, "--budget", 8, "--max-tokens", 12)
+    model = ("--model", tiny_model, "--dtype", "float64", "--budget", 8, "--max-tokens", 12)
     chosen = ("--strategy", "auto", "--strategy", "llma:copy_length=4", "--strategy", "autoregressive")
     small = ("--concurrency", "1,2", "--load", "0.8", "--requests", "3", "--repeats", "2")
-    assert load(*guided, "--prompts", *files, *chosen, *small, "--json", "--out", out) == 0
+    assert load(*model, "--prompts", *files, *chosen, *small, "--json", "--out", out) == 0
     shown = capsys.readouterr()
     results = json.loads(shown.out)
     record = json.loads(next(out.glob("*.json")).read_text())
@@ -49,18 +42,19 @@ def test_a_guided_run_has_all_parts(
     assert "1 clients, repeat 1: llma:copy_length=4" in shown.err
     ours = ["autoregressive", "auto", "llma:copy_length=4"]  # the baseline first
     for cell in (*results["closed"].values(), *results["open"].values()):
+        tokens = cell["servers"]["autoregressive"]["repeats"][0]["output_tokens"]
         assert cell["requests"] == 3 and list(cell["servers"]) == ours
         for row in cell["servers"].values():
             assert len(row["ratio"]) == 2 and row["tokens_per_s"] > 0
-            assert {run["output_tokens"] for run in row["repeats"]} == {36} and row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
+            assert {run["output_tokens"] for run in row["repeats"]} == {tokens}
+            assert row["ttft_ms"]["p99"] >= row["ttft_ms"]["p50"] > 0
         plain = cell["servers"]["autoregressive"]
         assert (set(plain["ratio"]), plain["tokens_per_step"], plain["drafted_per_step"]) == ({1.0}, 1.0, 0.0)
-        assert cell["servers"]["llma:copy_length=4"]["drafted_per_request_step"] > 0
     assert results["open"]["0.8"]["requests_per_s"] == pytest.approx(0.8 * results["capacity"], abs=1e-2)
     assert results["differing"] == dict.fromkeys(ours, 0) and len(list(out.glob("*.svg"))) == 1
 
 
-def test_an_unguided_run_tells_of_outputs_that_differ(
+def test_a_run_tells_of_outputs_that_differ(
     tiny_model: Path, files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = (
@@ -90,7 +84,6 @@ def test_an_unguided_run_tells_of_outputs_that_differ(
         (["--concurrency", "0,1"], "argument --concurrency: must be numbers from 1 on"),
         (["--concurrency", "4,4"], "--concurrency names a number twice"),
         (["--load", "0.5,nan"], "argument --load: must be numbers from 0.01 on"),
-        (["--random-model", "tiny"], "--random-model needs --guided"),
     ],
 )
 def test_options_that_cannot_be_used_end_at_once(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,10 +112,3 @@ def test_what_cannot_be_used_is_one_line(
     )
     assert len(errors) == 4 and all(part in error for part, error in zip(expected, errors, strict=True)), errors
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_explains_itself() -> None:
-    assert arguments(BENCH, ["--prompts", "p.jsonl"]).concurrency == (1, 2, 4, 8, 16, 32)
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", "load", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
-    assert done.returncode == 0 and "example" in done.stdout and "--concurrency" in done.stdout and not done.stderr

@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cluster.cli.generate.strategy_option import parse_strategy
 from configs.slices import EngineOptions, ModelOptions
 from engine.loading.model import load_model
-from experiments.bench.engines.contestants import Prompt
+from experiments.bench.engines.contestants import Prompt, make_request
 from experiments.bench.engines.measures import full_load_s, measured, rows_of_a_cell
-from experiments.bench.engines.servers import EngineServer, OneAtATime
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.engines.stock_batching import StockBatching
-from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
-from experiments.bench.engines.traffic import ClosedLoop, Journey, OpenLoop, Server, ServerCounts, drive, poisson
+from experiments.bench.engines.stock_generate import StockGenerate
+from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Journey, OpenLoop, Server, ServerCounts, drive, poisson
 
 MAX_TOKENS = 10
 PROMPTS = [Prompt(f"p/{i}", [5 + i, 6, 7, 8, 5 + i, 6, 7][: 3 + i % 5], []) for i in range(7)]
@@ -43,7 +42,7 @@ def shared(tiny_model: Path) -> SharedModel:
 
 
 def our_server(shared: SharedModel, strategy: str = "llma") -> EngineServer:
-    return EngineServer(strategy, partial(shared.engine, parse_strategy(strategy)), MAX_TOKENS, None)
+    return EngineServer(strategy, partial(shared.engine, parse_strategy(strategy)), partial(make_request, max_tokens=MAX_TOKENS))
 
 
 def most_in_flight(journeys: list[Journey]) -> int:
@@ -54,8 +53,7 @@ def most_in_flight(journeys: list[Journey]) -> int:
 def test_every_server_answers_a_closed_loop_as_generate_does(
     shared: SharedModel, stock: PreTrainedModel, expected: dict[str, list[int]]
 ) -> None:
-    stocks = [OneAtATime(kind(stock, MAX_TOKENS, (0,))) for kind in (StockGenerate, StockPromptLookup)]
-    servers: list[Server] = [our_server(shared), *stocks, StockBatching(stock, MAX_TOKENS, (0,), 3, 64)]
+    servers: list[Server] = [our_server(shared), StockBatching(stock, MAX_TOKENS, (0,), 3, 64)]
     for server in servers:
         for _ in range(2):  # begun again, it begins anew
             journeys, counts = drive(server, PROMPTS, ClosedLoop(3))

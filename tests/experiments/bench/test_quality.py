@@ -15,8 +15,8 @@ from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.stock_generate import StockGenerate
-from experiments.papers.draft_models.mjgd import joint_greedy, over_target, run_joint_greedy
-from experiments.papers.draft_models.quality import finished_by_all, output_nats, perplexity, until_end
+from experiments.papers.draft_models.mjgd import joint_greedy, over_target
+from experiments.papers.draft_models.quality import output_nats, perplexity, until_end
 from tests.helpers.models import CONTEXT, VOCAB, tiny_model
 
 PROMPT = [5, 60, 7, 131, 9, 10, 250, 12, 13]
@@ -64,13 +64,11 @@ def test_perplexity_weighs_tokens_and_not_outputs() -> None:
     assert perplexity(outputs) == pytest.approx(2.0**1.75)
     assert perplexity([np.zeros(4)]) == 1.0
     for nothing in ([], [np.empty(0)]):
-        with pytest.raises(ValueError, match="no output was finished"):
+        with pytest.raises(ValueError, match="a token at least"):
             perplexity(nothing)
 
 
-def test_only_what_all_finished_counts_and_only_up_to_the_end() -> None:
-    assert finished_by_all([{"a": [1], "b": [2], "c": [3]}, {"c": [1], "a": [9]}, {"a": [], "c": [4], "d": [1]}]) == ["a", "c"]
-    assert finished_by_all([{"a": [1]}, {}]) == finished_by_all([]) == []
+def test_a_text_counts_up_to_its_end() -> None:
     assert until_end([4, 0, 5, 0], (0, 7)) == [4, 0]
     assert until_end([4, 5], (0,)) == [4, 5]
 
@@ -102,8 +100,8 @@ def test_an_end_within_a_block_ends_the_output() -> None:
     whole = joint_greedy(model, Request("x", PROMPT, SamplingParams(10)), 4, 3, ()).outputs[0]
     assert len(whole) == 10  # the last block is shorter
     end = whole[5]
-    ended = run_joint_greedy(model, [Request(name, PROMPT, SamplingParams(10)) for name in "ab"], 4, 3, (end,))
-    assert ended.outputs == [whole[: whole.index(end) + 1]] * 2
+    ended = joint_greedy(model, Request("x", PROMPT, SamplingParams(10)), 4, 3, (end,))
+    assert ended.outputs == [whole[: whole.index(end) + 1]]
 
 
 def test_a_long_prompt_is_prefilled_in_parts() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from experiments.bench.figure import draw, panel
 from experiments.bench.options import numbers
 from experiments.bench.progress import Progress
+from experiments.bench.record import ROOT
 from experiments.bench.run import Bench, Results, Run, run, run_named
 
 SERIES = {"a": {"1": [1.0, 3.0, 2.0], "2": 4.0}, "b": {"2": [2.0, 2.5]}}
@@ -100,3 +103,11 @@ def test_numbers_with_commas() -> None:
     for text in ("1,x", "0,1", "nan"):
         with pytest.raises(argparse.ArgumentTypeError):
             numbers(float, 1)(text)
+
+
+@pytest.mark.parametrize("name", ["strategies", "load", "draft-models", "scaling"])
+def test_the_command_hands_its_options_to_the_bench(name: str) -> None:
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", name, "--prompts", "p.jsonl", "--repeats", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2
+    assert f"outrider bench {name}: error: --repeats must be at least 1, got 0" in done.stderr

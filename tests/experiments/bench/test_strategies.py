@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from experiments.bench.engines.stock_generate import StockAssisted, StockGenerat
 from experiments.bench.strategies import unfaithful
 from tests.helpers.models import llama_config, save_model
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 OURS = ("autoregressive", "llma:copy_length=4", "prompt_lookup")
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 
@@ -79,30 +76,6 @@ def test_all_contestants_give_the_same_outputs(
     assert rows["generate + lookup"]["ms"]["propose"] is None and rows["llma:copy_length=4"]["ms"]["propose"] > 0
 
 
-def test_a_guided_run_of_random_weights_follows_the_known_outputs(
-    tiny_model: Path, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    guided = ("--guided", "--random-model", "tiny", "--tokenizer", tiny_model, "--seed", 5)
-    bench(*guided, "--prompts", known, "--records", 2, "--out", out, "--budget", 8)
-    shown = capsys.readouterr()
-    assert "assisted generation does not run" in shown.err and "llma:copy_length=4" in shown.out
-    record = record_of(out)
-    assert record["seed"] == 5
-    overall = record["results"]["overall"]
-    assert all((row["identical"], row["records"]) == (2, 2) for row in overall.values())
-    assert overall["generate"]["tokens_per_step"] == 1.0 < overall["llma:copy_length=4"]["tokens_per_step"]
-    accepted = overall["prompt_lookup"]["accepted_per_step"]
-    assert list(accepted) == ["prompt_lookup"] and 0 < accepted["prompt_lookup"] < 8
-
-
-def test_a_real_model_can_be_guided_too(tiny_model: Path, known: Path, tmp_path: Path) -> None:
-    bench("--guided", "--model", tiny_model, "--prompts", known, "--max-tokens", 9, "--out", tmp_path / "out")
-    workload = record_of(tmp_path / "out")["results"]["workloads"]["known"]
-    assert (workload["records"], workload["too_long"]) == (2, 1)
-    assert {row["identical"] for row in workload["contestants"].values()} == {2}
-
-
 def test_assisted_generation_gives_the_tokens_of_generate(stock: PreTrainedModel, tmp_path: Path) -> None:
     other = save_model(tmp_path / "assistant", llama_config(num_hidden_layers=1), seed=1)
     assistant = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
@@ -146,9 +119,8 @@ def test_only_exact_runs_must_be_identical() -> None:
     rows = {"llma:copy_length=2": {"identical": 1, "records": 2}, "prompt_lookup": {"identical": 2, "records": 2}}
     results = {"overall": rows, "lossless": list(rows)}
     wrong = ["llma:copy_length=2 is not identical to plain decoding"]
-    assert unfaithful(results, Namespace(guided=False, dtype="float32")) == wrong
-    assert unfaithful(results, Namespace(guided=True, dtype="bfloat16")) == wrong
-    assert unfaithful(results, Namespace(guided=False, dtype="bfloat16")) == []
+    assert unfaithful(results, Namespace(dtype="float32")) == wrong
+    assert unfaithful(results, Namespace(dtype="bfloat16")) == []
 
 
 def test_workloads_without_a_usable_record_are_refused() -> None:
@@ -164,7 +136,6 @@ def test_workloads_without_a_usable_record_are_refused() -> None:
     [
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--budget", "-1"], "--budget must be at least 0"),
-        (["--random-model", "tiny"], "--random-model needs --guided, --tokenizer and a --dtype"),
         (["--prompts", "a/x.jsonl", "b/x.jsonl"], "two files of --prompts have one name"),
     ],
 )
@@ -184,10 +155,3 @@ def test_bad_names_are_one_line(tiny_model: Path, known: Path, tmp_path: Path, c
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert ["did you mean 'llma'" in errors[0], "could not be read" in errors[1], "--assistant" in errors[2]] == [True] * 3
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_hands_its_options_to_the_experiment() -> None:
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", "strategies", "--prompts", "p.jsonl", "--repeats", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
-    assert done.returncode == 2
-    assert "outrider bench strategies: error: --repeats must be at least 1, got 0" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from engine.text.tokenizer import load_tokenizer
-from experiments.bench.workloads import fits, interleaved, prompt_ids, read_workloads
+from experiments.bench.workloads import fitting_records, interleaved, prompt_ids, read_workloads
 
 
 def test_records_come_in_order_with_defaults(tmp_path: Path) -> None:
@@ -51,6 +51,9 @@ def test_prompt_is_a_user_message_in_the_template(tiny_model: Path) -> None:
     assert tokenizer.decode(prompt_ids(PromptRecord("1", "w", "lazy dog", ()), tokenizer)) == "<user>lazy dog!"
 
 
-def test_fits_at_the_edge() -> None:
-    assert fits(200, 56, 256)
-    assert not fits(201, 56, 256)
+def test_a_prompt_may_be_as_long_as_is_said(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    record = PromptRecord("1", "w", "lazy dog", ())
+    ids = prompt_ids(record, tokenizer)
+    assert list(fitting_records([record], tokenizer, len(ids))) == [(record, ids)]
+    assert list(fitting_records([record], tokenizer, len(ids) - 1)) == []

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.run import run
-from experiments.faults.disturbed import Run, ask_all, streaming
-from experiments.faults.ranks import BENCH, summary
-from experiments.service.asks import Told
+from experiments.faults.ranks import BENCH, Run, ask_all, streaming, summary
+from experiments.service.asks import Answer
 from experiments.service.served import served
 
 
 def test_a_pause_is_one_that_the_signal_fell_into_or_that_came_later() -> None:
-    heard = Told(times=[0.0, 5.0, 5.5, 7.5, 7.6])
+    heard = Answer(times=[0.0, 5.0, 5.5, 7.5, 7.6])
     assert heard.pause_s(since=0.0) == 5.0
     assert heard.pause_s(since=5.2) == 2.0
     assert heard.pause_s(since=7.55) == pytest.approx(0.1)
@@ -34,8 +33,8 @@ def test_times_are_summed_up_by_victim() -> None:
     assert {name: (part["runs"], part["identical"], part["of"]) for name, part in made.items()} == {
         "all": (3, 11, 12), "follower": (2, 8, 8), "leader": (1, 3, 4),
     }  # fmt: skip
-    assert made["follower"]["recovered_s"] == {"median": 4.0, "max": 5.0}
-    assert made["all"]["pause_s"] == {"median": 0.4, "max": 9.0}
+    assert made["follower"]["recovered_s"] == {"median": 4.0, "min": 3.0, "max": 5.0}
+    assert made["all"]["pause_s"] == {"median": 0.4, "min": 0.2, "max": 9.0}
     assert made["leader"]["noticed_s"] == {}
     assert summary(runs[:1]).keys() == {"all", "follower"}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from configs.slices import SpeculationOptions
 from decoding.drafters import build_drafter
-from decoding.replay import KnownText, replay_workload
+from decoding.replay import replay_workload
 from engine.forward.runner import ModelRunner
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.contestants import Prompt
@@ -22,7 +21,7 @@ from experiments.gpu_suite.parts import exchange
 from experiments.gpu_suite.parts.end_to_end import Trace, summary
 from experiments.gpu_suite.report import Job, Report, Setting
 from experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
-from experiments.gpu_suite.traces import STRATEGIES, Engines
+from experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
 CONTEXT = 256
 
@@ -46,12 +45,12 @@ def test_engines_emit_the_known_output_in_the_steps_of_a_replay(
     loaded: LoadedModel, runner: ModelRunner, tmp_path: Path, strategy: str
 ) -> None:
     prompts = made_up(3, loaded.vocab_size, 80, 40, 5)
-    run = Engines(loaded, runner, tmp_path).contestant(strategy, 40).run(prompts)
+    run = contestants(engines(loaded, runner, tmp_path), 40)[strategy].run(prompts)
     assert run.outputs == [prompt.known for prompt in prompts]
     if strategy == "auto":  # drafts from what the model ranks and what steps cost, which a replay cannot know
         assert run.steps < 120
         return
-    texts = [KnownText(one.id, np.array(one.ids, np.int32), (), np.array(one.known, np.int32)) for one in prompts]
+    texts = [prompt.text() for prompt in prompts]
     budget = SpeculationOptions().most_draft_tokens
     replay = replay_workload(texts, lambda: build_drafter(strategy, {}), budget, loaded.vocab_size, lambda: 0.0)
     assert (run.steps, run.drafted) == (replay.steps, replay.drafted)
@@ -128,7 +127,7 @@ def test_ratios_are_of_the_same_record_and_round() -> None:
     plain = [Trace("a/1", 4.0, 1.0, 10, 10, 0, True), Trace("b/1", 9.0, 1.0, 10, 10, 0, True)]
     drafted = [Trace("a/1", 2.0, 1.0, 10, 4, 30, True), Trace("b/1", 3.0, 1.0, 10, 6, 30, False)]
     figures = summary({"autoregressive": plain, "llma": drafted})["llma"]
-    assert figures["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "n": 2}
+    assert figures["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert figures["decode_ratio"]["median"] == 3.5 and figures["ratio_of_sums"] == 2.6
     assert (figures["tokens_per_s"], figures["decode_tokens_per_s"], figures["tokens_per_step"]) == (4.0, 6.0, 2.0)
     assert figures["wrong"] == 1 and figures["by_workload"]["b"] == {"runs": 1, "ratio": 3.0, "tokens_per_step": 1.667}
@@ -140,8 +139,10 @@ def test_cases_take_turns_and_one_round_at_least_is_made() -> None:
     times = clock.in_turns("cpu", cases, 5, 2, over=lambda: True, warm=1)
     assert called == ["a", "b", "a", "a", "b", "b"]
     assert all(len(taken.wall_s) == 1 and not taken.gpu_s for taken in times.values())
-    assert clock.spread([3.0, 1.0, 2.0], 10.0) == {"median": 20.0, "min": 10.0, "max": 30.0, "n": 3}
-    assert clock.spread([]) is None
+    assert clock.shown({}) == ("n/a", "") and clock.shown({"median": 2.0, "min": 1.0, "max": 3.0}, " ms") == (
+        "2.00 ms",
+        "1.00-3.00",
+    )
 
 
 def test_ranks_of_an_exchange_answer_every_command_and_end() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from experiments.papers.numbers.mjsd import METHODS, METRICS, TABLE_2, TABLE_3
 from experiments.papers.numbers.published import Figure
 from tests.helpers.models import llama_config, save_model
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 DEFAULTS = (
     "sampled", "greedy", "speculative greedy", "speculative coupled", "speculative rejection", "spectr", "bild", "mjsd",
     "mjsd, greedy", "mjgd",
@@ -75,7 +72,7 @@ def test_all_methods_beside_each_other(
     assert record["results"] == results and record["seed"] == 0
     rows = results["methods"]
     assert list(rows) == [*DEFAULTS, "llma", "jacobi"]
-    assert results["prompts"] == {"prompts": 2, "too_long": 0, "finished_by_all": 2}
+    assert results["prompts"] == {"prompts": 2, "too_long": 0}
     for label, row in rows.items():
         assert len(row["tokens_per_s"]) == len(row["speedup"]) == len(row["perplexity"]) == (1 if label == "mjgd" else 2), label
         assert all(value > 1.0 for value in row["perplexity"]) and row["tokens_per_step"] >= 1.0, label
@@ -117,17 +114,6 @@ def test_ablations_are_more_variants_of_mjsd(
     assert "`spectr:greedy=true,sequences=2`" in shown.out and "the seed's, 1 of 1" in shown.out
 
 
-def test_a_limit_leaves_prompts_out_of_every_methods_perplexity(
-    tiny_model: Path, draft: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = ("--model", tiny_model, "--draft-model", draft, "--prompts", prompts, "--draft-free", "--strategy", "mjsd")
-    small = ("--repeats", 1, "--max-tokens", 4, "--dtype", "float64", "--turn", 1, "--limit", 1e-6)
-    assert bench(*models, *small, "--out", tmp_path / "out") == 0
-    results = record_of(tmp_path / "out")["results"]
-    assert results["prompts"] == {"prompts": 4, "too_long": 0, "finished_by_all": 1}
-    assert [row["tokens"] <= 4 for row in results["methods"].values()] == [True, True]
-
-
 def test_mistakes_are_one_line(
     tiny_model: Path, draft: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +138,6 @@ def test_mistakes_are_one_line(
     [
         (["--gamma", "0"], "--gamma must be at least 1"),
         (["--temperature", "0"], "--temperature must be above 0"),
-        (["--limit", "0"], "--limit must be above 0 seconds"),
         (["--guided"], "unrecognized arguments: --guided"),
     ],
 )
@@ -237,10 +222,3 @@ def test_texts_that_must_be_equal_and_are_not_are_named() -> None:
     rows = {"a": {"identical": {"same": 2, "of": 3}}, "b": {"identical": None}, "c": {"identical": {"same": 3, "of": 3}}}
     assert unfaithful({"methods": rows}, Namespace(dtype="float32")) == ["a: 2 of 3 texts as plain"]
     assert unfaithful({"methods": rows}, Namespace(dtype="bfloat16")) == []
-
-
-def test_the_command_hands_its_options_to_the_experiment() -> None:
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", "draft-models", "--prompts", "p.jsonl", "--turn", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
-    assert done.returncode == 2
-    assert "outrider bench draft-models: error: --turn must be at least 1, got 0" in done.stderr

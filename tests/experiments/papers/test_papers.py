@@ -16,10 +16,10 @@ from experiments.bench.__main__ import main
 from experiments.bench.engines.contestants import Prompt
 from experiments.papers.beside import Found, beside, judged
 from experiments.papers.commands import PAPERS
+from experiments.papers.jacobi import compression, expected_tokens, fitted
 from experiments.papers.llma import counted
 from experiments.papers.ngrammys import Seen, shares
 from experiments.papers.numbers.published import Claim, Figure, Paper, PaperTable
-from experiments.papers.scaling_law import compression, expected_tokens, fitted
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 

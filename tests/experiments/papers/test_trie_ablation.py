@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from decoding.replay import KnownText, replay_workload
-from experiments.papers.ablation.ablate import PARTS, ablate
-from experiments.papers.ablation.explicit_trie import ExplicitTrieDrafter, TrieParts
+from experiments.papers.ablation.explicit_trie import PARTS, ExplicitTrieDrafter, TrieParts, ablate
 from experiments.papers.ablation.frequency_trie import FrequencyTrie
 from experiments.papers.numbers.trie import CAPACITIES, FULL
 from experiments.papers.numbers.trie import PARTS as PAPER_PARTS

@@ -15,7 +15,6 @@ from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from configs.slices import EngineOptions, SpeculationOptions
 from experiments.bench.run import run
 from experiments.service.parity import run as parity
-from experiments.service.parity.answers import Answer, Choice, differences, read
 from experiments.service.parity.cases import Said, cases
 from tests.cluster.circle import TOKENIZER, local_engine, served
 
@@ -48,29 +47,6 @@ def test_no_parameter_changes_an_answer(url: str, tmp_path: Path) -> None:
     assert all(row["mismatches"] == 0 for row in rows.values())
     for body in (ChatCompletionRequest, CompletionRequest):
         assert not body.model_fields.keys() - rows.keys() - NOT_ANSWERS, "parameters that no case asks for"
-
-
-def test_what_is_a_difference() -> None:
-    def answer(**changes: Any) -> Answer:
-        choice = Choice(**({"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]} | changes))
-        return Answer(200, choices={0: choice}, usage={"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}})
-
-    assert differences(answer(), answer()) == ([], 0.0)
-    names, gap = differences(answer(), answer(logprobs=[-0.1, -0.21]))
-    assert not names and gap == pytest.approx(0.01)
-    assert differences(answer(), answer(logprobs=[-0.1, -0.3]))[0] == ["logprobs"]
-    assert differences(answer(), answer(text="ac", finish_reason="length"))[0] == ["choices[0].text", "choices[0].finish_reason"]
-    assert differences(answer(), Answer(400, "no")) == (["status", "error", "choices"], 0.0)
-    other = answer()
-    other.usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
-    assert differences(answer(), other)[0] == ["usage.completion_tokens"]
-
-
-def test_streams_are_put_together() -> None:
-    events = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in ("a", "b")]
-    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-    assert read(200, text + "data: [DONE]\n\n").choices[0].text == "ab"
-    assert read(200, text).error == "the stream has no [DONE]"
 
 
 def test_what_cannot_be_measured(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,18 +14,18 @@ import pytest
 from experiments.bench.run import arguments, run_named
 from experiments.faults import replicas
 from experiments.service import clients, disconnects, fairness, fuzz, overhead, overload
-from experiments.service.asks import KINDS, Told, ask, make_asks
+from experiments.service.asks import KINDS, Answer, Ask, Choice, ask, make_asks
 from experiments.service.overhead import Timed, medians, summary
 from experiments.service.overload import Outcome, Phase
 
 ENTRY = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 
 
-def told(*events: dict[str, Any]) -> Told:
+def told(*events: dict[str, Any]) -> Answer:
     """What a client makes of some events."""
-    made = Told()
+    made = Answer()
     for event in events:
-        made.read(event)
+        made.add(event)
     return made
 
 
@@ -49,20 +48,47 @@ def test_a_stream_and_a_whole_answer_are_the_same_to_a_client() -> None:
         {"index": 1, "message": {"content": "x"}, "finish_reason": "length", "logprobs": None},
     ]
     whole = told({"choices": choices, "usage": usage})
-    assert whole.texts == {0: "ab", 1: "x"} and whole.tokens == {0: ["a", "b"]} and whole.usage == usage
+    assert whole.texts == {0: "ab", 1: "x"} and whole.choices[0].tokens == ["a", "b"] and whole.usage == usage
     assert streamed.differs(whole) == []
 
 
 def test_every_part_of_an_answer_that_is_another_one_is_named() -> None:
     right = told(chunk(0, "ab", "stop", {"content": [ENTRY]}))
-    assert told(chunk(0, "ac", "stop", {"content": [ENTRY]})).differs(right) == ["texts"]
-    assert told(chunk(0, "ab", "length", {"content": [ENTRY]})).differs(right) == ["finishes"]
-    assert told(chunk(0, "ab", "stop", {"content": [ENTRY, ENTRY]})).differs(right) == ["tokens"]
+    assert told(chunk(0, "ac", "stop", {"content": [ENTRY]})).differs(right) == ["choices[0].text"]
+    assert told(chunk(0, "ab", "length", {"content": [ENTRY]})).differs(right) == ["choices[0].finish_reason"]
+    assert told(chunk(0, "ab", "stop", {"content": [ENTRY, ENTRY]})).differs(right) == ["choices[0].tokens"]
     assert told(chunk(0, "ab", "stop", {"content": [ENTRY | {"logprob": -0.6}]})).differs(right) == ["logprobs"]
     assert told(chunk(0, "ab", "stop", {"content": [ENTRY | {"logprob": -0.5001}]})).differs(right) == []
     broken = told(chunk(0, "ab", "stop", {"content": [ENTRY]}))
     broken.error = "gone"
     assert broken.differs(right) == ["error"]
+    assert Answer(400, "no").differs(right) == ["status", "error", "choices"]
+
+
+def test_what_is_near_and_what_is_counted() -> None:
+    def answer(**changes: Any) -> Answer:
+        choice = Choice(**({"text": "ab", "finish_reason": "stop", "tokens": ["a", "b"], "logprobs": [-0.1, -0.2]} | changes))
+        return Answer(200, choices={0: choice}, usage={"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}})
+
+    near = answer(logprobs=[-0.1, -0.21])
+    assert near.differs(answer(), 0.02) == [] and near.gap(answer()) == pytest.approx(0.01)
+    assert answer(logprobs=[-0.1, -0.3]).differs(answer(), 0.02) == ["logprobs"]
+    other = answer()
+    other.usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+    assert other.differs(answer()) == ["usage.completion_tokens"]
+
+
+def test_a_stream_that_is_cut_off_is_told() -> None:
+    events = "".join(f"data: {json.dumps(chunk(0, text))}\n\n" for text in ("a", "b"))
+
+    async def heard(body: str) -> Answer:
+        answers = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+        async with httpx.AsyncClient(transport=answers, base_url="http://there") as client:
+            return await ask(client, "tiny", Ask("", "chat/completions", {"stream": True}))
+
+    whole, cut = asyncio.run(heard(events + "data: [DONE]\n\n")), asyncio.run(heard(events))
+    assert (whole.texts, whole.error) == ({0: "ab"}, None)
+    assert (cut.texts, cut.error) == ({0: "ab"}, "the stream ended without [DONE]")
 
 
 def test_requests_come_in_all_kinds_with_seeds_of_their_own_and_again_the_same() -> None:
@@ -78,7 +104,7 @@ def test_no_answer_is_an_error_of_the_request() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    async def run() -> Told:
+    async def run() -> Answer:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             return await ask(client, "tiny", make_asks(1, 8, 0)[0])
 
@@ -129,14 +155,6 @@ def test_what_a_tool_printed_is_kept_without_folders_and_colours() -> None:
         clients.shown(["locust", "-f", "/home/someone/there/file.py", "--host", "http://h:1"])
         == "locust -f /file.py --host http://h:1"
     )
-
-
-def test_environments_are_made_once(tmp_path: Path) -> None:
-    folder = tmp_path / "none"
-    folder.mkdir()
-    (folder / "outrider-packages.json").write_text(json.dumps(["a==1"]))
-    assert clients.environment(folder, ["a==1"]).parent == folder
-    assert list(folder.iterdir()) == [folder / "outrider-packages.json"]
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -18,7 +18,7 @@ from decoding.strategy_choice import parse_strategy
 from engine.loading.model import LoadedModel
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import Prompt, make_request
-from experiments.bench.engines.guided import GuidedExecutor, random_model
+from experiments.bench.engines.guided import random_model
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.simulation.replica import TENANT, KnownTarget, Piece, SimulatedReplica
 from experiments.simulation.steps import Host, StepTimes
@@ -88,12 +88,9 @@ def test_it_takes_the_steps_of_the_engine(
     model = random_model("tiny", cutter.vocab_size, CONTEXT, torch.float32, seed=3)
     loaded = LoadedModel(model, load_tokenizer(str(tiny_model)), "random", CONTEXT, ())
     shared = SharedModel(loaded, options, BUDGET, guided=True)
-    assert isinstance(shared.executor, GuidedExecutor)
     engine, one = shared.engine(parse_strategy(strategy)), replica(strategy, cutter.vocab_size, options=options)
     for text in texts:
-        references = [ids.tolist() for ids in text.references]
-        prompt = Prompt(text.id, text.prompt_ids.tolist(), references, text.output_ids.tolist())
-        engine.add(make_request(prompt, 1, shared.executor, TENANT))
+        engine.add(make_request(Prompt.of(text), 1, shared.guide))
         one.add(text.id, text, 0.0)
     real: list[list[tuple[str, tuple[int, ...]]]] = []
     while engine.has_work:
