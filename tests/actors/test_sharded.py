@@ -69,9 +69,10 @@ def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+@pytest.mark.slow
 @has_deepspeed
 @pytest.mark.parametrize(
-    "compiler", [pytest.param("none", id="gloo"), pytest.param("c++", marks=[pytest.mark.slow, has_compiler], id="shared memory")]
+    "compiler", [pytest.param("none", id="gloo"), pytest.param("c++", marks=has_compiler, id="shared memory")]
 )
 def test_slices_say_what_the_whole_says_and_a_killed_rank_ends_the_group(compiler: str) -> None:
     before = buffers()
@@ -85,6 +86,7 @@ def test_slices_say_what_the_whole_says_and_a_killed_rank_ends_the_group(compile
     assert buffers() == before
 
 
+@pytest.mark.slow
 def test_a_pipeline_says_what_the_whole_says_and_ends_with_its_leader() -> None:
     with leading("pipeline", "gemma2") as (leader, answers):
         check_answers(answers)

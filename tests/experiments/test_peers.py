@@ -135,6 +135,7 @@ def test_what_cannot_be_had_is_named(tmp_path: Path) -> None:
     assert made.of("a==1").parent == tmp_path / "a==1" / "bin"
 
 
+@pytest.mark.slow
 def test_ours_and_transformers_end_to_end(
     tiny_model: Path, workloads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,11 @@ def _compiled(dtype: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason="no compiled code for it here")
 
 
-ON_CPU = [pytest.param("cpu", dtype, marks=_compiled(dtype)) for dtype in (*_HALF, "float32")]
+_OFTEN = ("bfloat16", "float32")  # of the types on a CPU, those that are tried each time
+ON_CPU = [
+    pytest.param("cpu", dtype, marks=[_compiled(dtype), *(() if dtype in _OFTEN else (pytest.mark.slow,))])
+    for dtype in (*_HALF, "float32")
+]
 EVERYWHERE = [*ON_CPU, *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (*_HALF, "float32"))]
 compiled_only = _compiled("bfloat16")
 

@@ -318,6 +318,7 @@ def test_steps_of_a_model_on_a_cpu(fixed_rows: int | None) -> None:
     assert static._steps  # the last step, at least, was one of a fixed shape
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter itself")
 def test_in_the_interpreter() -> None:

@@ -171,6 +171,7 @@ def test_graphs_compute_what_the_model_does(dtype: torch.dtype) -> None:
             assert (given - right).abs().max() <= bound if len(right) else given.shape == right.shape
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same() -> None:
     usual = tiny_model("llama", "float64").runner
     model = deepcopy(usual.model)

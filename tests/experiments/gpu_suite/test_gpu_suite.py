@@ -73,6 +73,7 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     return ran, record
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # where nothing was compiled before
 def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(
     bare_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
@@ -145,6 +146,7 @@ def hangs(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_dies_or_hangs_leaves_the_others_a_worker() -> None:
     worker, seen = Worker(), []
 
