@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from tests.helpers.compiled import cache_with_compiled
+from decoding.jit import cache_folder
 
 # Before anything imports Ray; without it, Ray writes a token into the home folder.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -24,7 +25,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep (tables of tiny models) stays out of the home folder; `make clean` removes it. Code that the installation has
 # compiled is taken from there.
-os.environ["XDG_CACHE_HOME"] = cache_with_compiled(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
+_COMPILED = [folder.resolve() for folder in cache_folder().glob("native-*")]
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
+cache_folder().mkdir(parents=True, exist_ok=True)
+for _folder in _COMPILED:
+    with contextlib.suppress(FileExistsError):
+        (cache_folder() / _folder.name).symlink_to(_folder)
 
 settings.register_profile("outrider", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("outrider")

@@ -29,7 +29,7 @@ _SERVING = _MODELS | {"ray", "redis", "deepspeed", "accelerate", "psutil", "msgp
 LIBRARIES: dict[str, set[str]] = {
     "decoding": _NUMBERS | {"numba"},
     "configs": {"pydantic", "pydantic_core", "yaml"},
-    "engine": _MODELS | {"gguf", "numba", "llvmlite", "psutil", "pynvml", "llguidance", "triton", "pypdf", "bs4", "markdownify"},
+    "engine": _MODELS | {"gguf", "numba", "llvmlite", "pynvml", "llguidance", "triton", "pypdf", "bs4", "markdownify"},
     "cache_service": {"numpy", "redis", "pybreaker"},
     "actors": _SERVING,
     "cluster": _SERVING

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -15,12 +15,17 @@ from engine.errors import ModelLoadError
 from engine.loading.gguf import read_header
 from engine.loading.model_files import is_gguf
 
+_MACHINE = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")  # as a container sees its own limits; elsewhere nothing is limited there
 
 
 def free_bytes() -> int:
-    """What processes may still take: of the machine, or of the container that they run in."""
-    free = int(psutil.virtual_memory().available)
+    """What processes may still take: of the machine, or of the container that they run in; all, where a system does not tell."""
+    try:
+        kinds = dict(line.split(":") for line in _MACHINE.read_text().splitlines())
+        free = int(kinds["MemAvailable"].removesuffix("kB")) << 10
+    except (OSError, KeyError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError, KeyError):  # no limit
         limit, used = (int((_CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
         kinds = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())

@@ -19,10 +19,10 @@ import pytest
 
 from cluster.cli.launch.preflight import check_port
 from cluster.cli.launch.serve import _state_of_redis
+from decoding.jit import cache_folder
 from experiments.faults.redis_process import RedisProcess
 from tests.cluster.circle import COMPLETIONS, TEXT
 from tests.cluster.commands import COMMAND, REPOSITORY
-from tests.helpers.compiled import cache_with_compiled
 from tests.helpers.network import free_port
 from tests.helpers.waiting import eventually
 
@@ -197,8 +197,8 @@ def test_model_that_does_not_load_is_one_line(launched: Callable[..., Serving], 
 
 @pytest.mark.slow
 def test_where_the_default_model_cannot_be_fetched_the_demo_model_is_served(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_with_compiled(log.parent / "cache")
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": cache}.items():
+    shutil.copytree(cache_folder(), log.parent / "cache" / "outrider", ignore=shutil.ignore_patterns("models"))
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(log.parent / "cache")}.items():
         monkeypatch.setenv(name, value)
     serving = Serving(log)
     try:
