@@ -99,7 +99,7 @@ async def phase(
         await asyncio.sleep(own.random() * pause_s)
         while time.monotonic() < until:
             answers.append(await _once(client, model, question(own), number))
-            await asyncio.sleep(own.expovariate(1 / pause_s))
+            await asyncio.sleep(min(own.expovariate(1 / pause_s), max(until - time.monotonic(), 0.0)))
 
     with contextlib.ExitStack() as running:
         statuses = Counter[str]()
