@@ -25,7 +25,7 @@ class ModelOptions:
     dtype: Dtype = "auto"  # auto: as the checkpoint says, bfloat16 for a .gguf file
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
-    threads: int | None = None  # torch threads on a CPU; when absent all cores, or as many as Ray reserved for the replica
+    threads: int | None = None  # torch threads on a CPU; when absent all cores, or cpus_per_replica where several share them
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cluster.cli.launch.preflight import LaunchError, check_model
+from cluster.cli.launch.preflight import LaunchError, check_model, with_threads
 from cluster.cli.terminal import fail, fail_input, progress
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def server_threads(config: Config) -> int | None:
 
     Ray gives a replica as many as the CPUs that it reserves for it, unless the environment says otherwise.
     """
+    config = with_threads(config)
     if config.model.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config.model.threads
     return max(1, int(config.server.cpus_per_replica))

@@ -65,7 +65,7 @@ def serve(
         loaded = load_config(config or REPOSITORY / "configs" / "local.yaml", settings)
     except ConfigError as error:
         fail_input(str(error))
-    from cluster.cli.launch.preflight import LaunchError, check
+    from cluster.cli.launch.preflight import LaunchError, check, with_threads
 
     try:
         check(loaded)
@@ -74,7 +74,7 @@ def serve(
         from cluster.cli.launch.serve import serve_until_stopped  # imports Ray, which takes a moment
 
         own_choice = config is not None or any(setting.startswith("model.path=") for setting in settings)
-        serve_until_stopped(loaded, None if own_choice else "demo_model", as_json)
+        serve_until_stopped(with_threads(loaded), None if own_choice else "demo_model", as_json)
     except LaunchError as error:
         fail(str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -10,11 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from cache_service.store.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
 from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address
-from configs.slices import ParallelismOptions, SpeculationOptions
+from configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import key_is_required
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
@@ -51,6 +54,21 @@ def check(config: Config) -> None:
     check_processors(config)
     check_parallelism(config)
     check_resource(config)
+
+
+def with_threads(config: Config) -> Config:
+    """The configuration, in which the only replica of a server of its own computes with all cores unless it says otherwise.
+
+    Ray has a replica compute with as many threads as the CPUs that it reserves for it, ``server.cpus_per_replica``.
+    """
+    server = config.server
+    alone = server.ray_address is None and server.replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
+    told = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
+    if not alone or told or "OMP_NUM_THREADS" in os.environ:
+        return config
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(psutil.cpu_count(logical=False) or cores, cores)
+    return config.model_copy(update={"model": dataclasses.replace(config.model, threads=threads)})
 
 
 def ray_folder() -> Path:

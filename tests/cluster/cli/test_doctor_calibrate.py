@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.cli.calibrate import server_threads
@@ -77,6 +79,10 @@ def test_threads_are_those_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None
     assert server_threads(Config(server=wide)) == 3
     assert server_threads(Config(server=ServerOptions(cpus_per_replica=0))) == 1
     assert server_threads(Config(model=ModelOptions(threads=2), server=wide)) == 2
+    alone = server_threads(Config())
+    assert alone is not None and 1 <= alone <= (os.cpu_count() or 1)
+    assert alone == len(os.sched_getaffinity(0)) or alone == psutil.cpu_count(logical=False)
+    assert server_threads(Config(server=ServerOptions(replicas=2))) == 1  # they share the cores
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert server_threads(Config(server=wide)) is None
     assert server_threads(Config(model=ModelOptions(threads=2))) == 2
