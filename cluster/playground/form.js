@@ -55,7 +55,9 @@ export function readForm() {
 // turns: messages before the question. strategy: empty for the server's own.
 export function requestBody(form, { model, turns, strategy, reports }) {
   const messages = [...turns, { role: "user", content: form.question }];
-  if (form.documents) messages.unshift({ role: "system", content: `### Documents\n${form.documents}` });
+  if (form.documents) {
+    messages[0] = { role: "user", content: `Context:\n${form.documents}\n\nQuestion: ${messages[0].content}` };
+  }
   const body = {
     model,
     messages,

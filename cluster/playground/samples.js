@@ -1,8 +1,6 @@
 // Prompts for a model that answers from documents, as the demo model does.
 
-const LIBRARY = `[1] Library - Opening hours: The library opens at nine in the morning. On Sundays it stays closed. During examination weeks, students may use our study rooms until midnight.
-[2] Library - Loans: Members can borrow twelve books for one month, while films must be returned after seven days.
-[3] Library - Fees: Membership is free. Visitors from other towns pay twenty dollars per year.`;
+const LIBRARY = "The library opens at nine in the morning. On Sundays it stays closed.";
 
 const TELEMETRY = `[1] Collector: The collector receives traces, metrics and logs, processes them, and exports this telemetry to one or more backends. It removes the need to run several agents.
 [2] Sampling: Sampling reduces how many traces are stored. Head sampling decides as early as possible; tail sampling waits for whole requests first.
@@ -20,8 +18,8 @@ def read_json(path):
 \`\`\``;
 
 export const SAMPLES = [
-  { name: "Rename a function", documents: CODE, question: "Rename the function `read_json` to `compute_read_json`." },
-  { name: "Opening hours", documents: LIBRARY, question: "What are the opening hours of the library?" },
+  { name: "Rename a function", documents: CODE, question: "Write the function again, with the name `load_json`." },
+  { name: "Opening hours", documents: LIBRARY, question: "When does the library open?" },
   { name: "Telemetry", documents: TELEMETRY, question: "What does the collector receive?" },
   {
     name: "No documents",
