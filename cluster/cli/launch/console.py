@@ -72,8 +72,9 @@ class Progress:
 
 
 class StopSignals:
-    """Takes SIGINT, SIGTERM, and SIGHUP of a terminal that is closed: the first asks for an orderly stop, the second ends the
-    process at once.
+    """Takes SIGINT and SIGTERM: the first asks for an orderly stop, the second ends everything at once.
+
+    So does SIGHUP, of a terminal that is closed: Ray's processes, which get it, too, end of it.
 
     The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
     """
@@ -94,13 +95,10 @@ class StopSignals:
             raise StopRequested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or number == signal.SIGHUP:
             kill_ray()
             os._exit(128 + number)
         self.requested = True
-        if number == signal.SIGHUP:  # nobody reads any more, and to write is an error
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         self._say("stopping (Ctrl-C again ends everything at once)")
 
 

@@ -237,5 +237,6 @@ def test_a_redis_that_comes_later_is_used_when_it_is_there_and_left_alone(launch
             eventually(is_well, 60)
             assert client.post(COMPLETIONS, json=body).raise_for_status().json()["choices"] == before
         os.killpg(serving.process.pid, signal.SIGHUP)  # its terminal is closed
-        assert serving.ends(60) == 0 and serving.left() == []
+        assert serving.ends(10) == 128 + signal.SIGHUP and serving.left() == []
+        assert not list(serving.files.glob("outrider-redis-*"))
         assert _state_of_redis(redis_server.url) == "Redis answers at redis_url"
