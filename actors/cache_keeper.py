@@ -13,7 +13,7 @@ from cache_service.namespace import Identity
 
 logger = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 1.0
+_ASK_AGAIN_S = 0.2
 
 
 class CacheNotReadyError(RuntimeError):

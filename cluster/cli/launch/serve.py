@@ -303,7 +303,7 @@ def _deploy(config: Config, say: Callable[[str], None], signals: StopSignals) ->
 
 
 def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: StopSignals) -> None:
-    """Returns when the service is healthy; says meanwhile what replicas on this machine write into the file."""
+    """Returns when the service is ready; says meanwhile what replicas on this machine write into the file."""
     began = time.monotonic()
     compiles = config.server.ray_address is None and compiles_first()
     say(f"loading {config.model.path}{'; a first start compiles, which later ones need not' if compiles else ''}")
@@ -311,7 +311,7 @@ def _wait_until_loaded(config: Config, progress: Path, say: Progress, signals: S
         while True:
             signals.check()
             now = time.monotonic()
-            if _is_running() and _is_healthy(client):
+            if _is_running() and _is_ready(client):
                 return
             if now - began > config.server.start_timeout_s:
                 raise LaunchError(
@@ -336,9 +336,9 @@ def _is_running() -> bool:
     return application.status == "RUNNING"
 
 
-def _is_healthy(client: httpx.Client) -> bool:
+def _is_ready(client: httpx.Client) -> bool:
     try:
-        return client.get("/health").status_code == 200
+        return client.get("/ready").status_code == 200
     except httpx.TransportError:
         return False  # the proxy does not listen yet
 
