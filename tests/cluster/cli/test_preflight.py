@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_a_model_that_cannot_be_fetched_ends_the_launch_at_once(tmp_path: Path, 
     for variable, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr("engine.loading.model_files._check_space", lambda *_: None)
+    # This process may have a Ray already; with one of its own: tests/cluster/service/test_launch.py.
+    monkeypatch.setattr("cluster.cli.launch.serve._ray", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("cluster.cli.launch.serve._check_ray", lambda *_: None)
     config = load_config(None, ["model.path=smollm2-135m-instruct"])
     with pytest.raises(LaunchError, match=r"'smollm2-135m-instruct' could not be fetched .*give --model DIR"):
         serve_until_stopped(config)
