@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.slices import SpeculationOptions
 from experiments.bench.run import run
+from experiments.faults import cache
 from experiments.faults.cache import BENCH, FAULTS
 from experiments.faults.figures import Answer, Pass, compared, halves, ratios
 from tests.helpers.models import SENTENCES
@@ -36,7 +38,15 @@ def test_what_b_knew_is_what_a_had_answered_before_the_fault() -> None:
     assert halves([a], [b]) == {"answered_before": 4.0, "answered_after": 1.0}
 
 
-def test_outputs_are_plain_decodings_and_sharing_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+def drafting(strategy: str = "auto") -> SpeculationOptions:
+    """Options with which as many rows are drafted on a busy machine as on another."""
+    return SpeculationOptions(strategy, options={"all_rows": True} if strategy == "auto" else {})
+
+
+def test_outputs_are_plain_decodings_and_sharing_comes_back(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "SpeculationOptions", drafting)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": sentence[at:]}) + "\n" for sentence in SENTENCES for at in (0, 4)))
     options = ["--requests", "6", "--max-tokens", "40", "--context", "256", "--concurrency", "3", "--repeats", "1"]
@@ -52,8 +62,7 @@ def test_outputs_are_plain_decodings_and_sharing_comes_back(tiny_model: Path, tm
     assert phases["plain"]["tokens_per_step"] == 1.0
     for fault in FAULTS:
         assert phases[f"after {fault}, B"]["shared_tokens"] > phases[f"{fault}, A"]["shared_tokens"]
-        # How many rows `auto` drafts follows from the times of steps: on a busy machine fewer.
-        assert phases[f"after {fault}, B"]["tokens_per_step"] > 1.2 * phases[f"after {fault}, A"]["tokens_per_step"]
+        assert phases[f"after {fault}, B"]["tokens_per_step"] > 1.5 * phases[f"after {fault}, A"]["tokens_per_step"]
     assert {"connection", "full"} <= results["mirrors"][0]["failures"].keys()  # a pause is shorter than a timeout here
 
 
