@@ -47,6 +47,8 @@ def test_what_comes_of_several_jobs_comes_together(replica: EngineReplica) -> No
             if {place for place, _ in batch} == {0, 1, 2, 3}:
                 break
             time.sleep(0.05)  # nobody listens meanwhile
+        else:
+            pytest.fail("no event had something of each job")
         await calls.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -99,5 +101,6 @@ def test_who_stops_listening_frees_all_slots(replica: EngineReplica) -> None:
         async with asyncio.timeout(30):
             while (await replica.describe()).counts.running:
                 await asyncio.sleep(0.01)
+        assert (await replica.describe()).counts.free_slots == 4
 
     asyncio.run(run())
