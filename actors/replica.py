@@ -257,6 +257,9 @@ class Replica:
         if request.num_output:
             self._mirror.publish(request.tenant, request.text, live.published, request.output_ids[live.published :], final)
             live.published = request.num_output
+        history = self._engine.memory.of(request.tenant) if final and self._engine.memory is not None else None
+        for key, tokens in [] if history is None else history.notes(request):
+            self._mirror.publish(request.tenant, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()

@@ -11,6 +11,7 @@ import numpy as np
 from cache_service.keeper.eviction import worths
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable
 from cache_service.records import CacheDelta, TextBatch
+from decoding.sources.text_keys import document_hash, is_passage
 from decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten
@@ -22,7 +23,7 @@ class Admitted:
     """What of a batch is to be applied, in this order."""
 
     cleared: bool = False  # the tenant was deleted: forget all of it first
-    removed: tuple[int, ...] = ()  # request hashes
+    removed: tuple[int, ...] = ()  # hashes of requests and of documents
     evicted: tuple[int, ...] = ()  # text keys
     deltas: tuple[CacheDelta, ...] = ()
 
@@ -32,7 +33,8 @@ class Ledger:
 
     A batch of an older epoch is dropped whole; one of a newer epoch clears everything first. Within an epoch the removed requests
     and the evicted texts only grow (a 2P set of Shapiro et al., INRIA RR-7506: removal wins whatever the order, and what was
-    removed never comes back, which is right because a request's id is used once). What survives is therefore a function of the
+    removed never comes back, which is right because a request's id is used once, and as a deleted document is not to be
+    remembered again). What survives is therefore a function of the
     set of batches: duplicates and order do not matter.
 
     Example: a batch that removes request 5 and one with a delta of text ``5 << 16`` leave nothing of it, whichever comes first.
@@ -40,12 +42,18 @@ class Ledger:
 
     def __init__(self, epoch: int = 0, removed: Iterable[tuple[int, float]] = (), evicted: Iterable[int] = ()) -> None:
         self.epoch = epoch
-        self.removed: dict[int, float] = dict(removed)  # request hashes, and when each was removed
+        self.removed: dict[int, float] = dict(removed)  # hashes of requests and documents, and when each was removed
         self.evicted: dict[int, None] = dict.fromkeys(evicted)  # text keys in the order of eviction
 
-    def allows(self, text: int) -> bool:
-        """Whether pieces of this text are applied."""
-        return text >> 16 not in self.removed and text not in self.evicted
+    def allows(self, text: int, tokens: Int32Array | None = None) -> bool:
+        """Whether pieces of this text are applied; of a passage, which comes whole, the tokens say it, too."""
+        return text not in self.evicted and not self.deleted(text, tokens)
+
+    def deleted(self, text: int, tokens: Int32Array | None = None) -> bool:
+        """Whether the text's request or, where the tokens of a passage are given, the document was deleted."""
+        if text >> 16 in self.removed:
+            return True
+        return bool(self.removed) and tokens is not None and is_passage(text) and document_hash(tokens) in self.removed
 
     def admit(self, batch: TextBatch, now_s: float = 0.0) -> Admitted:
         """What of a batch is to be applied. ``now_s``: the time that is noted with removed requests."""
@@ -55,7 +63,8 @@ class Ledger:
         for request in batch.removed:
             self.removed.setdefault(request, now_s)
         self.evict(batch.evicted)
-        return Admitted(cleared, batch.removed, batch.evicted, tuple(delta for delta in batch.deltas if self.allows(delta.text)))
+        deltas = tuple(delta for delta in batch.deltas if self.allows(delta.text, delta.tokens))
+        return Admitted(cleared, batch.removed, batch.evicted, deltas)
 
     def admit_snapshot(self, snapshot: Snapshot) -> Admitted | None:
         """What a mirror that starts again from a snapshot applies to its emptied history; None: it is of an older epoch.
@@ -73,7 +82,7 @@ class Ledger:
             self.removed.setdefault(request, at_s)
         self.evict(evicted)
         pieces = (CacheDelta(text.text, text.offset, text.tokens, text.final) for text in snapshot.texts)
-        return Admitted(cleared, removed, evicted, tuple(piece for piece in pieces if self.allows(piece.text)))
+        return Admitted(cleared, removed, evicted, tuple(piece for piece in pieces if self.allows(piece.text, piece.tokens)))
 
     def evict(self, keys: Iterable[int]) -> None:
         """Notes texts that were let go of."""
@@ -173,7 +182,8 @@ class TenantTexts:
             self.num_tokens = 0
         if admitted.removed:
             gone = set(admitted.removed)
-            self._drop([key for key in self._texts if key >> 16 in gone])
+            passages = [key for key in self._texts if is_passage(key) and document_hash(self._texts[key].tokens) in gone]
+            self._drop([*passages, *(key for key in self._texts if key >> 16 in gone)])
         self._drop(admitted.evicted)
         for delta in admitted.deltas:
             self._extend(delta.text, delta.offset, delta.tokens, delta.final, now_s)
@@ -229,7 +239,7 @@ class TenantTexts:
         restored = cls()
         restored.ledger = Ledger(snapshot.epoch, snapshot.removed, snapshot.evicted)
         for text in snapshot.texts:
-            if restored.ledger.allows(text.text):
+            if restored.ledger.allows(text.text, text.tokens):
                 restored._extend(text.text, text.offset, text.tokens, text.final, text.updated_s)
         return restored
 

@@ -1,17 +1,18 @@
 """A generation request, from its prompt to its last token.
 
-What it asks for (``decoding.sampling_params``) and what a step gives it (``decoding.step_output``) are imported from here, too.
+What it asks for (``decoding.sampling_params``) what a step gives it (``decoding.step_output``), and the keys of what
+is remembered of it (``decoding.sources.text_keys``) are imported from here, too.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from decoding.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, SamplingParams
+from decoding.sources.text_keys import request_hash, request_of, text_key
 from decoding.step_output import Acceptance, FinishReason, SpecStats, StepOutput, StepReport, TokenLogprob
 from decoding.tree import Int32Array
 from decoding.verify.grammar import Grammar
@@ -25,31 +26,6 @@ __all__ = [
 PUBLIC = "*"  # the tenant whose texts all tenants draft from
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
 CLEARED_TOKENS = 16  # that a suspect emits alone: what an engine had not told of when it ended is of a step or two
-_CHOICE_BITS = 16  # of a text key
-
-
-def request_hash(name: str) -> int:
-    """What stands for a request in text keys: 64 bits of the BLAKE2b hash of its name, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-def text_key(request_id: str) -> int:
-    """The key, below 2**80, of the text that a request writes: the hash of its name, then 16 bits for the choice.
-
-    The id ``NAME/INDEX`` of a choice of a larger request hashes NAME; INDEX is up to five digits, below 65,536. Any other id is a
-    name, of choice 0.
-
-    Example: ``text_key("chatcmpl-7/2") == request_hash("chatcmpl-7") << 16 | 2``.
-    """
-    name, _, index = request_id.rpartition("/")
-    if name and index.isascii() and index.isdigit() and len(index) <= 5 and int(index) < 1 << _CHOICE_BITS:
-        return request_hash(name) << _CHOICE_BITS | int(index)
-    return request_hash(request_id) << _CHOICE_BITS
-
-
-def request_of(text: int) -> int:
-    """The request hash in a text key."""
-    return text >> _CHOICE_BITS
 
 
 class RequestState(enum.Enum):

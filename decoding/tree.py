@@ -19,7 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 # ``DraftTree.sources`` holds indices into this tuple. Append only: they are kept in records.
 SOURCES = (
     "root", "prompt_lookup", "llma", "trie", "context_ngram", "bigram", "unigram", "jacobi", "suffix", "recycling", "copy",
-    "history", "draft_model", "grammar",
+    "history", "draft_model", "grammar", "similar",
 )  # fmt: skip
 _NO_PARENT, _ROOT_SOURCE = np.full(1, -1, np.int32), np.zeros(1, np.int8)  # of a root alone
 

@@ -18,11 +18,11 @@ from cache_service.records import CacheDelta, TextBatch, encode_batch, split_del
 from cache_service.store.redis_store import Counts
 from cache_service.store.stream_ids import compare_ids
 from decoding.request import PUBLIC, request_of, text_key
+from decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of
 from decoding.tree import Int32Array
 
 DOCUMENT_TOKENS = 4096  # longer documents are cut: a text is what is evicted as a whole
 _ENTRIES = 4  # of up to 1 MiB that go in one round trip
-_CHOICES = 1 << 16  # of a request
 _LEAST_TIMEOUT_S = 10.0  # of one operation: an operator rather waits through a pause of Redis than asks again
 
 
@@ -171,6 +171,15 @@ class CacheAdmin:
         epoch = self._store.head(name).epoch
         self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
+    def delete_document(self, tenant: str, tokens: Int32Array) -> None:
+        """Forgets a document that requests brought along, everywhere and for good.
+
+        Outputs that repeat it stay: they go with their requests. Raises ``UnknownTenantError``.
+        """
+        name = self._namespace(tenant)
+        removed = tuple(document_hash(passage) for passage in passages_of(tokens))
+        self._append(name, [TextBatch(secrets.randbits(64), 0, self._store.head(name).epoch, removed=removed)])
+
     def verify(self) -> list[Problem]:
         """Reads every snapshot and every entry of the streams; what cannot be read."""
         return [
@@ -247,6 +256,8 @@ def _deltas(fold: Fold, texts: Iterable[SnapshotText]) -> list[CacheDelta]:
         if request_of(text.text) in fold.texts.ledger.removed:
             continue
         if text.text not in keys:
+            if is_note(text.text) and not _is_free(fold, text.text, text):
+                continue
             keys[text.text] = next(key for key in _candidates(text.text) if key not in taken and _is_free(fold, key, text))
             taken.add(keys[text.text])
         deltas.append(CacheDelta(keys[text.text], text.offset, text.tokens, text.final))
@@ -257,7 +268,7 @@ def _candidates(key: int) -> Iterator[int]:
     """The key, then other choices of its request. Clients ask for few choices, so the last ones are free."""
     yield key
     first = key >> 16 << 16
-    yield from range(first + _CHOICES - 1, first - 1, -1)
+    yield from range(first + MAX_CHOICES - 1, first - 1, -1)
 
 
 def _is_free(fold: Fold, key: int, text: SnapshotText) -> bool:

@@ -98,10 +98,11 @@ class Fold:
         """Applies a batch of that time, and notes what has to be written down because of it."""
         ledger = self.texts.ledger
         admitted = self.texts.apply(batch, at_s)
+        late = batch.epoch < ledger.epoch or any(ledger.deleted(delta.text, delta.tokens) for delta in batch.deltas)
         now = time.monotonic()
         if admitted.cleared or admitted.removed:
             self._purge_at = now
-        elif batch.deltas and (batch.epoch < ledger.epoch or any(delta.text >> 16 in ledger.removed for delta in batch.deltas)):
+        elif batch.deltas and late:
             # Written by one who had not heard of the deletion yet. Its tokens go too, but at most once a second: it may write on.
             self._purge_at = self._purge_at or max(now, self._saved_at + _PURGE_PAUSE_S)
         if batch.deltas or batch.removed or batch.evicted or admitted.cleared:

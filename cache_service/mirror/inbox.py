@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache_service.texts import Admitted
+from decoding.sources.text_keys import is_note
 
 if TYPE_CHECKING:
     from decoding.sources.history import Histories
@@ -46,9 +47,10 @@ def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) ->
         yield _REMOVAL_TOKENS, 0
     for delta in admitted.deltas:
         count = len(delta.tokens)
-        for start in range(0, max(1, count), PIECE_TOKENS):
-            piece = delta.tokens[start : start + PIECE_TOKENS]
-            history.extend(delta.text, delta.offset + start, piece, delta.final and start + PIECE_TOKENS >= count)
+        size = count if is_note(delta.text) else PIECE_TOKENS  # a note comes whole
+        for start in range(0, max(1, count), max(1, size)):
+            piece = delta.tokens[start : start + size]
+            history.extend(delta.text, delta.offset + start, piece, delta.final and start + size >= count)
             yield max(1, len(piece)), len(piece)
 
 

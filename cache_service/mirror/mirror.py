@@ -203,7 +203,7 @@ class Mirror:
         sequences = dict(self._sequences)
         tokens = 0
         for tenant, deltas in taken.items():
-            kept = [delta for delta in deltas if self._tail.places[tenant].ledger.allows(delta.text)]
+            kept = [delta for delta in deltas if self._tail.places[tenant].ledger.allows(delta.text, delta.tokens)]
             for group in split_deltas(kept, self._vocab_size):
                 batch = TextBatch(self._origin, sequences[tenant], epochs[tenant], group)
                 try:

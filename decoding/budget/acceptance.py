@@ -17,6 +17,8 @@ from decoding.budget.features import (
     NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
+    SIMILAR,
+    SIMILAR_FRESH,
     UNIGRAM,
 )
 from decoding.jit import compiled
@@ -26,6 +28,7 @@ from decoding.tree import Int32Array
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
 _MATCH = np.array([0.5, 0.72, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
 _HISTORY_MATCH = np.array([0.2, 0.5, 0.7, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.95, 0.97])
+_SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # what goes on for long is a copy
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens
 _UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
 _RECYCLING = 0.3 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3  # by rank
@@ -44,6 +47,7 @@ def prior() -> Float64Array:
     table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS))
     table[[COPY, COPY_FRESH]] = _MATCH[:, None] * _SHARE
     table[[HISTORY, HISTORY_FRESH]] = _HISTORY_MATCH[:, None] * _SHARE
+    table[[SIMILAR, SIMILAR_FRESH]] = _MATCH[:, None] * np.maximum(_SHARE, _SIMILAR_MATCH[:, None] * (_SHARE > 0.2))
     table[UNIGRAM] = _UNIGRAM[:, None] * _CONTEXT
     table[RECYCLING] = _RECYCLING[:, None] * _CONTEXT
     table[BIGRAM] = _BIGRAM[:, None] * _CONTEXT

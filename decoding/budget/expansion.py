@@ -15,9 +15,12 @@ import numpy as np
 from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.budget.features import (
     BIGRAM,
+    COPY_FRESH,
+    HISTORY,
     MATCH_BUCKETS,
     NUM_KINDS,
     RECYCLING,
+    SIMILAR,
     UNIGRAM,
     context_bucket,
     feature,
@@ -25,7 +28,7 @@ from decoding.budget.features import (
     share_bucket,
 )
 from decoding.jit import compiled
-from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, LogTokens, follower, gather, unigram_bucket
+from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree
@@ -42,13 +45,15 @@ class Pool(NamedTuple):
     features: Int32Array  # [candidates]
     matches: Int32Array  # [candidates] longest agreement of an occurrence, at depth 0
     weights: Float64Array  # [candidates] sum over occurrences
+    likeness: Float64Array  # [candidates] how similar the request is of which the longest agreement is; 1 for other sources
     chances: Float64Array  # [candidates] product of chances along the path
     firsts: Int32Array  # [candidates] first occurrence, -1 for none
     heap: Int32Array  # [candidates + 1]
     slots: Int32Array  # [HASH_SLOTS] candidates of the node at hand by token, -1 for none
     positions: Int64Array  # [occurrences] where the token of a node occurs
     lengths: Int32Array  # [occurrences] agreement there
-    sources: Int32Array  # [occurrences] log: 0 the request's own texts, 1 its tenant's, 2 the public one
+    sources: Int32Array  # [occurrences] place of the log among ``Logs``
+    factors: Float64Array  # [occurrences] what an occurrence weighs beside one in the request's own texts
     starts: Int32Array  # [occurrences] depth of the node at which it was found
     links: Int32Array  # [occurrences] next in the list of its node
 
@@ -64,6 +69,7 @@ class Pool(NamedTuple):
             features=np.empty(nodes, np.int32),
             matches=np.empty(nodes, np.int32),
             weights=np.empty(nodes),
+            likeness=np.empty(nodes),
             chances=np.empty(nodes),
             firsts=np.empty(nodes, np.int32),
             heap=np.empty(nodes + 1, np.int32),
@@ -71,6 +77,7 @@ class Pool(NamedTuple):
             positions=np.empty(found, np.int64),
             lengths=np.empty(found, np.int32),
             sources=np.empty(found, np.int32),
+            factors=np.empty(found),
             starts=np.empty(found, np.int32),
             links=np.empty(found, np.int32),
         )
@@ -116,29 +123,43 @@ class Rows:
 
 # The same as plain tuples, which are passed to compiled code in a tenth of the time.
 PlainPool = tuple[
-    Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array, Float64Array, Int32Array, Int32Array,
-    Int32Array, Int64Array, Int32Array, Int32Array, Int32Array, Int32Array,
+    Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array, Float64Array, Float64Array, Int32Array,
+    Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array,
 ]  # fmt: skip
 PlainRanked = tuple[Int32Array, Int32Array, Int32Array]
+# The request's own texts, those of requests that resemble it, the outputs of its tenant, and what every tenant drafts from.
+Logs = tuple[Log, Log, Log, Log]
+LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # of those
 # The chance of a child given its parent, [NUM_FEATURES]; the weight of an occurrence by length of agreement, [w], where longer
-# ones weigh like the last; the factor on occurrences that are not in the request's own texts; the most occurrences to gather from
-# each log by 1-, 2-, 4-grams, and for each node below the root, [4].
-Measures = tuple[Float64Array, Float64Array, float, Int64Array]
+# ones weigh like the last; the factor on occurrences in the outputs of the tenant and in what every tenant drafts from; how
+# similar the requests are whose texts are in the second log, [texts]; the most occurrences to gather from each log by 1-, 2-,
+# 4-grams, and for each node below the root, [4].
+Measures = tuple[Float64Array, Float64Array, float, Float64Array, Int64Array]
 # The most rows below the root and edges from it, and [n] non-decreasing the least chance of a row behind so many others; further
 # behind it is the last one's.
 Limits = tuple[int, int, Float64Array]
 
 
 @compiled
+def factor_of(measures: Measures, source: int, log: LogArrays, position: int) -> float:
+    """What an occurrence weighs beside one in the request's own texts; in a similar request's, as much as that is similar."""
+    if source == 0:
+        return 1.0
+    if source == SIMILAR:
+        return float(measures[3][log.owners[(position & (len(log.tokens) - 1)) // BLOCK]])
+    return measures[2]
+
+
+@compiled
 def fresh_occurrences(
-    plain_log: Log, source: int, token: int, parent_token: int, cap: int, depth: int, first: int, used: int, pool: Pool
+    plain_log: Log, source: int, measures: Measures, token: int, parent_token: int, depth: int, first: int, used: int, pool: Pool
 ) -> tuple[int, int]:
     """Adds the latest occurrences of a node's token that do not follow its parent's token (those came with the parent).
 
     Returns:
         The new head of the node's list of occurrences, and how many entries are used in all.
     """
-    log, oldest, owner = LogArrays(*plain_log[0]), plain_log[1], plain_log[2]
+    log, oldest, owner, cap = LogArrays(*plain_log[0]), plain_log[1], plain_log[2], measures[4][3]
     if oldest < 0:
         return first, used
     tokens = log.tokens
@@ -150,7 +171,7 @@ def fresh_occurrences(
         new = tokens[(p + 1) & mask] != -1 and tokens[(p - 1) & mask] != parent_token
         if new and tokens[p & mask] == token and log.owners[(p & mask) // BLOCK] != owner:
             pool.positions[used], pool.sources[used], pool.lengths[used], pool.starts[used] = p, source, 1, depth
-            pool.links[used] = first
+            pool.factors[used], pool.links[used] = factor_of(measures, source, log, p), first
             first = used
             used += 1
         step = log.back[p & mask, 0]
@@ -169,17 +190,17 @@ def branch(
     Returns:
         Candidates in use, the weight of all occurrences, and the longest agreement at the node.
     """
-    _, weights, history_weight, _ = measures
+    weights = measures[1]
     total, longest, begin = 0.0, 0, count
     at = first
     while at >= 0:
         after = pool.links[at]
         source, below = pool.sources[at], depth - pool.starts[at]
         length = pool.lengths[at] + below
-        weight = weights[min(length, len(weights) - 1)] * (history_weight if source else 1.0)
+        weight = weights[min(length, len(weights) - 1)] * pool.factors[at]
         total += weight
         longest = max(longest, length)
-        log_tokens = logs[0] if source == 0 else (logs[1] if source == 1 else logs[2])
+        log_tokens = logs[0] if source == 0 else (logs[1] if source == 1 else (logs[2] if source == 2 else logs[3]))
         token = follower(log_tokens, pool.positions[at] + 1 + below)
         if token >= 0:
             slot = slot_of(token, pool.slots, pool.tokens)
@@ -193,9 +214,10 @@ def branch(
                 pool.weights[child] += weight
                 pool.links[at] = pool.firsts[child]
                 pool.firsts[child] = at
-                if length > pool.matches[child]:
-                    pool.matches[child] = length
-                    pool.kinds[child] = min(source, 1) + (2 if pool.starts[at] > 0 else 0)
+                kind = min(source, HISTORY) + (COPY_FRESH if pool.starts[at] > 0 else 0)
+                if length > pool.matches[child] or (length == pool.matches[child] and kind < pool.kinds[child]):
+                    pool.matches[child], pool.kinds[child] = length, kind
+                    pool.likeness[child] = pool.factors[at] if source == SIMILAR else 1.0
         at = after
     return count, total, longest
 
@@ -223,26 +245,29 @@ def add_ranked(
 
 
 @compiled
-def list_occurrences(log: Log, source: int, context: Int32Array, caps: Int64Array, used: int, pool: Pool) -> int:
+def list_occurrences(log: Log, source: int, measures: Measures, context: Int32Array, used: int, pool: Pool) -> int:
     """Lists those in one log behind so many entries; how many entries are used then."""
     plain, oldest, owner = log
     if oldest < 0:
         return used
-    end = gather(LogArrays(*plain), oldest, owner, context, caps, used, pool.positions, pool.lengths)
-    pool.sources[used:end] = source
+    arrays = LogArrays(*plain)
+    end = gather(arrays, oldest, owner, context, measures[4], used, pool.positions, pool.lengths)
+    for at in range(used, end):
+        pool.sources[at], pool.factors[at] = source, factor_of(measures, source, arrays, pool.positions[at])
     return end
 
 
 @compiled
-def open_root(logs: tuple[Log, Log, Log], context: Int32Array, caps: Int64Array, pool: Pool) -> tuple[int, int]:
-    """Lists the occurrences of the end of ``context`` in the three logs.
+def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -> tuple[int, int]:
+    """Lists the occurrences of the end of ``context`` in the logs.
 
     Returns:
         The head of the list, -1 for none, and how many entries are used.
     """
-    used = list_occurrences(logs[0], 0, context, caps, 0, pool)
-    used = list_occurrences(logs[1], 1, context, caps, used, pool)
-    used = list_occurrences(logs[2], 2, context, caps, used, pool)
+    used = list_occurrences(logs[0], 0, measures, context, 0, pool)
+    used = list_occurrences(logs[1], 1, measures, context, used, pool)
+    used = list_occurrences(logs[2], 2, measures, context, used, pool)
+    used = list_occurrences(logs[3], 3, measures, context, used, pool)
     for at in range(used):
         pool.starts[at], pool.links[at] = 0, at + 1 if at + 1 < used else -1
     return 0 if used else -1, used
@@ -262,7 +287,8 @@ def open_node(
     count, total, longest = branch(logs, measures, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])
-        pool.features[child] = feature(pool.kinds[child], match, share_bucket(pool.weights[child] / total))
+        share = pool.weights[child] / total * pool.likeness[child]
+        pool.features[child] = feature(pool.kinds[child], match, share_bucket(share))
         pool.chances[child] = chance * table[pool.features[child]]
     ends = context_bucket(longest)
     if token < len(ranked.recycled):
@@ -277,13 +303,13 @@ def open_node(
 
 @compiled
 def grow(
-    logs: tuple[Log, Log, Log], context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
+    logs: Logs, context: Int32Array, plain_ranked: PlainRanked, measures: Measures, limits: Limits,
     plain_pool: PlainPool, numbers: Int32Array, row_chances: Float64Array,
 ) -> int:  # fmt: skip
     """Grows a tree below the end of ``context``, the best chances first.
 
     Args:
-        logs: the request's texts, the outputs of its tenant and what every tenant drafts from.
+        logs: see ``Logs``.
         context: [c] the last committed tokens, the root is the last one.
         plain_ranked: see ``Ranked``.
         measures: see ``Measures``.
@@ -297,8 +323,9 @@ def grow(
     """
     ranked, pool = Ranked(*plain_ranked), Pool(*plain_pool)
     tokens, parents, kinds, features, depths = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-    log_tokens, (budget, max_depth, least_chances), caps = (logs[0][0][0], logs[1][0][0], logs[2][0][0]), limits, measures[3]
-    first, used = open_root(logs, context, caps, pool)
+    log_tokens = logs[0][0][0], logs[1][0][0], logs[2][0][0], logs[3][0][0]
+    budget, max_depth, least_chances = limits
+    first, used = open_root(logs, measures, context, pool)
     count = size = grown = depth = row = 0
     chance, token, least_chance = 1.0, context[-1], least_chances[0]
     tokens[0], parents[0], kinds[0], features[0], depths[0] = token, -1, NUM_KINDS, 0, 0
@@ -323,6 +350,7 @@ def grow(
         parent = tokens[pool.parents[best]]
         row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]
         if depth < max_depth:
-            first, used = fresh_occurrences(logs[0], 0, token, parent, caps[3], depth, first, used, pool)
-            first, used = fresh_occurrences(logs[1], 1, token, parent, caps[3], depth, first, used, pool)
-            first, used = fresh_occurrences(logs[2], 2, token, parent, caps[3], depth, first, used, pool)
+            first, used = fresh_occurrences(logs[0], 0, measures, token, parent, depth, first, used, pool)
+            first, used = fresh_occurrences(logs[1], 1, measures, token, parent, depth, first, used, pool)
+            first, used = fresh_occurrences(logs[2], 2, measures, token, parent, depth, first, used, pool)
+            first, used = fresh_occurrences(logs[3], 3, measures, token, parent, depth, first, used, pool)

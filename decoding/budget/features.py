@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from decoding.jit import compiled
 
-# Kinds of features. The first four are occurrences: in the request's own texts or in the shared log, of the whole path up to the
-# root and beyond, or of an end of the path only.
-NUM_KINDS = 7
-COPY, HISTORY, COPY_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
+# Kinds of features. The first six are occurrences: in the request's own texts, in those of requests that resemble it or in the
+# shared logs, of the whole path up to the root and beyond, or of an end of the path only.
+NUM_KINDS = 9
+COPY, SIMILAR, HISTORY, COPY_FRESH, SIMILAR_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
 MATCH_BUCKETS, SHARE_BUCKETS = 12, 8
 KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS  # those of one kind lie side by side
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES

@@ -10,7 +10,18 @@ from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables
 from decoding.budget.backoff import Backoff
 from decoding.budget.candidates import Float64Array
 from decoding.budget.expansion import Pool, Rows, grow
-from decoding.budget.features import BIGRAM, COPY, COPY_FRESH, HISTORY, HISTORY_FRESH, NUM_KINDS, RECYCLING, UNIGRAM
+from decoding.budget.features import (
+    BIGRAM,
+    COPY,
+    COPY_FRESH,
+    HISTORY,
+    HISTORY_FRESH,
+    NUM_KINDS,
+    RECYCLING,
+    SIMILAR,
+    SIMILAR_FRESH,
+    UNIGRAM,
+)
 from decoding.budget.latency import StepLoad
 from decoding.budget.selection import ANY_CHANCE, Selection
 from decoding.drafters.base import Drafter, Target, TargetRows, check_least
@@ -24,10 +35,12 @@ from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _SOURCE_OF_KIND = np.zeros(NUM_KINDS + 1, np.int8)  # the last one is the root's
 _SOURCE_OF_KIND[[COPY, COPY_FRESH]] = SOURCES.index("copy")
+_SOURCE_OF_KIND[[SIMILAR, SIMILAR_FRESH]] = SOURCES.index("similar")
 _SOURCE_OF_KIND[[HISTORY, HISTORY_FRESH]] = SOURCES.index("history")
 _SOURCE_OF_KIND[[UNIGRAM, RECYCLING, BIGRAM]] = [SOURCES.index(name) for name in ("unigram", "recycling", "bigram")]
 
 _WEIGHT_BASE, _WEIGHT_LENGTHS = 2.0, 12  # an occurrence weighs 2 ** (length of agreement, up to 12)
+_BEGINNING = 6  # tokens of the prompt's end that stand before a similar request's output, so that its beginning is found
 _HISTORY_WEIGHT = 0.7  # of an occurrence in other outputs and public texts beside one in the request's own texts
 _CAPS = np.array([64, 128, 64, 24], np.int64)  # occurrences by 1-, 2-, 4-gram, and for each further node
 _MORE = np.array([0, 0, 0, 24], np.int64)  # for each further rank
@@ -52,6 +65,8 @@ class _RequestState:
         for reference in request.references:
             self.log.add(reference)
         self.history, self.table = history, table  # of the tenant
+        self.similar: TokenLog | None = None  # what requests that resemble it gave
+        self.similarities = np.zeros(0)  # by text of that
         self.frequent = frequent
         self.edition = None if history is None else history.edition  # when it was last looked at
         self.logged = 0  # tokens of the committed sequence that are in the log
@@ -101,6 +116,7 @@ class AutoDrafter(Drafter):
         recycling: bool = True,
         bigrams: int = 0,
         all_rows: bool = False,
+        similar_requests: int = 4,
     ) -> None:
         """
         Args:
@@ -110,14 +126,18 @@ class AutoDrafter(Drafter):
             recycling: offer what the target ranked after a token before, for the same tenant.
             bigrams: ranks to offer of the target's bigram table, 0 for none. Building it takes a forward over the vocabulary.
             all_rows: draft as many rows as asked for, whatever a row costs.
+            similar_requests: past requests of the tenant, those with the most similar prompts, whose outputs and passages are
+                looked at apart; 0 for none.
 
         Raises:
             ValueError: a value outside its range.
         """
         check_least(1, max_depth=max_depth)
-        check_least(0, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams)
+        check_least(
+            0, history_tokens=history_tokens, frequent_tokens=frequent_tokens, bigrams=bigrams, similar_requests=similar_requests
+        )
         self._max_depth, self._num_frequent, self._num_bigrams = max_depth, frequent_tokens, bigrams
-        self._all_rows, self._recycling = all_rows, recycling
+        self._all_rows, self._recycling, self._num_similar = all_rows, recycling, similar_requests
         self.memory = Histories(history_tokens) if history_tokens else None
         self._nothing = TokenLog(1)  # stands for the log that a request does not draft from
         self._recycled: SuccessorTables | None = None
@@ -188,12 +208,14 @@ class AutoDrafter(Drafter):
         chances, aside = state.table.chances(), state.table.set_aside
         if aside and HISTORY in aside and HISTORY_FRESH in aside:
             tenant = public = self._nothing
+        similar = self._nothing if state.similar is None or (SIMILAR in aside and SIMILAR_FRESH in aside) else state.similar
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
         ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
-        logs = state.log.without(-1), tenant.without(owner), public.without(-1)
-        measures = chances, self._weights, _HISTORY_WEIGHT, _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
+        logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
+        caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
+        measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
         limits = budget, min(self._max_depth, request.remaining - 1), least_chances
         count = grow(
             logs, request.tokens[-MAX_MATCH:], ranked, measures, limits, self._pool, rows.numbers, rows.chances
@@ -212,9 +234,24 @@ class AutoDrafter(Drafter):
                 history.start(request.text)
             frequent, table = self._frequent(request, history), self._tables.of(request.tenant)
             state = self._states[request.request_id] = _RequestState(request, history, frequent, table)
+            self._recall(request, state)
         elif state.history is not None and state.edition is not state.history.edition:
             state.edition, state.frequent = state.history.edition, self._frequent(request, state.history)
+            self._recall(request, state)
         return state
+
+    def _recall(self, request: Request, state: _RequestState) -> None:
+        """Lays out what past requests gave that resemble this one, the most similar last, where occurrences are found first."""
+        state.similar = None
+        recalled = [] if state.history is None else state.history.recall(request, self._num_similar)[::-1]
+        if not recalled:
+            return
+        beginning = request.prompt_ids[-_BEGINNING:]
+        texts = [np.concatenate([beginning, text.tokens]) if text.is_output else text.tokens for text in recalled]
+        state.similar = TokenLog(sum(1 + -(-len(text) // BLOCK) for text in texts) * BLOCK)
+        for text in texts:
+            state.similar.add(text)
+        state.similarities = np.array([text.similarity for text in recalled])
 
     def _tell(self, request: Request, state: _RequestState, history: History, final: bool = False) -> None:
         """Shows new output to the other requests of the tenant."""
@@ -275,6 +312,7 @@ class AutoDrafter(Drafter):
         state = self._states.pop(request.request_id, None)
         if state is not None and state.history is not None:
             self._tell(request, state, state.history, final=True)
+            state.history.remember(request)
 
 
 def _holds(tree: DraftTree, tokens: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from decoding.drafters.base import CopyDrafter, check_choice, check_least
 from decoding.request import Request
+from decoding.sources.history import Histories, History
 from decoding.tree import SOURCES, Int32Array
 
 Positions = npt.NDArray[np.int64]
@@ -76,13 +77,22 @@ class ReferenceIndex:
         return span[: stops[0]] if len(stops) else span
 
 
-class LlmaDrafter(CopyDrafter[ReferenceIndex]):
+class _State:
+    """What is kept for one request: its references, and where its output goes."""
+
+    def __init__(self, history: History | None) -> None:
+        self.history = history
+        self.edition: object = None  # of the history when the references were looked up
+        self.index = ReferenceIndex(())
+
+
+class LlmaDrafter(CopyDrafter[_State]):
     """Inference with reference (LLMA, arXiv 2304.04487, sections 2 and 3).
 
     At each step the last ``match_length`` tokens of the output are looked up in the references; of all occurrences the one whose
     preceding tokens agree the longest with the output is taken, and the ``copy_length`` tokens after it are drafted. References
-    are those of the request (documents, outputs of similar requests, earlier turns) in their order, then its prompt, then the
-    output itself.
+    are those of the request (documents, earlier turns) in their order, then its prompt, then outputs and documents of the
+    tenant's past requests that resemble it the most (the paper's cache-assisted generation), then the output itself.
 
     Example: reference ``4 5 6 7``, output ``9 5``: ``5`` matches and ``6 7`` is drafted.
 
@@ -105,6 +115,8 @@ class LlmaDrafter(CopyDrafter[ReferenceIndex]):
         include_prompt: bool = True,
         include_output: bool = False,
         ties: str = "first",
+        history_tokens: int = 1 << 20,
+        similar_requests: int = 4,
     ) -> None:
         """
         Args:
@@ -115,6 +127,8 @@ class LlmaDrafter(CopyDrafter[ReferenceIndex]):
             include_output: the output so far is a reference.
             ties: which of several occurrences that agree equally long is copied: the ``first``, the last (``recent``), or a
                 ``random`` one, which is a function of the request's seed and the position in the text.
+            history_tokens: outputs to keep for each tenant, in tokens; 0 keeps none.
+            similar_requests: past requests whose outputs are references, those with the most similar prompts; 0 for none.
 
         Raises:
             ValueError: a value outside its range.
@@ -124,16 +138,40 @@ class LlmaDrafter(CopyDrafter[ReferenceIndex]):
         if max_context < match_length:
             raise ValueError(f"max_context must be at least match_length ({match_length}), got {max_context}")
         check_choice(TIES, ties=ties)
+        check_least(0, history_tokens=history_tokens, similar_requests=similar_requests)
         self._match_length, self._copy_length, self._max_context = match_length, copy_length, max_context
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
+        self._num_similar = similar_requests
+        self.memory = Histories(history_tokens) if history_tokens and similar_requests else None
 
-    def begin(self, request: Request) -> ReferenceIndex:
+    def begin(self, request: Request) -> _State:
         """An index of its references."""
-        return ReferenceIndex(request.references + ((request.prompt_ids,) if self._include_prompt else ()))
+        history = None if self.memory is None else self.memory.of(request.tenant)
+        if history is not None:
+            history.start(request.text)
+        state = _State(history)
+        self._look_up(request, state)
+        return state
 
-    def copies(self, request: Request, state: ReferenceIndex, most: int) -> Iterator[Int32Array]:
+    def _look_up(self, request: Request, state: _State) -> None:
+        texts = request.references + ((request.prompt_ids,) if self._include_prompt else ())
+        if state.history is not None:
+            state.edition = state.history.edition
+            texts += tuple(text.tokens for text in state.history.recall(request, self._num_similar))
+        state.index = ReferenceIndex(texts)
+
+    def finish(self, request: Request) -> None:
+        """Keeps the output for requests of the tenant that resemble this one."""
+        state = self._states.pop(request.request_id, None)
+        if state is not None and state.history is not None:
+            state.history.extend(request.text, 0, request.output_ids, final=True)
+            state.history.remember(request)
+
+    def copies(self, request: Request, state: _State, most: int) -> Iterator[Int32Array]:
         """See ``CopyDrafter``: those that agree the longest first."""
-        output, index, count = request.output_ids, state, min(self._copy_length, most)
+        if state.history is not None and state.edition is not state.history.edition:  # texts were deleted
+            self._look_up(request, state)
+        output, index, count = request.output_ids, state.index, min(self._copy_length, most)
         if count < 1 or len(output) < self._match_length:
             return
         levels = agreements(index.text, index.ends(request.root), output, self._max_context)

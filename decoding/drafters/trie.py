@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from decoding.drafters.base import RequestDrafter, Target, check_choice
@@ -30,10 +32,17 @@ def _segments(tokens: Int32Array, end_tokens: tuple[int, ...]) -> list[Int32Arra
 
 
 class _OwnTexts:
-    """What is kept for one request: prompt, then references, split at end tokens; and the output where it is no tenant's."""
+    """What is kept for one request: prompt, then references and what requests gave that resemble it, split at end tokens; and the
+    output where it is no tenant's."""
 
     def __init__(self, request: Request, end_tokens: tuple[int, ...], private: bool) -> None:
-        prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references))
+        self.told = 0  # tokens of the output that the history was told
+        self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
+        self.edition: object = None  # of the tenant's history when the texts were laid out
+
+    def lay_out(self, request: Request, end_tokens: tuple[int, ...], recalled: Sequence[Int32Array]) -> None:
+        """Writes all texts into one log."""
+        prompt, *documents = (_segments(text, end_tokens) for text in (request.prompt_ids, *request.references, *recalled))
         prompt = [segment for segment in prompt if len(segment) > 1]  # a token alone has no branch, but would take a block
         references = [segment for segments in documents for segment in segments if len(segment) > 1]
         self.log = TokenLog((1 + sum(1 + len(text) // BLOCK for text in (*prompt, *references))) * BLOCK)
@@ -42,8 +51,6 @@ class _OwnTexts:
         self.references = self.log.end  # the first position of the references
         for segment in references:
             self.log.add(segment)
-        self.told = 0  # tokens of the output that the history was told
-        self.history = History(request.params.max_tokens + BLOCK, end_tokens) if private else None
 
 
 class TrieDrafter(RequestDrafter[_OwnTexts]):
@@ -81,6 +88,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         min_output: int = -1,
         max_occurrences: int = 96,
         capacity: int = 1 << 20,
+        similar_requests: int = 4,
     ) -> None:
         """
         Args:
@@ -95,6 +103,8 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
             max_occurrences: counted for one retrieval in each of prompt, outputs and public texts: where four tokens agree, then
                 where fewer do, the latest first; 1 to 1024. As many for each rank, but at most 1024 in all.
             capacity: tokens of outputs to hold for each tenant, and of public texts; with 0 every request is private.
+            similar_requests: past requests of the tenant, those with the most similar prompts, whose outputs and passages are
+                held like references; 0 for none.
 
         Raises:
             ValueError: a value outside its range.
@@ -103,7 +113,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
             ("decoding_length", decoding_length, 1, _MAX_ROWS), ("branch_length", branch_length, 1, 4096),
             ("max_query_length", max_query_length, 1, MAX_MATCH), ("min_input", min_input, 0, 4096),
             ("min_output", min_output, -1, 4096), ("max_occurrences", max_occurrences, 1, _MOST_OCCURRENCES),
-            ("capacity", capacity, 0, 2**31),
+            ("capacity", capacity, 0, 2**31), ("similar_requests", similar_requests, 0, 64),
         ):  # fmt: skip
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {value}")
@@ -112,7 +122,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         super().__init__()
         self._decoding_length, self._branch_length, self._max_query_length = decoding_length, branch_length, max_query_length
         self._layout, self._mode, self._max_occurrences = layout, _FREQUENCIES[frequencies], max_occurrences
-        self._min_input, self._min_output = min_input, min_output
+        self._min_input, self._min_output, self._num_similar = min_input, min_output, similar_requests
         self.memory = Histories(capacity) if capacity else None
         self._nothing, self._nodes = TokenLog(1), Nodes.empty()[:]
         self._end_tokens: tuple[int, ...] = ()
@@ -136,6 +146,8 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         """The tree of the text's end."""
         own = state
         history = self._tell(request, own) if own.told < request.num_output else self._history(request, own)
+        if own.edition is not history.edition:  # texts were deleted
+            self._lay_out(request, own, history)
         size = min(self._decoding_length * self.ranks, _MAX_ROWS, budget + 1)
         depth = min(self._branch_length, request.remaining - 1)
         if size < 2 or depth < 1:
@@ -158,8 +170,14 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
     def begin(self, request: Request) -> _OwnTexts:
         """Its prompt and references, and the beginning of its output."""
         own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.tenant is None)
-        self._history(request, own).start(request.text)
+        history = self._history(request, own)
+        history.start(request.text)
+        self._lay_out(request, own, history)
         return own
+
+    def _lay_out(self, request: Request, own: _OwnTexts, history: History) -> None:
+        own.edition = history.edition
+        own.lay_out(request, self._end_tokens, [text.tokens for text in history.recall(request, self._num_similar)])
 
     def _history(self, request: Request, own: _OwnTexts) -> History:
         """Where the request's output goes, and what it drafts from beside its own texts and the public ones."""
@@ -181,7 +199,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         """Completes the request's output in the trie of its tenant, and eliminates its prompt and references."""
         own = self._states.pop(request.request_id, None)
         if own is not None:
-            self._tell(request, own, final=True)
+            self._tell(request, own, final=True).remember(request)
 
 
 def _side_by_side(tree: DraftTree) -> DraftTree:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from decoding.budget.candidates import Float64Array
-from decoding.request import PUBLIC, request_of
+from decoding.request import PUBLIC, Request, request_of
+from decoding.sources.log.chains import BLOCK
 from decoding.sources.log.held_pieces import HeldPieces
 from decoding.sources.log.token_log import TokenLog
+from decoding.sources.passages import Passages
+from decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, of_tokens, sketch_of
+from decoding.sources.text_keys import MAX_PASSAGES, is_note, is_passage, output_key, passage_key, passages_of, sketch_key
 from decoding.tree import Int32Array
 
 _MOST_UNCOUNTED = 1 << 16
 _REMOVED_REQUESTS = 1 << 16  # hashes to remember
 _FEWEST_TEXTS = 1024  # known by name before any is forgotten
+_CHOICES = 2  # outputs of a past request that are recalled
+_NOTHING = np.zeros(0, np.int32)
+
+
+class Recalled(NamedTuple):
+    """A text that a request may repeat, as it resembles one of which the text is an output, or which brought it along."""
+
+    tokens: Int32Array  # [n], n >= 1
+    similarity: float  # of the prompts, above 0 and up to 1
+    is_output: bool
 
 
 @dataclass(slots=True)
@@ -37,7 +52,8 @@ class History:
     """The texts of one tenant, and how often each token is in them.
 
     A text comes in pieces, from this process or from others. Pieces may come twice and in any order: the result is the same. A
-    piece is drafted from when all that comes before it is there.
+    piece is drafted from when all that comes before it is there. Beside the outputs it has notes of requests, by which those are
+    found again that resemble a new one (``decoding.sources.text_keys``).
 
     Example: the pieces (offset 0) ``1 2``, (offset 3) ``4`` and (offset 1) ``2 3`` make ``1 2``, again ``1 2``, and ``1 2 3 4``.
     """
@@ -60,6 +76,7 @@ class History:
         self._most_texts = _FEWEST_TEXTS
         self._removed: dict[int, None] = {}  # request hashes, the one removed first comes first
         self._held = HeldPieces()
+        self._similar, self._passages = SimilarRequests(max(1, capacity // BLOCK)), Passages(capacity)
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +99,8 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.log.nbytes + self.frequencies.nbytes + 4 * self._held.num_tokens
+        arrays = self.log.nbytes + self.frequencies.nbytes + self._similar.nbytes
+        return arrays + 4 * (self._held.num_tokens + self._passages.num_tokens)
 
     def start(self, text: int) -> None:
         """Says that this process begins to write a text.
@@ -107,8 +125,12 @@ class History:
             text: key of the text.
             offset: tokens of the text before this piece.
             tokens: [m] token ids, not negative.
-            final: the text ends with this piece.
+            final: the text ends with this piece. A note comes whole, or is not taken in.
         """
+        if is_note(text):
+            if offset == 0 and final:
+                self._note(text, np.asarray(tokens, np.int32))
+            return
         entry = self._texts.get(text)
         goes_on = entry is not None and entry.length == offset and entry.end is None and not entry.dead
         if goes_on and not (final or self._held.num_tokens):  # nearly always: what a step emits
@@ -177,6 +199,48 @@ class History:
             del self._texts[text]
         self._most_texts = max(_FEWEST_TEXTS, 2 * len(self._texts), 2 * len(owners))
 
+    def _note(self, text: int, tokens: Int32Array) -> None:
+        request = request_of(text)
+        if request in self._removed:
+            return
+        if is_passage(text):
+            self._passages.add(text, tokens, self._removed)
+        elif len(tokens) == SKETCH_TOKENS:
+            self._similar.add(request, of_tokens(tokens))
+
+    def remember(self, request: Request) -> None:
+        """Notes a request whose output is complete here: what its prompt resembles, and what it brought along."""
+        name = request_of(request.text)
+        if name in self._removed:
+            return
+        self._similar.add(name, sketch_of(request.prompt_ids))
+        passages = [passage for reference in request.references for passage in passages_of(reference)]
+        for place, passage in enumerate(passages[:MAX_PASSAGES]):
+            self._passages.add(passage_key(name, place), passage, self._removed)
+
+    def notes(self, request: Request) -> list[tuple[int, Int32Array]]:
+        """The notes of a request by their keys, as far as they are its own and not earlier requests'."""
+        name = request_of(request.text)
+        notes = self._passages.of_request(name)
+        if self._similar.knows(name):
+            notes.append((sketch_key(name), as_tokens(sketch_of(request.prompt_ids))))
+        return notes
+
+    def recall(self, request: Request, most: int) -> list[Recalled]:
+        """Outputs and passages of up to ``most`` others whose prompts resemble a request's, the most similar first."""
+        found: list[Recalled] = []
+        for name, similarity in self._similar.find(sketch_of(request.prompt_ids), most) if most else ():
+            if name == request_of(request.text):
+                continue
+            for choice in range(_CHOICES):
+                entry = self._texts.get(output_key(name, choice))
+                parts = [self.log.tokens_of(number) for number in ([] if entry is None else entry.numbers)]
+                tokens = np.concatenate(parts) if parts else _NOTHING
+                if len(tokens):
+                    found.append(Recalled(tokens, similarity, True))
+            found += [Recalled(tokens, similarity, False) for _, tokens in self._passages.of_request(name)]
+        return found
+
     def number(self, text: int) -> int:
         """The owner number in the log of the text's part that grows; -1 for none."""
         return self.log.number(text)
@@ -193,6 +257,12 @@ class History:
             text: key; pieces that come later are dropped until ``start``.
             rescued: runs that outlived the block they stood in go too, as they may be of this text.
         """
+        if is_note(text):
+            if is_passage(text):
+                self._passages.remove(text)
+            else:
+                self._similar.remove(request_of(text))
+            return
         entry = self._texts.get(text)
         if entry is None:
             self._bound_texts()
@@ -208,11 +278,13 @@ class History:
             self._delete_survivors()
 
     def remove_request(self, request_hash: int) -> None:
-        """Takes out all texts of a request, and such as come later."""
+        """Takes out all texts of a request, and such as come later; or a document, whoever brought it (``document_hash``)."""
         self._removed.pop(request_hash, None)
         self._removed[request_hash] = None
         if len(self._removed) > _REMOVED_REQUESTS:
             del self._removed[next(iter(self._removed))]
+        self._similar.remove(request_hash)
+        self._passages.remove_request(request_hash)
         for text in [text for text in self._texts if request_of(text) == request_hash]:
             self.remove(text, rescued=False)
         self._delete_survivors()
@@ -236,6 +308,8 @@ class History:
         self._frequencies, self.edition = np.zeros(0), object()
         self._uncounted.clear()
         self.log.clear()
+        self._similar.clear()
+        self._passages.clear()
 
 
 class Histories:

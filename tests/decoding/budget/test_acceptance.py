@@ -16,6 +16,7 @@ from decoding.budget.features import (
     KIND_FEATURES,
     MATCH_BUCKETS,
     NUM_FEATURES,
+    NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
     UNIGRAM,
@@ -96,9 +97,11 @@ def test_chances_stay_within_bounds_and_follow_the_counts(steps: list[tuple[int,
 
 
 def test_the_prior_orders_evidence() -> None:
-    base = prior().reshape(7, MATCH_BUCKETS, SHARE_BUCKETS)
+    base = prior().reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS)
     assert base.shape[0] * base.shape[1] * base.shape[2] == NUM_FEATURES and ((base > 0) & (base <= 1)).all()
-    assert (np.diff(base[:4], axis=1) >= 0).all() and (np.diff(base[:4], axis=2) >= 0).all()  # longer, and a larger share
+    assert (np.diff(base[:UNIGRAM], axis=1) >= 0).all() and (
+        np.diff(base[:UNIGRAM], axis=2) >= 0
+    ).all()  # longer, and a larger share
     assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=1) < 0).all()  # of ranks the first
     assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=2) < 0).all()  # where occurrences agree, they know better
 

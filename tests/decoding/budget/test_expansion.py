@@ -24,6 +24,8 @@ from decoding.budget.features import (
     NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
+    SIMILAR,
+    SIMILAR_FRESH,
     UNIGRAM,
     context_bucket,
     feature,
@@ -39,15 +41,13 @@ VOCAB = 6
 NO_CAPS = np.full(4, 1000, np.int64)
 WEIGHTS = 2.0 ** np.minimum(np.arange(6), 4)  # agreement beyond five tokens weighs no more
 NOTHING = np.zeros((0, 0), np.int32)
+SIMILARITY = 0.5  # exact, as all weights are: sums are the same in any order
 
 
 @cache
 def table() -> Float64Array:
-    """Chances by feature, all different but for what another log than the request's own gives."""
-    made = np.random.default_rng(0).uniform(0.05, 1.0, (7, MATCH_BUCKETS * SHARE_BUCKETS))
-    # Where both logs agree equally long either may be the kind. So their chances are the same.
-    made[HISTORY], made[HISTORY_FRESH] = made[COPY], made[COPY_FRESH]
-    return made.ravel()
+    """Chances by feature, all different."""
+    return np.random.default_rng(0).uniform(0.05, 1.0, NUM_FEATURES)
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Known:
     """What a tree can be grown from."""
 
     own: list[list[int]]
+    similar: list[list[int]]  # of requests that resemble it
     shared: list[list[int]]  # of others
     owned: list[list[int]]  # in the shared log, but by the request itself
     public: list[list[int]]
@@ -85,6 +86,7 @@ RANKS = st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), m
 KNOWN = st.builds(
     Known,
     own=TEXTS,
+    similar=TEXTS,
     shared=TEXTS,
     owned=TEXTS,
     public=TEXTS,
@@ -95,17 +97,19 @@ KNOWN = st.builds(
 )
 
 
-def logs(known: Known) -> tuple[TokenLog, TokenLog, int, TokenLog]:
-    own, shared, public = TokenLog(2048), TokenLog(2048), TokenLog(2048)
+def logs(known: Known) -> tuple[TokenLog, TokenLog, TokenLog, int, TokenLog]:
+    own, similar, shared, public = TokenLog(2048), TokenLog(2048), TokenLog(2048), TokenLog(2048)
     for text in known.own:
         own.add(text)
+    for text in known.similar:
+        similar.add(text)
     for text in known.shared:
         shared.add(text)
     for text in known.owned:  # one growing text
         shared.extend("mine", text)
     for text in known.public:
         public.extend("mine", text)  # of the same number as the owner's in the shared log: owners are of one log
-    return own, shared, shared.number("mine"), public
+    return own, similar, shared, shared.number("mine"), public
 
 
 def ranks(lists: Sequence[Sequence[int]]) -> Int32Array:
@@ -117,13 +121,13 @@ def grown(
     pool: Pool | None = None, chances: Float64Array | None = None,
 ) -> Grown:  # fmt: skip
     """Grows a tree, and checks what holds for all of them."""
-    own, shared, owner, public = logs(known)
+    own, similar, shared, owner, public = logs(known)
     rows = Rows.empty(budget)
     ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
     count = grow(
-        (own.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32), ranked[:],
-        (table() if chances is None else chances, WEIGHTS, history, caps), (budget, max_depth, np.array([least])),
-        (pool or Pool.empty())[:], rows.numbers, rows.chances,
+        (own.without(-1), similar.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32),
+        ranked[:], (table() if chances is None else chances, WEIGHTS, history, np.full(len(known.similar), SIMILARITY), caps),
+        (budget, max_depth, np.array([least])), (pool or Pool.empty())[:], rows.numbers, rows.chances,
     )  # fmt: skip
     assert 0 <= count <= budget
     rows = rows.first(count)
@@ -151,45 +155,48 @@ class Naive:
 
     def __init__(self, known: Known, history: float, chances: Float64Array) -> None:
         self._known, self._history, self._table = known, history, chances
-        self.seen: dict[Path, tuple[float, frozenset[int]]] = {}  # of all open nodes: chance, and what may be their kind
+        self.seen: dict[Path, tuple[float, int]] = {}  # of all open nodes: chance and kind
 
-    def children(self, path: Path, chance: float) -> dict[Path, tuple[float, frozenset[int]]]:
+    def children(self, path: Path, chance: float) -> dict[Path, tuple[float, int]]:
         known, depth = self._known, len(path)
         context = (*known.context[-MAX_MATCH:], *path)
         total, longest = 0.0, 0
         weights: dict[int, float] = {}
         matches: dict[int, int] = {}
         kinds: dict[int, set[int]] = {}
-        for source, text in [(0, text) for text in known.own] + [(1, text) for text in known.shared + known.public_texts]:
+        factors = {COPY: 1.0, SIMILAR: SIMILARITY, HISTORY: self._history}
+        texts = [(COPY, text) for text in known.own] + [(SIMILAR, text) for text in known.similar]
+        for source, text in texts + [(HISTORY, text) for text in known.shared + known.public_texts]:
             for at in range(len(text)):
                 length = agreement(text, at, context)
                 ends = at + 1 == len(text)
                 # Where a text ends nothing follows. It counts among a node's occurrences when it came with the parent's.
                 if length == 0 or (ends and (depth == 0 or length == 1)):
                     continue
-                weight = WEIGHTS[min(length, len(WEIGHTS) - 1)] * (self._history if source else 1.0)
+                weight = WEIGHTS[min(length, len(WEIGHTS) - 1)] * factors[source]
                 total, longest = total + weight, max(longest, length)
                 if ends:
                     continue
                 token = text[at + 1]
                 weights[token] = weights.get(token, 0.0) + weight
-                kind = source + (2 if length <= depth else 0)
+                kind = source + (COPY_FRESH if length <= depth else 0)
                 if length > matches.get(token, 0):
                     matches[token], kinds[token] = length, {kind}
                 elif length == matches[token]:
                     kinds[token].add(kind)
-        found = {
-            token: (feature(min(kinds[token]), match_bucket(matches[token]), share_bucket(weights[token] / total)), kinds[token])
-            for token in weights
-        }
+        found: dict[int, tuple[int, int]] = {}
+        for token in weights:
+            kind = min(kinds[token])
+            share = weights[token] / total * (SIMILARITY if kind in (SIMILAR, SIMILAR_FRESH) else 1.0)
+            found[token] = feature(kind, match_bucket(matches[token]), share_bucket(share)), kind
         ends_in = context_bucket(longest)
         lists = [(RECYCLING, known.recycled), (BIGRAM, known.bigrams)]
         after = [(kind, by_token[context[-1]]) for kind, by_token in lists if by_token]
         for kind, tokens in [*after, *([(UNIGRAM, known.frequent)] if depth == 0 else [])]:
             for rank, token in enumerate(tokens):
                 if token >= 0 and token not in found:
-                    found[token] = (feature(kind, rank // 2 if kind == UNIGRAM else rank, ends_in), {kind})
-        return {(*path, token): (chance * self._table[entry], frozenset(kinds)) for token, (entry, kinds) in found.items()}
+                    found[token] = (feature(kind, rank // 2 if kind == UNIGRAM else rank, ends_in), kind)
+        return {(*path, token): (chance * self._table[entry], kind) for token, (entry, kind) in found.items()}
 
     def best(self, budget: int, max_depth: int, least: float) -> dict[Path, float]:
         open_nodes = self.children((), 1.0) if max_depth else {}
@@ -218,9 +225,8 @@ def test_the_best_rows_are_grown(known: Known, budget: int, max_depth: int, leas
 @given(KNOWN, st.booleans(), st.integers(1, 30))
 def test_each_kind_has_its_own_chances(known: Known, from_own: bool, budget: int) -> None:
     known.own, known.shared = (known.own, []) if from_own else ([], known.own)
-    known.public = [] if from_own else known.public
-    chances = np.random.default_rng(1).uniform(0.05, 1.0, NUM_FEATURES)
-    assert_best(grown(known, budget, chances=chances), Naive(known, 0.5, chances), budget, 8, 1e-4)
+    known.public, known.similar = ([], []) if from_own else (known.public, known.similar)
+    assert_best(grown(known, budget), Naive(known, 0.5, table()), budget, 8, 1e-4)
 
 
 def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: float) -> None:
@@ -234,17 +240,16 @@ def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: fl
         if path not in naive.seen:  # below a node that ties with the last row
             assert chance == pytest.approx(worst)
             continue
-        known_chance, kinds = naive.seen[path]
-        assert chance == pytest.approx(known_chance) and kind in kinds
+        assert (chance, kind) == (pytest.approx(naive.seen[path][0]), naive.seen[path][1])
 
 
 def known(own: list[list[int]], context: list[int], **rest: list[list[int]] | list[int]) -> Known:
-    parts = {"shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
+    parts = {"similar": [], "shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
     return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
 
 
 def test_longer_agreement_and_more_occurrences_weigh_more() -> None:
-    chances = np.ones(NUM_FEATURES).reshape(7, MATCH_BUCKETS, SHARE_BUCKETS)
+    chances = np.ones(NUM_FEATURES).reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS)
     chances[:] = np.linspace(0.1, 0.8, SHARE_BUCKETS)  # by share alone
     # After 1 2: 3 agrees in two tokens and weighs 4; 4 agrees in one, three times, and weighs 6; 5 weighs 2.
     texts = [[1, 2, 3], [9, 2, 4], [8, 2, 4], [7, 2, 4], [6, 2, 5]]
@@ -264,6 +269,13 @@ def test_below_the_root_shorter_ends_of_the_path_add_children() -> None:
     assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [COPY, COPY, COPY_FRESH]
     got = grown(known([], [1, 2], shared=[[1, 2, 3, 4], [0, 3, 5]]), 8)
     assert [got.kinds[got.paths.index(path)] for path in [(3,), (3, 4), (3, 5)]] == [HISTORY, HISTORY, HISTORY_FRESH]
+
+
+def test_a_similar_requests_text_counts_as_far_as_the_request_is_similar() -> None:
+    got = grown(known([], [1, 2], similar=[[1, 2, 3, 4]]), 8)  # nothing says otherwise
+    assert got.kinds == [SIMILAR, SIMILAR] and got.features[0] == feature(SIMILAR, 1, share_bucket(SIMILARITY))
+    got = grown(known([[1, 2, 3]], [1, 2], similar=[[1, 2, 3]]), 8)  # what the request's own texts say is no less likely for it
+    assert got.features == [feature(COPY, 1, share_bucket(1.0))]
 
 
 def test_the_blocks_of_the_owner_are_passed_over() -> None:
@@ -320,7 +332,9 @@ def test_a_cap_takes_the_latest_occurrences() -> None:
 @settings(max_examples=40)
 @given(KNOWN, st.integers(1, 12), st.integers(1, 12), st.integers(0, 40))
 def test_a_pool_that_is_full_grows_what_it_can(known: Known, nodes: int, found: int, budget: int) -> None:
-    sizes = dict.fromkeys(Pool._fields, nodes) | dict.fromkeys(("positions", "lengths", "sources", "starts", "links"), found)
+    sizes = dict.fromkeys(Pool._fields, nodes) | dict.fromkeys(
+        ("positions", "lengths", "sources", "factors", "starts", "links"), found
+    )
     sizes |= {"heap": nodes + 1, "slots": HASH_SLOTS}
     # Compiled code checks no bounds: what stands behind each array must not change.
     backing = {name: np.full(sizes[name] + 16, -1, array.dtype) for name, array in Pool.empty()._asdict().items()}
@@ -340,8 +354,8 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), NOTHING)
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
-    measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.full(4, 5000, np.int64)
-    logs = own.without(-1), shared.without(-1), own.without(-1)
+    measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.ones(1), np.full(4, 5000, np.int64)
+    logs = own.without(-1), shared.without(-1), shared.without(-1), own.without(-1)
     count = grow(logs, context, ranked[:], measures, (2000, 8, np.array([1e-4])), Pool.empty()[:], rows.numbers, rows.chances)
     assert count == 2000
     tokens, parents, *_ = rows.numbers[:, 1:].tolist()
@@ -367,5 +381,5 @@ def test_buckets_are_steps() -> None:
     ]  # fmt: skip
     assert [share_bucket(share) for share in (0.0, 0.03, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)] == list(range(8))
     assert [context_bucket(length) for length in (0, 1, 5, 6, 8, 9, 100)] == [0, 1, 5, 6, 6, 7, 7]
-    last = feature(6, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1)
+    last = feature(NUM_KINDS - 1, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1)
     assert feature(0, 0, 0) == 0 and last == NUM_FEATURES - 1

@@ -119,12 +119,12 @@ def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_
 
 
 def test_a_strategy_that_keeps_nothing_leaves_nothing() -> None:
-    drafter = prepared(ByRequest(built("auto", "llma")))
-    one = request("a", "llma")
+    drafter = prepared(ByRequest(built("auto", "suffix")))
+    one = request("a", "suffix")
     run(drafter, one)
     assert drafter.memory is not None and drafter.memory.of("t").num_tokens == 0  # type: ignore[union-attr]
     assert not drafter.remembers(one) and drafter.remembers(request("b", None)) and drafter.remembers(request("c", "auto"))
-    assert ByRequest(built("llma", "suffix")).memory is None
+    assert ByRequest(built("prompt_lookup", "suffix")).memory is None
 
 
 class Announced(Drafter):

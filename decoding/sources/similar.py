@@ -1,0 +1,237 @@
+"""Past requests of a tenant that resemble a new one: their outputs are what it may repeat (LLMA, arXiv 2304.04487, section 2).
+
+A prompt is known by its *sketch*: the smallest hashes of its n-grams (a bottom-k sketch, Broder 1997), some of its beginning,
+some of its end, where questions stand, and some of all of it. Two prompts share about as large a part of their sketches as of
+their n-grams.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from decoding.jit import compiled
+from decoding.tree import Int32Array
+
+UInt64Array = npt.NDArray[np.uint64]
+Float64Array = npt.NDArray[np.float64]
+
+# Of a prompt's beginning, end and whole (0): how many tokens, the order of the n-grams, and how many hashes are kept.
+_PARTS = ((96, 2, 8), (-48, 2, 12), (0, 3, 12))
+SKETCH = sum(kept for *_, kept in _PARTS)  # values; 0 where a short prompt has fewer
+SKETCH_TOKENS = 2 * SKETCH  # of a sketch as a text: each value is two numbers below 4096, which nearly all vocabularies hold
+LEAST_SIMILARITY = 0.2  # of a request that is found
+_DIGIT = 12  # bits
+_WAYS = 8  # the latest requests with a value are found
+_FEW = 256  # requests: there is room for so many, then for all
+
+
+class Similar(NamedTuple):
+    """A past request that resembles."""
+
+    request: int  # hash, see ``decoding.request.request_hash``
+    similarity: float  # up to 1, the part of the prompt's sketch that it shares, where rare values count more
+
+
+@compiled
+def _fill(tokens: Int32Array, order: int, salt: int, out: Int32Array) -> None:
+    """Fills ``out`` with the smallest different hashes of the n-grams, ascending."""
+    used = 0
+    for end in range(order, len(tokens) + 1):
+        key = salt
+        for at in range(end - order, end):
+            key = ((key ^ (key >> 19)) * 1000003 + int(tokens[at]) + 1) & 0xFFFFFFFFFF
+        key = ((key ^ (key >> 17)) * 0x9E377) & 0xFFFFFFFFFF
+        key = ((key ^ (key >> 23)) * 0x85EBD) & 0xFFFFFFFFFF
+        value = 1 + (key ^ (key >> 21)) % 0xFFFFFF
+        if used == len(out) and value >= out[used - 1]:
+            continue
+        at = used
+        while at > 0 and out[at - 1] > value:
+            at -= 1
+        if at > 0 and out[at - 1] == value:
+            continue
+        used = min(used + 1, len(out))
+        for later in range(used - 1, at, -1):
+            out[later] = out[later - 1]
+        out[at] = value
+
+
+def sketch_of(prompt_ids: Int32Array) -> Int32Array:
+    """[SKETCH] of a prompt, each value below 2**24."""
+    sketch, at = np.zeros(SKETCH, np.int32), 0
+    for salt, (size, order, kept) in enumerate(_PARTS, start=1):
+        part = prompt_ids[:size] if size > 0 else prompt_ids[size:]
+        _fill(part.astype(np.int32), order, salt, sketch[at : at + kept])
+        at += kept
+    return sketch
+
+
+def as_tokens(sketch: Int32Array) -> Int32Array:
+    """[SKETCH_TOKENS] a sketch as it travels, among the texts of its request."""
+    tokens: Int32Array = np.stack((sketch >> _DIGIT, sketch & ((1 << _DIGIT) - 1)), axis=1).ravel()
+    return tokens
+
+
+def of_tokens(tokens: Int32Array) -> Int32Array:
+    """The sketch that travelled so."""
+    digits = tokens.reshape(-1, 2) & ((1 << _DIGIT) - 1)
+    sketch: Int32Array = digits[:, 0] << _DIGIT | digits[:, 1]
+    return sketch
+
+
+@compiled
+def _count(sketch: Int32Array, counts: Int32Array, change: int) -> None:
+    """Counts a request in the buckets of its values, or takes it out again."""
+    for value in sketch:
+        if value:
+            counts[value & (len(counts) - 1)] += change
+
+
+@compiled
+def _post(sketch: Int32Array, place: int, postings: Int32Array) -> None:
+    """Notes a request's place as the latest of each of its values."""
+    for value in sketch:
+        bucket = value & (len(postings) - 1)
+        if value and postings[bucket, 0] != place + 1:
+            for way in range(_WAYS - 1, 0, -1):
+                postings[bucket, way] = postings[bucket, way - 1]
+            postings[bucket, 0] = place + 1
+
+
+@compiled
+def _vote(
+    wanted: Int32Array, live: int, sketches: Int32Array, postings: Int32Array, counts: Int32Array, votes: Float64Array,
+    found: Int32Array,
+) -> tuple[int, float]:  # fmt: skip
+    """Adds up what the values are worth that requests share with a prompt.
+
+    A value that k of n requests have is worth ``log(1 + (n - k + 1/2) / (k + 1/2))``, as a word is in BM25 (Robertson and
+    Zaragoza 2009).
+
+    Args:
+        wanted: the sketch of the prompt.
+        live: requests that are known, n.
+        votes: [places] all 0; of the places found what they share.
+        found: [SKETCH * _WAYS] out: places of requests that share a value.
+
+    Returns:
+        How many places were found, and what all values of the prompt are worth.
+    """
+    used, total = 0, 0.0
+    for value in wanted:
+        if value == 0:
+            continue
+        bucket = value & (len(counts) - 1)
+        worth = np.log(1.0 + max(live - counts[bucket] + 0.5, 0.0) / (counts[bucket] + 0.5))
+        total += worth
+        for way in range(_WAYS):
+            place = postings[bucket, way] - 1
+            if place < 0:
+                break
+            shares = False  # else another value of the bucket, or a request that is gone
+            for other in range(sketches.shape[1]):
+                shares = shares or sketches[place, other] == value
+            for earlier in range(way):
+                shares = shares and postings[bucket, earlier] != place + 1
+            if shares:
+                if votes[place] == 0.0:
+                    found[used] = place
+                    used += 1
+                votes[place] += worth
+    return used, total
+
+
+class SimilarRequests:
+    """The latest requests of a tenant, found by what their prompts share with another prompt: in microseconds, however many.
+
+    Memory: ``nbytes``, about 400 bytes a request.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: requests to know, at least 1; rounded up to a power of two."""
+        self._capacity = 1 << max(capacity - 1, 0).bit_length()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._next = self._live = 0
+        self._make(min(_FEW, self._capacity))
+
+    def _make(self, size: int) -> None:
+        """Empty arrays with places for so many requests, a power of two."""
+        buckets = size * SKETCH // 4
+        self._requests: UInt64Array = np.zeros(size, np.uint64)  # hash in each place
+        self._sketches = np.zeros((size, SKETCH), np.int32)  # in each place; all 0 where there is none
+        self._postings = np.zeros((buckets, _WAYS), np.int32)  # places by value, counted from 1, the latest first
+        self._counts = np.zeros(buckets, np.int32)  # values of requests that are here
+        self._votes = np.zeros(size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (self._requests, self._sketches, self._postings, self._counts, self._votes))
+
+    def __len__(self) -> int:
+        """Requests that are known."""
+        return self._live
+
+    def knows(self, request: int) -> bool:
+        """Whether a request is among them, by its hash."""
+        return len(self._places(request)) > 0
+
+    def add(self, request: int, sketch: Int32Array) -> None:
+        """Makes a request known, by its hash; where there is no room for it instead of the oldest one."""
+        if not sketch.any() or self.knows(request):
+            return
+        if self._next == len(self._requests) < self._capacity:
+            requests, sketches = self._requests, self._sketches
+            self._make(self._capacity)
+            self._next = self._live = 0
+            for known, of_known in zip(requests.tolist(), sketches, strict=True):
+                if of_known.any():
+                    self._put(known, of_known)
+        self._put(request, sketch)
+
+    def _put(self, request: int, sketch: Int32Array) -> None:
+        place = self._next % len(self._requests)
+        self._next += 1
+        self._empty(place)
+        self._requests[place], self._sketches[place] = request, sketch
+        self._live += 1
+        _count(sketch, self._counts, 1)
+        _post(sketch, place, self._postings)
+
+    def _places(self, request: int) -> npt.NDArray[np.int64]:
+        places = np.flatnonzero(self._requests == np.uint64(request))
+        return places[self._sketches[places].any(axis=1)]
+
+    def _empty(self, place: int) -> None:
+        if self._sketches[place].any():
+            _count(self._sketches[place], self._counts, -1)
+            self._live -= 1
+        self._requests[place], self._sketches[place] = 0, 0
+
+    def remove(self, request: int) -> None:
+        """Takes a request out, by its hash; one that is not known is no error."""
+        for place in self._places(request).tolist():
+            self._empty(place)
+
+    def find(self, sketch: Int32Array, most: int) -> list[Similar]:
+        """The requests that resemble a prompt most, the most similar first, of equal ones the latest."""
+        if not self._live:
+            return []
+        found = np.empty(SKETCH * _WAYS, np.int32)
+        count, total = _vote(sketch, self._live, self._sketches, self._postings, self._counts, self._votes, found)
+        places = found[:count]
+        shares = self._votes[places] / max(total, 1e-9)
+        self._votes[places] = 0.0
+        ages = (self._next - 1 - places) % len(self._requests)
+        best = np.lexsort((ages, -shares))[:most]
+        return [
+            Similar(int(self._requests[place]), min(float(share), 1.0))
+            for place, share in zip(places[best], shares[best], strict=True)
+            if share >= LEAST_SIMILARITY
+        ]
