@@ -171,13 +171,14 @@ class CacheAdmin:
         epoch = self._store.head(name).epoch
         self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
-    def delete_document(self, tenant: str, tokens: Int32Array) -> None:
-        """Forgets a document that requests brought along, everywhere and for good.
+    def delete_documents(self, tenant: str, documents: Sequence[Sequence[int] | Int32Array]) -> None:
+        """Forgets documents, as token ids, that requests brought along, everywhere and for good.
 
-        Outputs that repeat it stay: they go with their requests. Raises ``UnknownTenantError``.
+        Outputs that repeat them stay: they go with their requests. Raises ``UnknownTenantError``.
         """
         name = self._namespace(tenant)
-        removed = tuple(document_hash(passage) for passage in passages_of(tokens))
+        passages = [passage for document in documents for passage in passages_of(np.asarray(document, np.int32))]
+        removed = tuple(dict.fromkeys(document_hash(passage) for passage in passages))
         self._append(name, [TextBatch(secrets.randbits(64), 0, self._store.head(name).epoch, removed=removed)])
 
     def verify(self) -> list[Problem]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KINDS = (".txt", ".md", ".jsonl")
 PART_CHARACTERS = 1 << 18  # longer documents travel in parts; JSON writes a character in 6 bytes at most
 BATCH_BYTES = 1 << 20  # of one preload request: it is shown as progress, and stays far below what the server takes
-_ROUTES = "/admin/cache"
+_ROUTES, _JSON = "/admin/cache", {"Content-Type": "application/json"}
 
 cache = typer.Typer(
     help=f"The memory that a running server's replicas share. {ADMIN_KEY} holds an admin key (tenancy.admin_keys).",
@@ -96,15 +96,13 @@ def preload(
     url: Url = _URL,
 ) -> None:
     """Add documents to the public corpus, from which all tenants draft. Adding one again changes nothing."""
-    for file in files:
-        if file.suffix not in KINDS or not file.is_file():
-            fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    _check_kinds(files)
     done = {"documents": 0, "tokens": 0, "texts": 0}
     with connected(url, ADMIN_KEY, below=_ROUTES) as client, progress(counts_bytes=True) as bars:
         bar = bars.add_task("", total=sum(file.stat().st_size for file in files))
         try:
             for batch in batches(documents(files, lambda size: bars.advance(bar, size)), BATCH_BYTES):
-                answer = _object(client.post("/preload", content=batch, headers={"Content-Type": "application/json"}))
+                answer = _object(client.post("/preload", content=batch, headers=_JSON))
                 done = {name: count + answer[name] for name, count in done.items()}
         except DocumentFileError as error:
             fail_input(f"{error}; what came before is loaded, and loading it again changes nothing")
@@ -115,16 +113,31 @@ def preload(
 def delete(
     tenant: Annotated[str, typer.Option(help="Whose texts are forgotten; '*' is the public corpus.")],
     request: Annotated[str | None, typer.Option(help="Only the texts of one answer: the `id` of the response.")] = None,
+    document: Annotated[
+        list[Path] | None, typer.Option(help="Only this document, which requests brought along; a file as for preload.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = _URL,
 ) -> None:
-    """Forget the texts of a tenant, or of one of its requests, in all replicas."""
+    """Forget the texts of a tenant, of one of its requests, or documents that its requests brought along, in all replicas."""
     what = f"all texts of {tenant}" if request is None else f"the texts of {request}, tenant {tenant}"
+    if document:
+        if request is not None:
+            fail_input("--request and --document are two deletions: give one of them")
+        what = f"{', '.join(map(str, document))} among the documents of {tenant}"
+        _check_kinds(document)
     if not yes and not typer.confirm(f"forget {what}, on all replicas and for good?", err=True):
         fail("nothing was deleted")
     path = f"/tenants/{quote(tenant, safe='')}" + ("" if request is None else f"/requests/{quote(request, safe='')}")
     with connected(url, ADMIN_KEY, below=_ROUTES) as client:
-        checked(client.delete(path))
+        if document:
+            try:
+                for batch in batches(documents(document, lambda size: None), BATCH_BYTES):
+                    checked(client.post(f"{path}/documents/delete", content=batch, headers=_JSON))
+            except DocumentFileError as error:
+                fail_input(str(error))
+        else:
+            checked(client.delete(path))
     typer.echo(f"{what}: deleted; replicas forget within two seconds")
 
 
@@ -138,6 +151,13 @@ def verify(url: Url = _URL) -> None:
     if problems:
         fail(f"{len(problems)} problems; broken data is skipped by all replicas, and goes with the next snapshot")
     typer.echo("all records and snapshots are sound")
+
+
+def _check_kinds(files: Iterable[Path]) -> None:
+    """Ends the command where a file cannot be read as documents."""
+    for file in files:
+        if file.suffix not in KINDS or not file.is_file():
+            fail_input(f"{file} is not a file whose name ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class CacheAdminPort(ABC):
         """Forgets the texts of one answer, everywhere. ``request_id`` is the ``id`` of the response."""
         await self.call("delete_request", tenant, request_id)
 
+    async def delete_documents(self, tenant: str, documents: Sequence[Sequence[int]]) -> None:
+        """Forgets documents, as token ids, that requests of a tenant brought along."""
+        await self.call("delete_documents", tenant, documents)
+
     async def verify(self) -> Sequence[Problem]:
         """Reads and checks all that is stored, and says what is wrong with it."""
         return await self.call("verify")

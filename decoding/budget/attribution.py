@@ -25,6 +25,7 @@ _COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "copy": ((DOCUMENT, _SEQUENCE),),
     "trie": ((DOCUMENT, _SEQUENCE, TRIE, PUBLIC),),
     "history": ((TRIE, PUBLIC),),
+    "similar": ((TRIE,),),
 }
 
 

@@ -29,6 +29,7 @@ from decoding.request import Acceptance, Request, SamplingParams
 from decoding.sources.history import Histories, History
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
+from decoding.sources.similar import compile_similar
 from decoding.sources.successors import LearningSteps, SuccessorTables
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
@@ -163,6 +164,7 @@ class AutoDrafter(Drafter):
         request = Request("", [0, 0], _ANY)
         self.propose([request], [4])
         AcceptanceTable().compile()
+        compile_similar()
         self.finish(request)
         compile_log()
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from decoding.drafters.base import CopyDrafter, check_choice, check_least
+from decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
 from decoding.request import Request
 from decoding.sources.history import Histories, History
+from decoding.sources.similar import compile_similar
 from decoding.tree import SOURCES, Int32Array
 
 Positions = npt.NDArray[np.int64]
@@ -143,6 +144,11 @@ class LlmaDrafter(CopyDrafter[_State]):
         self._include_prompt, self._include_output, self._ties = include_prompt, include_output, ties
         self._num_similar = similar_requests
         self.memory = Histories(history_tokens) if history_tokens and similar_requests else None
+
+    def prepare(self, target: Target) -> None:
+        """Compiles what finds similar requests."""
+        if self.memory is not None:
+            compile_similar()
 
     def begin(self, request: Request) -> _State:
         """An index of its references."""

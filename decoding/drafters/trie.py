@@ -13,6 +13,7 @@ from decoding.sources.history import Histories, History
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
 from decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
+from decoding.sources.similar import compile_similar
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
@@ -141,6 +142,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         self.propose([request], [4])
         self.finish(request)
         compile_log()
+        compile_similar()
 
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
         """The tree of the text's end."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.jit import compiled
-from decoding.tree import Int32Array
+from decoding.tree import BoolArray, Int32Array
 
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
@@ -102,52 +102,58 @@ def _post(sketch: Int32Array, place: int, postings: Int32Array) -> None:
 
 
 @compiled
-def _vote(
-    wanted: Int32Array, live: int, sketches: Int32Array, postings: Int32Array, counts: Int32Array, votes: Float64Array,
-    found: Int32Array,
-) -> tuple[int, float]:  # fmt: skip
-    """Adds up what the values are worth that requests share with a prompt.
+def _compare(
+    wanted: Int32Array, live: int, sketches: Int32Array, postings: Int32Array, counts: Int32Array, marks: BoolArray,
+    places: Int32Array, similarities: Float64Array,
+) -> int:  # fmt: skip
+    """Compares a prompt with the latest requests that share a value with it.
 
     A value that k of n requests have is worth ``log(1 + (n - k + 1/2) / (k + 1/2))``, as a word is in BM25 (Robertson and
-    Zaragoza 2009).
+    Zaragoza 2009); the similarity is what the shared values are worth of what all of the prompt's are.
 
     Args:
         wanted: the sketch of the prompt.
         live: requests that are known, n.
-        votes: [places] all 0; of the places found what they share.
-        found: [SKETCH * _WAYS] out: places of requests that share a value.
+        marks: [places] all false.
+        places: [SKETCH * _WAYS] out.
+        similarities: [SKETCH * _WAYS] out: of the requests there.
 
     Returns:
-        How many places were found, and what all values of the prompt are worth.
+        How many requests were compared.
     """
     used, total = 0, 0.0
-    for value in wanted:
+    worths = np.zeros(len(wanted))
+    for at in range(len(wanted)):
+        value = wanted[at]
         if value == 0:
             continue
-        bucket = value & (len(counts) - 1)
-        worth = np.log(1.0 + max(live - counts[bucket] + 0.5, 0.0) / (counts[bucket] + 0.5))
-        total += worth
+        count = min(counts[value & (len(counts) - 1)], live)
+        worths[at] = np.log(1.0 + (live - count + 0.5) / (count + 0.5))
+        total += worths[at]
         for way in range(_WAYS):
-            place = postings[bucket, way] - 1
+            place = postings[value & (len(postings) - 1), way] - 1
             if place < 0:
                 break
-            shares = False  # else another value of the bucket, or a request that is gone
-            for other in range(sketches.shape[1]):
-                shares = shares or sketches[place, other] == value
-            for earlier in range(way):
-                shares = shares and postings[bucket, earlier] != place + 1
-            if shares:
-                if votes[place] == 0.0:
-                    found[used] = place
-                    used += 1
-                votes[place] += worth
-    return used, total
+            if not marks[place]:
+                marks[place], places[used] = True, place
+                used += 1
+    for found in range(used):
+        shared = 0.0
+        for at in range(len(wanted)):
+            if wanted[at] != 0:
+                for other in range(sketches.shape[1]):
+                    if sketches[places[found], other] == wanted[at]:
+                        shared += worths[at]
+                        break
+        marks[places[found]] = False
+        similarities[found] = shared / total
+    return used
 
 
 class SimilarRequests:
     """The latest requests of a tenant, found by what their prompts share with another prompt: in microseconds, however many.
 
-    Memory: ``nbytes``, about 400 bytes a request.
+    Memory: ``nbytes``, about 530 bytes a request.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -162,17 +168,17 @@ class SimilarRequests:
 
     def _make(self, size: int) -> None:
         """Empty arrays with places for so many requests, a power of two."""
-        buckets = size * SKETCH // 4
+        buckets = max(size, _FEW) * SKETCH
         self._requests: UInt64Array = np.zeros(size, np.uint64)  # hash in each place
         self._sketches = np.zeros((size, SKETCH), np.int32)  # in each place; all 0 where there is none
-        self._postings = np.zeros((buckets, _WAYS), np.int32)  # places by value, counted from 1, the latest first
+        self._postings = np.zeros((buckets // 4, _WAYS), np.int32)  # places by value, counted from 1, the latest first
         self._counts = np.zeros(buckets, np.int32)  # values of requests that are here
-        self._votes = np.zeros(size)
+        self._marks = np.zeros(size, np.bool_)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in (self._requests, self._sketches, self._postings, self._counts, self._votes))
+        return sum(array.nbytes for array in (self._requests, self._sketches, self._postings, self._counts, self._marks))
 
     def __len__(self) -> int:
         """Requests that are known."""
@@ -223,15 +229,18 @@ class SimilarRequests:
         """The requests that resemble a prompt most, the most similar first, of equal ones the latest."""
         if not self._live:
             return []
-        found = np.empty(SKETCH * _WAYS, np.int32)
-        count, total = _vote(sketch, self._live, self._sketches, self._postings, self._counts, self._votes, found)
-        places = found[:count]
-        shares = self._votes[places] / max(total, 1e-9)
-        self._votes[places] = 0.0
-        ages = (self._next - 1 - places) % len(self._requests)
-        best = np.lexsort((ages, -shares))[:most]
+        places, found = np.empty(SKETCH * _WAYS, np.int32), np.empty(SKETCH * _WAYS)
+        count = _compare(sketch, self._live, self._sketches, self._postings, self._counts, self._marks, places, found)
+        ages = (self._next - 1 - places[:count]) % len(self._requests)
+        best = np.lexsort((ages, -found[:count]))[:most]
         return [
-            Similar(int(self._requests[place]), min(float(share), 1.0))
-            for place, share in zip(places[best], shares[best], strict=True)
-            if share >= LEAST_SIMILARITY
+            Similar(int(self._requests[places[at]]), min(float(found[at]), 1.0)) for at in best if found[at] >= LEAST_SIMILARITY
         ]
+
+
+def compile_similar() -> None:
+    """Calls what is compiled at its first call, so that no request waits for it."""
+    requests, sketch = SimilarRequests(1), sketch_of(np.arange(4, dtype=np.int32))
+    for number in range(2):  # the second one takes the place of the first
+        requests.add(number, sketch)
+    requests.find(sketch, 1)

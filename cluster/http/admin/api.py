@@ -43,8 +43,8 @@ class Body(BaseModel):
 M = TypeVar("M", bound=Body)
 
 
-class _Preload(Body):
-    """The body of ``POST /admin/cache/preload``."""
+class _Documents(Body):
+    """The body of routes that take documents."""
 
     documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
 
@@ -107,9 +107,7 @@ class AdminService:
     async def preload(self, request: Request) -> dict[str, Any]:
         """Adds documents to the public corpus."""
         port = self._allowed(request)
-        data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
-        body = parsed(_Preload, data, '{"documents": ["a text", ...]}')
-        documents = await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
+        documents = await self._documents(request)
         with answered(400, "invalid_value"):
             texts = await port.preload(documents)
         tokens = sum(map(len, documents))
@@ -134,6 +132,15 @@ class AdminService:
         logger.info("deleted the texts of one answer to tenant %s", tenant)
         return {"tenant": tenant, "request": request_id, "deleted": True}
 
+    async def delete_documents(self, request: Request, tenant: str) -> dict[str, Any]:
+        """Forgets documents that a tenant's requests brought along, whoever brought them."""
+        port = self._allowed(request)
+        documents = await self._documents(request)
+        with answered():
+            await port.delete_documents(tenant, documents)
+        logger.info("deleted %d documents of tenant %s", len(documents), tenant)
+        return {"tenant": tenant, "documents": len(documents), "deleted": True}
+
     async def verify(self, request: Request) -> dict[str, Any]:
         """What is wrong with the stored data; an empty list when nothing is."""
         port = self._allowed(request)
@@ -157,6 +164,12 @@ class AdminService:
             )
         return self.port
 
+    async def _documents(self, request: Request) -> list[list[int]]:
+        """The tokens of the documents in a body; raises ``ApiError`` where it holds none."""
+        data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
+        body = parsed(_Documents, data, '{"documents": ["a text", ...]}')
+        return await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
+
     def _encode(self, documents: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encoder.encode_batch(documents, add_special_tokens=False)]
 
@@ -177,6 +190,7 @@ def add_admin_routes(app: FastAPI, service: AdminService) -> None:
     app.post("/admin/cache/preload")(service.preload)
     app.delete("/admin/cache/tenants/{tenant}")(service.delete_tenant)
     app.delete("/admin/cache/tenants/{tenant}/requests/{request_id}")(service.delete_request)
+    app.post("/admin/cache/tenants/{tenant}/documents/delete")(service.delete_documents)
     app.get("/admin/cache/verify")(service.verify)
 
 
