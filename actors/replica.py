@@ -259,7 +259,8 @@ class Replica:
             live.published = request.num_output
         history = self._engine.memory.of(request.tenant) if final and self._engine.memory is not None else None
         for key, tokens in [] if history is None else history.notes(request):
-            self._mirror.publish(request.tenant, key, 0, tokens, True)
+            if tokens.max() < self._info.vocab_size:  # of the tiniest vocabularies a sketch cannot travel
+                self._mirror.publish(request.tenant, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()

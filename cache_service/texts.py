@@ -15,6 +15,7 @@ from decoding.sources.text_keys import document_hash, is_passage
 from decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten
+_PASSAGE_WORTH = 0.1  # of a passage beside an output: prompts bring most of theirs along again
 MAX_HELD = 256  # pieces of a text that wait for those before them; more are dropped
 
 
@@ -200,7 +201,7 @@ class TenantTexts:
     def evict(self, max_tokens: int, half_life_s: float, now_s: float) -> list[int]:
         """Drops the texts that are worth least (``eviction.worths``) until ``max_tokens`` or fewer are left; returns their keys.
 
-        Texts that are still growing go last. Of equal worth the older goes, then the smaller key. Every text is looked at: evict
+        Passages count a tenth, and texts that are still growing go last. Of equal worth the older goes, then the smaller key. Every text is looked at: evict
         somewhat more than the quota asks, so that it is not needed again at once.
 
         Raises:
@@ -214,7 +215,9 @@ class TenantTexts:
         texts = [self._texts[key] for key in keys]
         ages_s = now_s - np.array([text.updated_s for text in texts])
         growing = np.array([not text.final for text in texts])
-        order = np.lexsort((np.arange(len(keys)), worths([text.tokens for text in texts], ages_s, half_life_s), growing))
+        worth = worths([text.tokens for text in texts], ages_s, half_life_s)
+        worth *= np.where([is_passage(key) for key in keys], _PASSAGE_WORTH, 1.0)
+        order = np.lexsort((np.arange(len(keys)), worth, growing))
         freed = np.cumsum([texts[index].num_tokens for index in order])
         count = int(np.searchsorted(freed, self.num_tokens - max_tokens)) + 1
         evicted = [keys[index] for index in order[:count]]

@@ -15,9 +15,9 @@ from cache_service.mirror.outbox import Outbox
 from cache_service.mirror.tail import Tail
 from cache_service.records import TextBatch
 from cache_service.store.stream_ids import written_s
-from decoding.request import PUBLIC, request_hash, text_key
+from decoding.request import PUBLIC, Request, SamplingParams, request_hash, text_key
 from decoding.sources.history import Histories
-from tests.helpers.shared_memory import IDENTITY, Cluster, contents, delta, tokens
+from tests.helpers.shared_memory import IDENTITY, Cluster, Replica, contents, delta, tokens
 from tests.helpers.waiting import eventually
 
 VOCAB = IDENTITY.vocab_size
@@ -48,6 +48,53 @@ def test_what_one_generates_the_other_drafts_from(cluster: Cluster) -> None:
     counts = a.mirror.counts()
     assert counts.connected and counts.breaker == "closed" and counts.failures == {} and counts.opened == 0
     assert counts.outbox_bytes == 0 and counts.applied_tokens >= 2
+
+
+def noted(name: str, prompt: int, document: list[int]) -> Request:
+    """A finished request with a document."""
+    request = Request(name, tokens(prompt, 200), SamplingParams(max_tokens=9), [document], tenant="a")
+    request.commit(tokens(99, 8))
+    return request
+
+
+def tell(replica: Replica, *requests: Request) -> None:
+    """As an engine does when requests have ended."""
+    for request in requests:
+        replica.history("a").start(request.text)
+        replica.write("a", request.text, 0, request.output_ids.tolist(), final=True)
+        replica.history("a").remember(request)
+        for key, note in replica.history("a").notes(request):
+            replica.mirror.publish("a", key, 0, note, True)
+
+
+def recalled(replica: Replica, prompt: int) -> list[list[int]]:
+    while replica.mirror.apply():
+        pass
+    asking = Request("asking", tokens(prompt, 200), SamplingParams(max_tokens=9), tenant="a")
+    return [text.tokens.tolist() for text in replica.history("a").recall(asking, 4)]
+
+
+def test_similar_requests_of_one_are_recalled_by_the_other_until_they_are_deleted(cluster: Cluster, often: None) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    cluster.server()
+    documents = [tokens(7, 50), tokens(8, 5000)]
+    tell(a, noted("one", 1, documents[0]), noted("two", 2, documents[1]))
+    eventually(lambda: recalled(b, 1) == [tokens(99, 8), documents[0]])
+    eventually(lambda: recalled(b, 2) == [tokens(99, 8), documents[1][:4096], documents[1][4096:]])
+    eventually(lambda: len(cluster.now("a")) == 7)
+    late = cluster.replica()
+    assert recalled(late, 1) == [tokens(99, 8), documents[0]]
+
+    cluster.admin.delete_documents("a", [documents[1]])
+    eventually(lambda: all(recalled(one, 2) == [tokens(99, 8)] for one in (a, b, late)))
+    cluster.admin.delete_request("a", "one")
+    eventually(lambda: all(recalled(one, 1) == [] for one in (a, b, late)))
+    kept = [documents[1][:4096], documents[1][4096:], documents[0]]
+    eventually(lambda: not any(cluster.holds(text) for text in kept))
+    assert len(cluster.now("a")) == 2  # an output and a sketch
+    tell(a, noted("three", 2, documents[1]))  # a deleted document is not remembered again
+    eventually(lambda: len(cluster.now("a")) == 4)
+    assert recalled(b, 2) == [tokens(99, 8)] * 2
 
 
 def test_tenants_secrets_and_models_are_apart(cluster: Cluster) -> None:
