@@ -1,4 +1,5 @@
-"""Figures of the shared memory: lag between processes, bytes in the stream, snapshots at ten million tokens, memory, and a flood.
+"""Figures of the shared memory: lag between processes, bytes in the stream, snapshots at ten million tokens, memory, the look-up of
+similar requests among a million, and a flood.
 
 python -m experiments.bench.memory figures CORPUS... --tokenizer DIR --workload FILE.jsonl
 
@@ -22,7 +23,7 @@ from decoding.replay import KnownText
 from decoding.tree import Int32Array
 from experiments.bench.memory.lag import measure_lag
 from experiments.bench.memory.replay_replica import Replayed, ReplayReplica, Setting, kept
-from experiments.bench.memory.sizes import measure_memory, measure_snapshot
+from experiments.bench.memory.sizes import measure_memory, measure_recall, measure_snapshot
 from experiments.bench.memory.trie_texts import corpus_texts
 from experiments.bench.run import Bench, Results, Run
 
@@ -45,6 +46,10 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     results["snapshot"] = _with_redis(texts.vocab_size, 0.02, measure_snapshot, texts.fill)
     run.progress.say("memory")
     results["memory"] = measure_memory(texts.fill, (*_MEMORY_SIZES, args.tokens))
+    results["recall"] = []
+    for tenants, requests, history_tokens in ((1, args.requests // 10, 1 << 23), (50, args.requests, 1 << 20)):
+        run.progress.say(f"recall, {requests} requests of {tenants} tenants")
+        results["recall"].append(measure_recall(texts.fill, tenants, requests, history_tokens))
     run.progress.say("flood")
     results["flood"] = flood(known, texts.fill, args.flood, texts.vocab_size)
     return results
@@ -57,6 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", type=Path, required=True, help="JSON lines with prompt and output")
     parser.add_argument("--tokens", type=int, default=10_000_000, help="of the snapshot")
     parser.add_argument("--flood", type=int, default=5_000_000, help="tokens of the tenant that floods")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="to remember, of 50 tenants")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each lag measurement")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -1,4 +1,4 @@
-"""What much text costs the shared memory: time to fold, to write and to load it, and bytes, here and in Redis."""
+"""What much text costs the shared memory: time to fold, to write, to load and to find it, and bytes, here and in Redis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import psutil
 
 from cache_service.access import CacheAccess
@@ -17,13 +18,17 @@ from cache_service.mirror.mirror import Mirror
 from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_batch
 from cache_service.store.redis_store import RedisStore
 from cache_service.texts import TenantTexts
-from decoding.request import text_key
+from decoding.request import Request, SamplingParams, text_key
 from decoding.sources.history import Histories, History
+from decoding.sources.log.chains import BLOCK
+from decoding.sources.similar import compile_similar
 from decoding.tree import Int32Array
 from experiments.bench.memory.replay_replica import Setting, spawned, warm_up
 
 _BATCH_TEXTS = 64
 _TRACED_TEXTS = 2000
+_PROMPT, _OUTPUT, _STRIDE = 300, 48, 37  # tokens of requests that are recalled, and from one to the next
+_LOOK_UPS = 2000
 
 
 def measure_snapshot(setting: Setting, texts: Sequence[Int32Array]) -> dict[str, Any]:
@@ -93,6 +98,68 @@ def measure_memory(texts: Sequence[Int32Array], sizes: Sequence[int]) -> list[di
             number += len(text)
         rows.append(_in_process(_hold, some, max(1, size)))
     return rows
+
+
+def measure_recall(texts: Sequence[Int32Array], tenants: int, requests: int, history_tokens: int) -> dict[str, Any]:
+    """What it takes to remember many requests, and to find those that resemble one; in a process of its own.
+
+    Args:
+        texts: of which prompts and outputs are pieces.
+        tenants: that have as many requests each.
+        requests: of all of them.
+        history_tokens: see ``AutoDrafter``.
+
+    Returns:
+        Bytes, those of a request's notes in Redis among them, microseconds of a look-up, and the share of prompts, each altered in
+        five tokens, of which the output of the unaltered one came back first.
+    """
+    found: dict[str, Any] = _in_process(_recall, np.concatenate(texts), tenants, requests, history_tokens)
+    return found
+
+
+def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, history_tokens: int) -> None:
+    warm_up()
+    compile_similar()
+    rng, each, before = np.random.default_rng(0), requests // tenants, _resident()
+
+    def asked(number: int, altered: int = 0) -> Request:
+        """The request of a number; its prompt is a piece of the text, or nearly one."""
+        start = number * _STRIDE % (len(text) - _PROMPT - _OUTPUT)
+        prompt = text[start : start + _PROMPT].copy()
+        prompt[rng.integers(0, _PROMPT, altered)] += 1
+        request = Request(f"r{number}-{altered}", prompt, SamplingParams(max_tokens=2 * _OUTPUT), tenant="t")
+        request.commit(np.append(text[start + _PROMPT :][: _OUTPUT - 1], number % 1000).tolist())
+        return request
+
+    histories, began = [History(history_tokens) for _ in range(tenants)], time.perf_counter()
+    for number in range(requests):
+        one, history = asked(number), histories[number % tenants]
+        history.start(one.text)
+        history.extend(one.text, 0, one.output_ids, final=True)
+        history.remember(one)
+    remembered_s, resident = time.perf_counter() - began, _resident() - before
+    known = min(each, max(1, history_tokens // BLOCK))
+    microseconds, hits = [], 0
+    for _ in range(_LOOK_UPS):
+        number = int(requests - 1 - rng.integers(0, known) * tenants)
+        one, history = asked(number, 5), histories[number % tenants]
+        looked = time.perf_counter()
+        recalled = history.recall(one, 4)
+        microseconds.append(1e6 * (time.perf_counter() - looked))
+        hits += bool(recalled) and recalled[0].tokens.tolist() == asked(number).output_ids.tolist()
+    notes = histories[(requests - 1) % tenants].notes(asked(requests - 1))
+    batch = TextBatch(1, 0, 0, tuple(CacheDelta(key, 0, tokens, True) for key, tokens in notes))
+    end.send(
+        {
+            "tenants": tenants, "requests": requests, "remembered": known * tenants, "history_tokens": history_tokens,
+            "prompt_tokens": _PROMPT, "output_tokens": _OUTPUT,
+            "resident_bytes": resident, "bytes": sum(history.nbytes for history in histories),
+            "bytes_in_redis_per_request": len(encode_batch(batch, 1 << 16)) - len(encode_batch(TextBatch(1, 0, 0), 1 << 16)),
+            "remember_us": round(1e6 * remembered_s / requests, 1),
+            "recall_us": {f"p{share}": round(float(np.percentile(microseconds, share)), 1) for share in (50, 99)},
+            "found": round(hits / _LOOK_UPS, 4),
+        }
+    )  # fmt: skip
 
 
 def _load(end: Connection, setting: Setting, tokens: int) -> None:
