@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,10 @@ from cluster.serving.generation import Job
 from decoding.tree import Int32Array
 
 BLOCK = 16  # tokens: prefixes are known to that grain
-LEAST_PREFIX = 2 * BLOCK  # tokens: fewer begin all prompts of a chat template, and are computed in no time
+LEAST_BLOCKS = 2  # of a prefix that counts: less begins all prompts of a chat template, and is computed in no time
 BEGINNING = 256  # tokens that say where a new prompt goes
 SLACK = 1.3  # times the mean: the most jobs of a replica, and one more
-MOST_BLOCKS = 2**15  # that are remembered of a replica, for all tenants: half a million tokens
+MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tenants: half a million tokens
 MOST_SESSIONS = 2**14  # for all tenants
 MOST_REQUESTS = 2**13  # whose last replica is known, should they come again
 _FEWEST = 256  # blocks, and sessions, of a tenant, however many there are
@@ -34,11 +33,43 @@ _FACTORS = np.random.default_rng(0).integers(2**64, size=MOST_BLOCKS * BLOCK, dt
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """Where the requests of a tenant went of late; what has not been asked for longest comes first, and is forgotten first."""
+class _Prompts:
+    """The prompts that a replica got last, as far as it may have them still: what ``PrefixCache`` keeps, seen from outside."""
 
-    prefixes: dict[str, OrderedDict[int, None]] = field(default_factory=dict)  # by replica
-    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    held: list[list[int]] = field(default_factory=list)  # the prefixes of each, the one that came last at the end
+    known: Counter[int] = field(default_factory=Counter)  # by prefix, how many of them begin with it
+
+    def matched(self, prompt: Sequence[int]) -> int:
+        """Blocks of a prompt, from its beginning on, that are known."""
+        return bisect_left(prompt, True, key=lambda prefix: prefix not in self.known)
+
+    def add(self, prompt: list[int], most: int, most_blocks: int) -> None:
+        """Takes in one more. It takes the place of one that it goes on with, else of the oldest."""
+        common = [_common(one, prompt) for one in self.held]
+        best = max(range(len(common)), key=common.__getitem__, default=0)
+        shared = 0
+        if self.held and 2 * common[best] >= len(self.held[best]):
+            shared = common[best]
+            self._drop(best, shared)
+        self.held.append(prompt)
+        self.known.update(prompt[shared:])
+        while len(self.held) > most or sum(map(len, self.held)) > most_blocks:
+            self._drop(0)
+
+    def _drop(self, place: int, shared: int = 0) -> None:
+        """Lets go of a prompt, but for the first blocks that another one takes over."""
+        for prefix in self.held.pop(place)[shared:]:
+            self.known[prefix] -= 1
+            if not self.known[prefix]:
+                del self.known[prefix]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Where the requests of a tenant went of late."""
+
+    prompts: dict[str, _Prompts] = field(default_factory=dict)  # by replica
+    sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # the one that was asked for last at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +97,13 @@ class ReplicaChooser:
     remembered: their answer's name is hashed.
     """
 
-    def __init__(self, tenants: int) -> None:
+    def __init__(self, slots: int, tenants: int) -> None:
         """
         Args:
+            slots: of a replica: so many prompts are remembered of a tenant there, as more of them have left no KV.
             tenants: among whom the memory is divided, each with a part of its own.
         """
+        self._slots = slots
         self._most_blocks = max(_FEWEST, MOST_BLOCKS // max(1, tenants))
         self._most_sessions = max(_FEWEST, MOST_SESSIONS // max(1, tenants))
         self._tenants: dict[str, _Tenant] = {}
@@ -93,8 +126,8 @@ class ReplicaChooser:
         most = SLACK * (sum(loads.values()) + len(jobs)) / len(loads) + 1
         first = jobs[0]
         tenant = None if first.tenant is None else self._tenants.setdefault(first.tenant, _Tenant())
-        prefixes = [] if tenant is None else self._prefixes(jobs)
-        matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prefixes) for name in loads}
+        prompts = [] if tenant is None else self._prefixes(jobs)
+        matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prompts) for name in loads}
         pinned = None if tenant is None or first.session is None else tenant.sessions.get(first.session)
         tried = {self._last.get(job.request_id) for job in jobs}
         answer = _answer_of(first)
@@ -111,7 +144,7 @@ class ReplicaChooser:
         order = sorted(loads, key=rank)
         self._place(call, _UnderWay(order[0], jobs, answer))
         if tenant is not None:
-            self._remember(tenant, order[0], prefixes, first.session)
+            self._remember(tenant, order[0], prompts, first.session)
         return order
 
     def placed(self, call: str, replica: str) -> None:
@@ -140,10 +173,10 @@ class ReplicaChooser:
         _touch(self._last, {job.request_id: placed.replica for job in placed.jobs}, MOST_REQUESTS)
 
     def _forget_lost(self, replicas: Collection[str]) -> None:
-        """Drops the prefixes of replicas that are not there any more; what else names them means nothing."""
+        """Drops the prompts of replicas that are not there any more; what else names them means nothing."""
         if replicas != self._replicas:
             for tenant in self._tenants.values():
-                tenant.prefixes = {name: kept for name, kept in tenant.prefixes.items() if name in replicas}
+                tenant.prompts = {name: kept for name, kept in tenant.prompts.items() if name in replicas}
             for counter in (self._jobs, self._calls):
                 for name in [name for name, count in counter.items() if not count]:
                     del counter[name]
@@ -153,11 +186,10 @@ class ReplicaChooser:
         """The prefixes of each prompt, the shortest first; choices of one prompt have the same array."""
         return [prefixes_of(ids, self._most_blocks) for ids in {id(job.prompt_ids): job.prompt_ids for job in jobs}.values()]
 
-    def _remember(self, tenant: _Tenant, replica: str, prefixes: Sequence[Sequence[int]], session: str | None) -> None:
-        kept = tenant.prefixes.setdefault(replica, OrderedDict())
-        for one in prefixes:
-            # The longest first: it is forgotten before what it begins with.
-            _touch(kept, dict.fromkeys(reversed(one)), self._most_blocks)
+    def _remember(self, tenant: _Tenant, replica: str, prompts: Sequence[list[int]], session: str | None) -> None:
+        kept = tenant.prompts.setdefault(replica, _Prompts())
+        for prompt in prompts:
+            kept.add(prompt, self._slots, self._most_blocks)
         if session is not None:
             _touch(tenant.sessions, {session: replica}, self._most_sessions)
 
@@ -170,14 +202,16 @@ def prefixes_of(ids: Int32Array, most: int) -> list[int]:
     return numbers
 
 
-def _matched(tenant: _Tenant, replica: str, prefixes: Sequence[Sequence[int]]) -> int:
-    """Tokens of prompts that a replica got lately, of each prompt from its beginning on."""
-    kept = tenant.prefixes.get(replica)
-    if not kept:
-        return 0
-    # A prefix that is known is known with all that are shorter.
-    lengths = [BLOCK * bisect_left(one, True, key=lambda number: number not in kept) for one in prefixes]
-    return sum(length for length in lengths if length >= LEAST_PREFIX)
+def _matched(tenant: _Tenant, replica: str, prompts: Sequence[Sequence[int]]) -> int:
+    """Blocks of prompts that a replica got lately, of each prompt from its beginning on."""
+    kept = tenant.prompts.get(replica)
+    found = [] if kept is None else map(kept.matched, prompts)
+    return sum(blocks for blocks in found if blocks >= LEAST_BLOCKS)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Blocks that two prompts have in common at their beginning."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
 def _scores(job: Job, replicas: Collection[str]) -> dict[str, bytes]:
@@ -195,10 +229,10 @@ def _answer_of(job: Job) -> str:
     return job.request_id.rpartition("/")[0]
 
 
-def _touch(kept: OrderedDict[Any, Any], new: Mapping[Any, Any], most: int) -> None:
-    """Puts entries at the end, in order, and drops from the beginning what is too much."""
-    for key in new:
-        kept.pop(key, None)
-    kept.update(new)
-    for key in list(islice(kept, max(0, len(kept) - most))):
-        del kept[key]
+def _touch(kept: OrderedDict[str, str], new: Mapping[str, str], most: int) -> None:
+    """Puts entries at the end, and drops from the beginning what is too much."""
+    for key, value in new.items():
+        kept[key] = value
+        kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
