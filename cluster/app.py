@@ -210,7 +210,8 @@ def _routing(config: Config, replicas: int) -> dict[str, Any]:
     if config.server.routing == "load" or replicas == 1:
         return {}
     kwargs = {"slots": config.engine.max_running, "tenants": len(tenant_names(config))}
-    return {"request_router_config": RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=kwargs)}
+    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}  # Serve annotates each as a dict
+    return {"request_router_config": RequestRouterConfig(**router)}
 
 
 def _quotas(config: Config) -> dict[str, int]:
