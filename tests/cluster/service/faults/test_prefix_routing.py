@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -10,7 +12,11 @@ import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
 
+from cluster.serving.generation import Job
+from cluster.serving.handle_engine import HandleEngine
+from decoding.request import SamplingParams
 from tests.cluster.circle import bearer
 from tests.cluster.service.applications import OPERATOR, Application, Twins, kill
 from tests.helpers.models import VOCAB
@@ -62,6 +68,25 @@ def test_a_session_stays_at_a_replica(twins: Twins, pin: dict[str, Any]) -> None
     for seed in range(2 * ASKED):
         ask(twins, tokens(200 + seed), extra_body={"prompt_cache_key": f"s{seed}"}, tenant="routed-too")
     assert len(served(twins) - before) == 2
+
+
+def test_what_has_ended_or_was_given_up_is_no_load(twins: Twins) -> None:
+    twins.becomes_whole()
+    before = served(twins)
+    engine = HandleEngine(serve.get_deployment_handle("engine", twins.name), resume_timeout_s=60.0, replicas=2)
+
+    async def run() -> None:
+        for number in range(2 * ASKED):
+            given_up = 0 < number < ASKED
+            params = SamplingParams(1500 if given_up else 2, ignore_eos=True)
+            job = Job(f"ended-{number}/0", np.array(tokens(400 + number), np.int32), params, tenant="routed", session="ended")
+            async with contextlib.aclosing(engine.generate(job)[0]) as outputs:
+                async for output in outputs:
+                    if given_up and output.token_ids:
+                        break
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert sorted((served(twins) - before).values()) == [ASKED + 1]
 
 
 def test_choices_of_an_answer_are_computed_by_all_replicas(twins: Twins) -> None:
