@@ -23,13 +23,14 @@ LEAST_BLOCKS = 2  # of a prefix that counts: less begins all prompts of a chat t
 BEGINNING = 256  # tokens that say where a new prompt goes
 SLACK = 1.3  # times the mean: the most jobs of a replica, and one more
 MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tenants: half a million tokens
+MOST_PROMPT_BLOCKS = 2**12  # of one prompt: what follows its first 65,536 tokens is not looked at
 MOST_SESSIONS = 2**14  # for all tenants
 MOST_REQUESTS = 2**13  # whose last replica is known, should they come again
 _FEWEST = 256  # blocks, and sessions, of a tenant, however many there are
 
 # A prefix is known by the sum of its tokens, each times a number of its place. Tenants have memories of their own, so that the
 # numbers need not be secret: who finds two prefixes of one sum misleads nobody else.
-_FACTORS = np.random.default_rng(0).integers(2**64, size=MOST_BLOCKS * BLOCK, dtype=np.uint64)
+_FACTORS = np.frombuffer(hashlib.shake_128(b"factors").digest(8 * BLOCK * MOST_PROMPT_BLOCKS), np.uint64)
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class _Prompts:
     """The prompts that a replica got last, as far as it may have them still: what ``PrefixCache`` keeps, seen from outside."""
 
     held: list[list[int]] = field(default_factory=list)  # the prefixes of each, the one that came last at the end
-    known: Counter[int] = field(default_factory=Counter)  # by prefix, how many of them begin with it
+    known: dict[int, int] = field(default_factory=dict)  # by prefix, how many of them begin with it
 
     def matched(self, prompt: Sequence[int]) -> int:
         """Blocks of a prompt, from its beginning on, that are known."""
@@ -52,16 +53,17 @@ class _Prompts:
             shared = common[best]
             self._drop(best, shared)
         self.held.append(prompt)
-        self.known.update(prompt[shared:])
+        for prefix in prompt[shared:]:
+            self.known[prefix] = self.known.get(prefix, 0) + 1
         while len(self.held) > most or sum(map(len, self.held)) > most_blocks:
             self._drop(0)
 
     def _drop(self, place: int, shared: int = 0) -> None:
         """Lets go of a prompt, but for the first blocks that another one takes over."""
         for prefix in self.held.pop(place)[shared:]:
-            self.known[prefix] -= 1
-            if not self.known[prefix]:
-                del self.known[prefix]
+            others = self.known.pop(prefix) - 1
+            if others:
+                self.known[prefix] = others
 
 
 @dataclass(slots=True)
@@ -184,7 +186,8 @@ class ReplicaChooser:
 
     def _prefixes(self, jobs: Sequence[Job]) -> list[list[int]]:
         """The prefixes of each prompt, the shortest first; choices of one prompt have the same array."""
-        return [prefixes_of(ids, self._most_blocks) for ids in {id(job.prompt_ids): job.prompt_ids for job in jobs}.values()]
+        most = min(self._most_blocks, MOST_PROMPT_BLOCKS)
+        return [prefixes_of(ids, most) for ids in {id(job.prompt_ids): job.prompt_ids for job in jobs}.values()]
 
     def _remember(self, tenant: _Tenant, replica: str, prompts: Sequence[list[int]], session: str | None) -> None:
         kept = tenant.prompts.setdefault(replica, _Prompts())

@@ -39,12 +39,12 @@ def ask(twins: Twins, prompt: list[int], tenant: str = "routed", n: int = 1, **m
 
 
 def served(twins: Twins) -> Counter[str]:
-    """Choices that have ended, by replica."""
+    """Choices that were served to their end, by replica."""
     page = httpx.get(f"{twins.admin_url}/metrics", headers=bearer(OPERATOR), timeout=60).raise_for_status().text
     found = Counter[str]()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            if sample.name == "vllm:request_success_total":
+            if sample.name == "vllm:request_success_total" and sample.labels["finished_reason"] != "abort":
                 found[sample.labels["engine"]] += int(sample.value)
     return found
 
