@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from actors.heap import trim_heap
@@ -28,6 +29,7 @@ from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.handle_engine import DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.serving.membership import MembershipActor, MembershipOptions
+from cluster.serving.prefix_router import PrefixRouter
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address, admin_names
@@ -161,6 +163,7 @@ def _engines(
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
+        **_routing(config, replicas),
     )(EngineReplica).bind(
         config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, membership,
         _has_devices_alone(config, gpus),
@@ -200,6 +203,15 @@ def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dic
         return {}
     bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
     return {"placement_group_bundles": [bundle] * world_size, "placement_group_strategy": parallelism.placement}
+
+
+def _routing(config: Config, replicas: int) -> dict[str, Any]:
+    """Deployment options that say who chooses a replica; none where that is Serve, or nothing is to be chosen."""
+    if config.server.routing == "load" or replicas == 1:
+        return {}
+    kwargs = {"slots": config.engine.max_running, "tenants": len(tenant_names(config))}
+    router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}  # Serve annotates each as a dict
+    return {"request_router_config": RequestRouterConfig(**router)}
 
 
 def _quotas(config: Config) -> dict[str, int]:

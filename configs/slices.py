@@ -105,6 +105,9 @@ class ServerOptions:
     replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
     cpus_per_replica: float = 1.0  # what Ray reserves for each rank; the threads that torch uses are model.threads
     gpus_per_replica: float | None = None  # for each rank; one when the model is on cuda, else none, when absent
+    # Which replica gets a request. prefix: the one that has most of its prompt, while it has little more to do than the others;
+    # load: of two the one with fewer requests
+    routing: Literal["prefix", "load"] = "prefix"
     max_ongoing_requests: int = 512  # requests that Serve hands to a replica at once; the engine's own queue does the admission
     start_timeout_s: float = 600.0  # a model that is not ready by then is an error
     stop_timeout_s: float = 5.0  # what running requests get to finish in when the server stops

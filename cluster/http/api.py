@@ -24,7 +24,7 @@ from cluster.http.answers.respond import Form, respond
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.answers.tool_calls import OPENING
 from cluster.http.compare import Baseline, CompareService, Comparison
-from cluster.http.documents import Authorization
+from cluster.http.documents import Authorization, SessionId
 from cluster.http.job_planner import Answering
 from cluster.http.playground import add_playground
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
@@ -111,9 +111,11 @@ class Service:
         self._tenancy.tenant_of(authorization)
         return self._card(await self._answering.model(name))
 
-    async def chat(self, body: ChatCompletionRequest, authorization: Authorization = None) -> Response:
+    async def chat(
+        self, body: ChatCompletionRequest, authorization: Authorization = None, session_id: SessionId = None
+    ) -> Response:
         """The assistant's next message."""
-        planner = await self._answering.planner("chatcmpl", body, authorization)
+        planner = await self._answering.planner("chatcmpl", body, authorization, session_id)
         planned = await planner.chat(body)
         form = Form(
             bool(body.stream),
@@ -129,9 +131,11 @@ class Service:
         self.metrics.asked(body.n or 1, body.model)
         return await respond(answer, self._answering.generation(self._engine, admitted, body.n or 1), form)
 
-    async def completion(self, body: CompletionRequest, authorization: Authorization = None) -> Response:
+    async def completion(
+        self, body: CompletionRequest, authorization: Authorization = None, session_id: SessionId = None
+    ) -> Response:
         """The text that follows each prompt."""
-        planner = await self._answering.planner("cmpl", body, authorization)
+        planner = await self._answering.planner("cmpl", body, authorization, session_id)
         admitted = self.admission.admit(await planner.completion(body), body)
         self.metrics.asked(body.n or 1, body.model)
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)

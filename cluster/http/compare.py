@@ -17,7 +17,7 @@ from cluster.admission.controller import AdmittedRequest
 from cluster.http import errors
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Usage, usage_of
-from cluster.http.documents import Authorization, ErrorDetails
+from cluster.http.documents import Authorization, ErrorDetails, SessionId
 from cluster.http.errors import ApiError
 from cluster.http.job_planner import Answering
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
@@ -179,13 +179,15 @@ class CompareService:
     token_bytes: TokenBytes
     _turns: Iterator[int] = field(default_factory=itertools.count, init=False)
 
-    async def compare(self, body: CompareRequest, authorization: Authorization = None) -> Comparison:
+    async def compare(
+        self, body: CompareRequest, authorization: Authorization = None, session_id: SessionId = None
+    ) -> Comparison:
         """Both answers.
 
         Raises:
             ApiError: the request is refused, or both sides failed: then the error of the accelerated one.
         """
-        planner = await self.answering.planner("cmp", body, authorization)
+        planner = await self.answering.planner("cmp", body, authorization, session_id)
         answer_id, info = planner.answer_id, planner.info
         against, other, apart = self._other(body.against)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))

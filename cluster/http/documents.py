@@ -11,8 +11,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from cluster.http.answers.openai_shapes import Answer
+from cluster.http.types.strict import MAX_NAME
 
 Authorization = Annotated[str | None, Header(include_in_schema=False)]  # told as the scheme of the whole document
+SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # as the field prompt_cache_key
 _PRIVATE = "/admin"  # the operator's routes are not the public's
 
 

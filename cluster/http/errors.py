@@ -93,7 +93,7 @@ def _refused(error: HTTPException, request: Request) -> ApiError:
 
 def _invalid(findings: Sequence[Mapping[str, Any]], body: Any, url_path: str) -> ApiError:
     """The 400 for what pydantic found: one finding, the one that reaches deepest into the body."""
-    paths = [_resolve(finding["loc"][1:], body, finding["type"] == "missing") for finding in findings]
+    paths = [_resolve(finding["loc"], body, finding["type"] == "missing") for finding in findings]
     best = max(range(len(findings)), key=lambda index: (len(paths[index]), -index))
     finding, path = findings[best], paths[best]
     kind, context = finding["type"], finding.get("ctx", {})
@@ -126,10 +126,13 @@ def _others(paths: Sequence[Sequence[int | str]], told: Sequence[int | str]) -> 
 
 
 def _resolve(loc: Sequence[int | str], body: Any, is_missing: bool) -> list[int | str]:
-    """The path of a finding in the body: pydantic's names of union members are left out, that of a missing field is not."""
+    """The path of a finding in the body: pydantic's names of union members are left out, that of a missing field is not. Of one
+    in a header it is the header's name."""
+    if loc[0] == "header":
+        return list(loc[1:])
     path: list[int | str] = []
     node = body
-    for position, step in enumerate(loc):
+    for position, step in enumerate(loc[1:], start=1):
         try:
             node = node[step]
         except (KeyError, IndexError, TypeError):

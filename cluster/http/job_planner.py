@@ -59,10 +59,15 @@ class Answering:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._info
 
-    async def planner(self, prefix: str, body: CompletionFields, authorization: str | None) -> Planner:
-        """Who plans the jobs of a request. Raises ``ApiError`` for a wrong key or another model."""
+    async def planner(self, prefix: str, body: CompletionFields, authorization: str | None, session_id: str | None) -> Planner:
+        """Who plans the jobs of a request. Its session is what the body says, else what the header says.
+
+        Raises:
+            ApiError: a wrong key, or another model.
+        """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
-        return Planner(self.threads, info, f"{prefix}-{uuid.uuid4().hex}", sharing, self.admission)
+        session = body.prompt_cache_key or session_id or None
+        return Planner(self.threads, info, f"{prefix}-{uuid.uuid4().hex}", sharing, self.admission, session)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """The generation of a request that is let in; see ``Generation``."""
@@ -73,10 +78,17 @@ class Planner:
     """Tokenizes one request and settles what it leaves open. What all its choices share is computed once."""
 
     def __init__(
-        self, threads: TextThreads, info: ModelInfo, answer_id: str, sharing: Sharing, admission: AdmissionController
+        self,
+        threads: TextThreads,
+        info: ModelInfo,
+        answer_id: str,
+        sharing: Sharing,
+        admission: AdmissionController,
+        session: str | None = None,
     ) -> None:
         self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
-        self.answer_id, self._sharing, self._admission, self._limits = answer_id, sharing, admission, admission.limits
+        self.answer_id, self._sharing, self._session = answer_id, sharing, session
+        self._admission, self._limits = admission, admission.limits
 
     async def chat(self, body: ChatCompletionRequest) -> list[Job]:
         """The jobs of a chat, one for each choice.
@@ -191,7 +203,7 @@ class Planner:
             self.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
-            report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs,
+            report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, session=self._session,
         )  # fmt: skip
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:

@@ -36,10 +36,11 @@ class Job:
     report: bool = False  # outputs say who drafted their tokens
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
+    session: str | None = None  # of the tenant: its requests go to one replica, where that can be
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
         """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "session"}
         return Request(**fields | {"references": references})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import logging
 import time
@@ -68,7 +69,8 @@ class _Call:
     async def items(self, place: int) -> AsyncGenerator[Item, None]:
         """What comes of a job, to its last item. Raises ``_LostError``."""
         if self._calling is None:
-            self._calling = asyncio.create_task(self._call())
+            # In a context of its own: else Serve takes all calls for an HTTP request for one, and cannot route them apart.
+            self._calling = asyncio.create_task(self._call(), context=contextvars.Context())
         self._readers += 1
         try:
             while True:
@@ -157,7 +159,7 @@ class HandleEngine:
             resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
             describe_timeout_s: a replica that does not describe itself within it counts as missing.
             replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
-                that one refuses for a full queue is sent once more: Serve sends it where fewer requests are.
+                that one refuses for a full queue is sent once more, to another one.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from actors.replica import Replica
 from cluster.http.api import Service, create_api
 from cluster.serving.generation import Job
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import Request, StepOutput
+from decoding.request import StepOutput
 from tests.helpers.waiting import eventually
 
 # Greedy decoding walks around the circle, one byte a token; no byte occurs twice, so that the last token alone decides the next.
@@ -102,9 +102,7 @@ class LocalEngine:
 
     async def _generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
-        names = {field.name for field in fields(Job)} - {"request_id", "prompt_ids", "params"}
-        request = Request(job.request_id, job.prompt_ids, job.params, **{name: getattr(job, name) for name in names})
-        async with contextlib.aclosing(self.replicas[0].generate(request)) as outputs:
+        async with contextlib.aclosing(self.replicas[0].generate(job.request(job.references))) as outputs:
             async for output in outputs:
                 yield output
 

@@ -46,7 +46,6 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
-    "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "add_generation_prompt": (True,),
 }
@@ -123,6 +122,7 @@ class CompletionFields(StructuredFields):
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None  # seconds, then a 504
+    prompt_cache_key: Name | None = None  # a session, whose requests go to one replica where that can be
     user: Name | None = None  # opaque label
     safety_identifier: Name | None = None  # opaque label
 

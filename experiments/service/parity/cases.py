@@ -109,7 +109,7 @@ def _told(said: Said) -> Iterator[Case]:
     ids = list(said.prompt_ids)
     yield from _values("prompt", (ids, [ids, ids[: len(ids) // 2]], [said.prompt, said.prompt[:-3]]), ("text",))
     yield Case("prompt", {"prompt": [said.prompt, said.prompt[:-3]], "n": 2}, ("text",))
-    for label in ("user", "safety_identifier"):
+    for label in ("user", "safety_identifier", "prompt_cache_key"):
         yield Case(label, {label: "someone"})
 
 

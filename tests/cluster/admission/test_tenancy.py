@@ -128,6 +128,20 @@ COMPLETION = {"model": "circle", "prompt": ["<", "<a"], "max_tokens": 2, "temper
 CHAT = {"model": "circle", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
 
 
+@pytest.mark.parametrize(
+    ("header", "field", "session"),
+    [(None, None, None), ("", "", None), ("h", None, "h"), (None, "f", "f"), ("h", "f", "f"), ("h" * 512, "", "h" * 512)],
+)
+def test_a_session_is_that_of_the_body_or_of_the_header(
+    engine: LocalEngine, url: str, header: str | None, field: str | None, session: str | None
+) -> None:
+    headers = bearer(ACME) | ({} if header is None else {"x-session-id": header})
+    for path, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        engine.jobs.clear()
+        httpx.post(f"{url}/v1/{path}", json=body | {"prompt_cache_key": field}, headers=headers).raise_for_status()
+        assert {(job.tenant, job.session) for job in engine.jobs} == {("acme", session)}
+
+
 def test_what_the_engine_is_told(engine: LocalEngine, url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key=ACME, max_retries=0, timeout=60) as client:
         engine.jobs.clear()

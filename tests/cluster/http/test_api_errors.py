@@ -266,6 +266,13 @@ def test_what_is_refused(http: httpx.Client, path: str, change: dict[str, Any], 
     assert len(refused.content) < 1024
 
 
+@pytest.mark.parametrize("path", [*BOTH, COMPARE])
+def test_a_session_is_no_text(http: httpx.Client, path: str) -> None:
+    words = "at most 512 characters"
+    check_error(http.post(path, json=BODIES[path], headers={"X-Session-ID": "s" * 513}), 400, words, param="X-Session-ID")
+    check_error(http.post(path, json=BODIES[path] | {"prompt_cache_key": "s" * 513}), 400, words, param="prompt_cache_key")
+
+
 @pytest.mark.parametrize("path", [*BOTH, COMPARE, TOKENIZE])
 def test_a_model_that_is_not_there(http: httpx.Client, path: str) -> None:
     body = BODIES[path] | {"model": "gpt-9"} | ({"prompt": "a"} if path == TOKENIZE else {})

@@ -46,6 +46,8 @@ TENANTS = (
     "target",
     "streams",
     "many",
+    "routed",
+    "routed-too",
 )  # of a test each
 OPERATOR = "key of the operator"
 NO_KEY = {"Authorization": openai.Omit()}

@@ -1,0 +1,64 @@
+"""Requests go where their prefix is: Serve's request router over ``ReplicaChooser`` (``server.routing: prefix``).
+
+It runs where a handle is used, so in the API's process, and keeps there what it knows; replicas are asked nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cluster.serving.generation import Job
+from cluster.serving.replica_chooser import ReplicaChooser
+
+
+class PrefixRouter(RequestRouter):
+    """Routes calls with jobs as ``ReplicaChooser`` says, and all others to the replica with the fewest calls.
+
+    Serve takes the first replica of the order that is there and takes the call; where none does it asks again, later and later.
+
+    Calls are told apart by Serve's internal id of the request, so each call needs one of its own; see ``HandleEngine``.
+    """
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Takes the arguments of ``ReplicaChooser``, which the deployment's configuration holds."""
+        self._chooser = ReplicaChooser(**kwargs)
+        self._unsent: dict[str, weakref.ref[PendingRequest]] = {}  # for which a replica is chosen, and which none has taken
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas in order, one by one; see ``RequestRouter``."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        jobs = _jobs_of(pending_request)
+        if not jobs:
+            return [candidate_replicas]
+        for given_up in [call for call, request in self._unsent.items() if request() is None]:
+            del self._unsent[given_up]
+            self._chooser.release(given_up)
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        told = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        call = pending_request.metadata.internal_request_id
+        self._unsent[call] = weakref.ref(pending_request)
+        return [[replicas[name]] for name in self._chooser.choose(call, jobs, told)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has taken a call; see ``RequestRouter``."""
+        call = pending_request.metadata.internal_request_id
+        self._unsent.pop(call, None)
+        self._chooser.placed(call, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A call has ended, failed, or been cancelled or refused; see ``RequestRouter``."""
+        self._chooser.release(internal_request_id, replica_id.unique_id)
+
+
+def _jobs_of(request: PendingRequest) -> Sequence[Job]:
+    """What a call is to compute; empty where it is no call of ``EngineReplica.generate``."""
+    jobs = request.args[0] if request.args else None
+    return jobs if isinstance(jobs, tuple) and all(isinstance(job, Job) for job in jobs) else ()
