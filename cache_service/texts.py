@@ -201,8 +201,8 @@ class TenantTexts:
     def evict(self, max_tokens: int, half_life_s: float, now_s: float) -> list[int]:
         """Drops the texts that are worth least (``eviction.worths``) until ``max_tokens`` or fewer are left; returns their keys.
 
-        Passages count a tenth, and texts that are still growing go last. Of equal worth the older goes, then the smaller key. Every text is looked at: evict
-        somewhat more than the quota asks, so that it is not needed again at once.
+        Passages count a tenth, and texts that are still growing go last. Of equal worth the older goes, then the smaller key.
+        Every text is looked at: evict somewhat more than the quota asks, so that it is not needed again at once.
 
         Raises:
             ValueError: a half-life that is not positive.

@@ -19,7 +19,7 @@ from cluster.serving.generation import Job
 from decoding.tree import Int32Array
 
 BLOCK = 16  # tokens: prefixes are known to that grain
-LEAST_BLOCKS = 2  # of a prefix that counts: less begins all prompts of a chat template, and is computed in no time
+LEAST_SHARE = 0.25  # of a prompt, that a prefix must be to count: less is what all prompts of an application begin with
 BEGINNING = 256  # tokens that say where a new prompt goes
 SLACK = 1.3  # times the mean: the most jobs of a replica, and one more
 MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tenants: half a million tokens
@@ -130,11 +130,16 @@ class ReplicaChooser:
         tenant = None if first.tenant is None else self._tenants.setdefault(first.tenant, _Tenant())
         prompts = [] if tenant is None else self._prefixes(jobs)
         matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prompts) for name in loads}
+        common = max(matched.values())  # blocks with which the prompts begin as others did
+        if common < LEAST_SHARE * sum(map(len, prompts)):
+            matched = dict.fromkeys(loads, 0)
+        else:
+            common = 0
         pinned = None if tenant is None or first.session is None else tenant.sessions.get(first.session)
         tried = {self._last.get(job.request_id) for job in jobs}
         answer = _answer_of(first)
         is_spread = any(one.answer == answer for one in self._under_way.values())
-        scores = _scores(first, loads)
+        scores = _scores(first, loads, common * BLOCK)
 
         def rank(name: str) -> tuple[Any, ...]:
             load, is_over = loads[name], loads[name] + len(jobs) > most
@@ -208,8 +213,7 @@ def prefixes_of(ids: Int32Array, most: int) -> list[int]:
 def _matched(tenant: _Tenant, replica: str, prompts: Sequence[Sequence[int]]) -> int:
     """Blocks of prompts that a replica got lately, of each prompt from its beginning on."""
     kept = tenant.prompts.get(replica)
-    found = [] if kept is None else map(kept.matched, prompts)
-    return sum(blocks for blocks in found if blocks >= LEAST_BLOCKS)
+    return 0 if kept is None else sum(map(kept.matched, prompts))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -217,12 +221,13 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 
 
-def _scores(job: Job, replicas: Collection[str]) -> dict[str, bytes]:
-    """Of each replica for what is new (rendezvous hashing): the lowest one is the job's."""
+def _scores(job: Job, replicas: Collection[str], common: int) -> dict[str, bytes]:
+    """Of each replica for what is new (rendezvous hashing): the lowest one is the job's. ``common``: first tokens that do not
+    tell it from others."""
     if job.tenant is None:
         key = repr((None, _answer_of(job))).encode()
     else:
-        beginning = job.prompt_ids[:BEGINNING].tobytes() if job.session is None else b""
+        beginning = job.prompt_ids[common : common + BEGINNING].tobytes() if job.session is None else b""
         key = repr((job.tenant, job.session)).encode() + beginning
     hashed = hashlib.blake2b(key).digest()
     return {name: hashlib.blake2b(name.encode(), key=hashed, digest_size=8).digest() for name in replicas}

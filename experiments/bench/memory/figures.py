@@ -1,5 +1,5 @@
-"""Figures of the shared memory: lag between processes, bytes in the stream, snapshots at ten million tokens, memory, the look-up of
-similar requests among a million, and a flood.
+"""Figures of the shared memory: lag between processes, bytes in the stream, snapshots at ten million tokens, memory, similar
+requests among a million, and a flood.
 
 python -m experiments.bench.memory figures CORPUS... --tokenizer DIR --workload FILE.jsonl
 

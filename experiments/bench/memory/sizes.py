@@ -110,8 +110,8 @@ def measure_recall(texts: Sequence[Int32Array], tenants: int, requests: int, his
         history_tokens: see ``AutoDrafter``.
 
     Returns:
-        Bytes, those of a request's notes in Redis among them, microseconds of a look-up, and the share of prompts, each altered in
-        five tokens, of which the output of the unaltered one came back first.
+        Bytes, those of a request's notes in Redis among them, microseconds of a look-up, and the share of prompts, each altered
+        in five tokens, of which the output of the unaltered one came back first.
     """
     found: dict[str, Any] = _in_process(_recall, np.concatenate(texts), tenants, requests, history_tokens)
     return found

@@ -83,9 +83,9 @@ def test_a_prompt_goes_where_the_longest_part_of_it_went() -> None:
 
 def test_a_few_tokens_in_common_do_not_bring_everything_to_one_replica() -> None:
     router = Router(*FOUR)
-    header = text(1, 30)
-    places = Counter(router.alone(np.concatenate([header, text(100 + number)])) for number in range(400))
-    assert min(places[name] for name in FOUR) > 60
+    for header, length in ((text(1, 30), 300), (text(2, 600), 3000)):  # of a chat template; of an application
+        places = Counter(router.alone(np.concatenate([header, text(100 + number, length)])) for number in range(400))
+        assert min(places[name] for name in FOUR) > 60
 
 
 def zipf_prompts(count: int) -> Iterator[Int32Array]:
