@@ -235,7 +235,8 @@ def figures(rows: Mapping[str, Any], pairs: Mapping[str, Any]) -> dict[str, Any]
         first = {name: {kind: row["ttft_ms"]["p50"] for kind, row in of.items()} for name, of in kinds.items()}
         panels[group] = panel("bars", "a request's speed", "", "tokens per second", rates)
         panels[f"{group}, first token"] = panel("bars", "p50", "", "ms", first)
-    panels["all requests"] = panel("bars", "", "", "tokens per second", {"": {n: row["throughput"] for n, row in rows.items()}})
+    every = {"": {name: row["throughput"] for name, row in rows.items()}} if rows else {}
+    panels["all requests"] = panel("bars", "", "", "tokens per second", every)
     ratios = {"": {kind: row["ratio"] for kind, row in pairs.items()}} if pairs else {}
     panels["warm over cold"] = panel("bars", "a request's speed", "", "times", ratios)
     return panels
@@ -250,11 +251,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=4, help="at a time; default: 4")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer; reports and edits a third more; default: 96")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4], help="numbers of them; default: 1 2 4")
-    parser.add_argument("--rounds", type=int, default=2, help="of all settings; default: 2")
+    parser.add_argument("--rounds", type=int, default=2, help="of all settings, 0: the pairs alone; default: 2")
     parser.add_argument("--pairs", type=int, default=20, help="of each kind, cold and warm; 0: none; default: 20")
     parser.add_argument("--seed", type=int, default=0, help="of the day and the pairs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="besides, vLLM's server with prefix caching")
     add_environments(parser)
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where nothing is measured."""
+    if not args.rounds and not args.pairs:
+        parser.error("--rounds 0 and --pairs 0 leave nothing to measure")
 
 
 def wrong(results: Results, args: argparse.Namespace) -> list[str]:
@@ -266,6 +273,6 @@ def wrong(results: Results, args: argparse.Namespace) -> list[str]:
 
 BENCH = Bench(
     "bench-rag", TEXT, measure, options,
-    {"requests": 1, "seconds": 0, "clients": 1, "max_tokens": 2, "replicas": 1, "rounds": 1, "pairs": 0},
-    wrong=wrong, refuses=(RuntimeError,),
+    {"requests": 1, "seconds": 0, "clients": 1, "max_tokens": 2, "replicas": 1, "rounds": 0, "pairs": 0},
+    check=check, wrong=wrong, refuses=(RuntimeError,),
 )  # fmt: skip

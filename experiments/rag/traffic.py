@@ -18,7 +18,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,7 +146,7 @@ def _questions(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def reworded(question: str, rng: random.Random) -> str:
     """A question that differs a little: misspelt, in another order, with another name, in another case, or politely put."""
     words = question.split()
-    long = [at for at, word in enumerate(words) if len(word) > 4]
+    long = [at for at, word in enumerate(words) if len(word) > 4 and word.isalpha()]
     names = [match[0] for match in _NAME.finditer(question)]
     ways = ["polite", "case", *(["spelling", "order"] if long and len(words) > 3 else ()), *(["name"] if names else ())]
     way = rng.choice(ways)
@@ -157,7 +157,8 @@ def reworded(question: str, rng: random.Random) -> str:
         at = rng.randrange(len(words) - 1)
         words[at : at + 2] = words[at + 1], words[at]
     elif way == "name":
-        return question.replace(rng.choice(names), rng.choice(_NAMES))
+        name = rng.choice(names)
+        return question.replace(name, rng.choice([other for other in _NAMES if other != name]))
     elif way == "case":
         other = question.lower().rstrip("?.! ")
         return other if other != question else f"{question}?"
@@ -175,7 +176,7 @@ def edited(text: str, rng: random.Random) -> str:
     made = []
     for sentence in sentences:
         words = sentence.split()
-        long = [at for at, word in enumerate(words) if len(word) > 4]
+        long = [at for at, word in enumerate(words) if len(word) > 4 and word.isalpha()]
         if long:
             at = rng.choice(long)
             words[at] = _misspelt(words[at], rng)
@@ -184,26 +185,31 @@ def edited(text: str, rng: random.Random) -> str:
 
 
 def _misspelt(word: str, rng: random.Random) -> str:
-    """Two letters within it change places, where they differ."""
-    at = rng.randrange(1, len(word) - 2)
+    """Two letters within it change places."""
+    at = rng.choice([at for at in range(1, len(word) - 2) if word[at] != word[at + 1]] or [1])
     return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
 
 
-def akin(kind: str, to: Asked, item: Item, rng: random.Random) -> Asked:
+def open_questions(item: Item, asked: Collection[str]) -> list[str]:
+    """What may be asked about an item besides what was."""
+    return [question for question in (*item.questions, *_TEMPLATES) if question not in asked]
+
+
+def akin(kind: str, to: Asked, item: Item, asked: Collection[str], rng: random.Random) -> Asked:
     """A request of a kind that is akin to another one, but for its key, time and tenant.
 
     Args:
         kind: ``identical``, ``near_duplicate``, ``same_documents``, ``conversation`` or ``other_tenant``.
         to: the earlier request.
         item: of its documents.
+        asked: the questions about it so far; of ``same_documents`` one must be open.
         rng: what is drawn with.
     """
     *before, last = to.questions
     if kind == "near_duplicate":
         return replace(to, kind=kind, questions=(*before, reworded(last, rng)))
     if kind == "same_documents":
-        others = [question for question in (*item.questions, *_TEMPLATES) if question not in to.questions]
-        return replace(to, kind=kind, questions=(rng.choice(others),), earlier=())
+        return replace(to, kind=kind, questions=(rng.choice(open_questions(item, asked)),), earlier=())
     if kind == "conversation":
         others = [question for question in (*item.questions, *_FOLLOW_UPS) if question not in to.questions]
         return replace(to, kind=kind, questions=(*to.questions, others[0]), earlier=(*to.earlier, to.key))
@@ -223,6 +229,10 @@ class _Tenant:
     had: set[int] = field(default_factory=set)
     asked: list[Asked] = field(default_factory=list)  # about documents, each once
     edits: list[int] = field(default_factory=list)  # items whose texts it edits
+
+    def questions(self, item: int) -> set[str]:
+        """That it has asked about an item."""
+        return {question for one in self.asked if one.item == item for question in one.questions}
 
     def take(self) -> int:
         """An item that it has not had. Raises ``PromptFileError``."""
@@ -283,6 +293,8 @@ def _next(kind: str, name: str, tenants: Mapping[str, _Tenant], items: Sequence[
     earlier = own.asked
     if kind == "conversation":
         earlier = [one for one in earlier if len(one.questions) < _TURNS]
+    elif kind == "same_documents":
+        earlier = [one for one in earlier if open_questions(items[one.item], own.questions(one.item))]
     elif kind == "other_tenant":
         strangers = (one for other in tenants.values() if other is not own for one in other.asked)
         earlier = [one for one in strangers if one.item not in own.had and not one.earlier]
@@ -291,7 +303,7 @@ def _next(kind: str, name: str, tenants: Mapping[str, _Tenant], items: Sequence[
         return Asked("", 0, "new", name, item, items[item].documents, (first_question(items[item], rng),))
     to = popular(earlier, rng)
     own.had.add(to.item)
-    return akin(kind, to, items[to.item], rng)
+    return akin(kind, to, items[to.item], own.questions(to.item), rng)
 
 
 PAIRED = ("identical", "near_duplicate", "same_documents", "conversation", "other_tenant")
@@ -310,5 +322,7 @@ def make_pairs(items: Sequence[Item], count: int, seed: int) -> list[tuple[Asked
     for number, item in enumerate(rng.sample(range(len(items)), count * len(PAIRED))):
         question = first_question(items[item], rng)
         first = Asked(f"pair-{number}", 0, "new", next(iter(TENANTS)), item, items[item].documents, (question,))
-        pairs.append((first, replace(akin(PAIRED[number % len(PAIRED)], first, items[item], rng), key=f"pair-{number}-again")))
+        pairs.append(
+            (first, replace(akin(PAIRED[number % len(PAIRED)], first, items[item], (question,), rng), key=f"pair-{number}-again"))
+        )
     return pairs
