@@ -92,8 +92,8 @@ PEERS = {
 }  # fmt: skip
 
 
-class Field:
-    """The model, and the servers of it that are started one after the other."""
+class Servers:
+    """Those of one model, started one after the other."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         """
@@ -199,14 +199,14 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     """
     progress, items = run.progress, read_items(args.workloads)
     day, pairs = make_day(items, args.requests, args.seed), make_pairs(items, args.pairs, args.seed)
-    field, missing, days = Field(args, progress.say), dict[str, str](), dict[str, list[Day]]()
+    servers, missing, days = Servers(args, progress.say), dict[str, str](), dict[str, list[Day]]()
 
     async def cold_and_warm() -> list[tuple[Told, Told]]:
-        async with field.users(Setting("pairs"), pair_tenants(len(pairs))) as users:
+        async with servers.users(Setting("pairs"), pair_tenants(len(pairs))) as users:
             return await users.play_pairs(pairs, progress.note)
 
     async def play(setting: Setting, at: str) -> Day:
-        async with field.users(setting, [*TENANTS]) as users:
+        async with servers.users(setting, [*TENANTS]) as users:
             return await users.play(day, args.clients, args.seconds, lambda text: progress.note(f"{at}: {text}"))
 
     found = asyncio.run(cold_and_warm()) if pairs else []

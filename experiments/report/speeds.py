@@ -114,7 +114,7 @@ def rag(results: Results) -> Table:
     return table_of("", ("tokens per second", "all at once", *kinds.values(), *last), rows)
 
 
-def rag_pairs(results: Results) -> Table | None:
+def rag_pairs(results: Results) -> Table:
     """``bench rag``: a request after one that is akin to it, beside the same request of a tenant that has asked nothing."""
     rows = []
     for kind, row in results["pairs"].items():
@@ -122,4 +122,4 @@ def rag_pairs(results: Results) -> Table | None:
         speeds = (repeats(row[way]["tokens_per_s"], 0) for way in ("cold", "warm"))
         rows.append([Cell(kind.replace("_", " ")), *speeds, repeats(row["ratio"]), Cell(first)])
     titles = ("tokens per second of a request", "cold", "warm", "warm over cold", "first token, p50, ms: cold, warm")
-    return table_of("", titles, rows) if rows else None
+    return table_of("", titles, rows)

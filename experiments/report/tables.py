@@ -281,6 +281,6 @@ def headlines(record: Mapping[str, Any]) -> list[Table]:
                 f"{name} of {record.get('started')} is not in the form of its kind ({error!r}): shown as it is", file=sys.stderr
             )
             return []
-        if table is not None:
+        if table is not None and table.rows:
             found.append(table)
     return found
