@@ -111,7 +111,7 @@ def _items_of(path: Path) -> list[Item]:
         record = json.loads(line)
         if record.get("ref_kind") == "doc" and (_SUMMARY.search(record["prompt"][:_HEAD]) or any(_questions([record]))):
             together.setdefault(record.get("session") or record["id"], []).append(record)
-    passages = [[text for record in of for text in record["references"]] for of in together.values()]
+    passages = [list(dict.fromkeys(text for record in of for text in record["references"])) for of in together.values()]
     items = []
     for at, of in enumerate(together.values()):
         documents = _fitting([text for near in (*passages[at:], *passages[:at]) for text in near], len(passages[at]))
