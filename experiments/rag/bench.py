@@ -23,6 +23,7 @@ from decoding.request import PLAIN
 from engine.loading.model_files import find_files
 from experiments.bench.figure import panel
 from experiments.bench.options import add_model
+from experiments.bench.record import ROOT, Kept, git_state, portable
 from experiments.bench.run import Bench, Results, Run
 from experiments.peers.contestants import NGRAM, SUFFIX
 from experiments.peers.environments import Environments, MissingPeerError, add_environments
@@ -44,6 +45,7 @@ all cores, take turns, and every answer has to be that of plain decoding.
 Then, on one replica, the second of two requests that are akin is asked by a tenant that has been answered the first (warm), and
 by one that has asked nothing (cold), in turns, --pairs times for each kind. Ratios are tokens per second of the request, warm
 over cold, with the range of 90 % of resamples of the pairs. That of other_tenant must be 1: nothing of a tenant reaches another.
+What came is kept in --kept, so that a run which is cut off goes on; another setting or revision needs another file.
 
 examples:
   outrider bench rag --workloads DIR
@@ -85,6 +87,7 @@ def settings(replicas: Sequence[int]) -> list[Setting]:
     return found
 
 
+_PAIRS = "pairs"  # the setting in which they are asked
 PEERS = {
     "vllm": [
         Setting("vLLM", vllm=""), Setting("vLLM, n-gram drafts", vllm="ngram"), Setting("vLLM, suffix decoding", vllm="suffix"),
@@ -199,31 +202,50 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     """
     progress, items = run.progress, read_items(args.workloads)
     day, pairs = make_day(items, args.requests, args.seed), make_pairs(items, args.pairs, args.seed)
-    servers, missing, days = Servers(args, progress.say), dict[str, str](), dict[str, list[Day]]()
-
-    async def cold_and_warm() -> list[tuple[Told, Told]]:
-        async with servers.users(Setting("pairs"), pair_tenants(len(pairs))) as users:
-            return await users.play_pairs(pairs, progress.note)
+    shaping = ("model", "dtype", "requests", "seconds", "clients", "max_tokens", "pairs", "seed")
+    of = {key: getattr(args, key) for key in shaping} | {"workloads": args.workloads.name, "git": git_state(ROOT)}
+    kept = Kept(args.kept, portable(of), lambda turn: (turn["setting"], turn["round"]))
+    servers, missing = Servers(args, progress.say), dict[str, str]()
 
     async def play(setting: Setting, at: str) -> Day:
         async with servers.users(setting, [*TENANTS]) as users:
             return await users.play(day, args.clients, args.seconds, lambda text: progress.note(f"{at}: {text}"))
 
-    found = asyncio.run(cold_and_warm()) if pairs else []
-    ratios = {kind: compared([pair for pair in found if pair[0].kind == kind], args.seed) for kind in PAIRED if pairs}
+    async def cold_and_warm(setting: Setting) -> Day:
+        async with servers.users(setting, pair_tenants(len(pairs))) as users:
+            return await users.play_pairs(pairs, progress.note), 0.0
+
     everyone = [*settings(args.replicas), *(setting for peer in args.peers for setting in PEERS[peer])]
-    for number in range(args.rounds):
-        for setting in everyone[:: -1 if number % 2 else 1]:  # a drift of the machine hits all alike
-            try:
-                if setting.name not in missing:
-                    told = asyncio.run(play(setting, f"round {number + 1}, {setting.name}"))
-                    days.setdefault(setting.name, []).append(told)
-            except MissingPeerError as error:
-                missing[setting.name] = str(error)
-                progress.say(f"n/a: {error}")
-    rows = {each.name: summary(each, days[each.name], days["plain"][0][0]) for each in everyone if each.name in days}
-    counts = {kind: sum(asked.kind == kind for asked in day) for kind in SHARES}
-    return {"requests": counts, "settings": rows, "pairs": ratios, "missing": missing, "figures": figures(rows, ratios)}
+    turns = [(number, setting) for number in range(args.rounds) for setting in everyone[:: -1 if number % 2 else 1]]
+    for number, setting in [*([(0, Setting(_PAIRS))] if pairs else ()), *turns]:
+        if kept.has((setting.name, number)) or setting.name in missing:
+            continue
+        try:
+            at = f"round {number + 1}, {setting.name}"
+            told, seconds = asyncio.run(cold_and_warm(setting) if setting.name == _PAIRS else play(setting, at))
+        except MissingPeerError as error:
+            missing[setting.name] = str(error)
+            progress.say(f"n/a: {error}")
+        else:
+            found = {key: dataclasses.asdict(one) for key, one in told.items()}
+            kept.add({"setting": setting.name, "round": number, "seconds": seconds, "told": found})
+    return results_of(kept.found, everyone, len(pairs), args) | {"missing": missing}
+
+
+def results_of(turns: Sequence[Mapping[str, Any]], asked: Sequence[Setting], pairs: int, args: argparse.Namespace) -> Results:
+    """What the turns of a run come to, as far as they were asked for."""
+    days: dict[str, list[Day]] = {}
+    for turn in turns:
+        if turn["round"] < args.rounds or turn["setting"] == _PAIRS:
+            told = {key: Told(**one) for key, one in turn["told"].items()}
+            days.setdefault(turn["setting"], []).append((told, turn["seconds"]))
+    ratios = {}
+    if pairs:
+        answers, _ = days[_PAIRS][0]
+        both = [(answers[f"cold-{number}"], answers[f"warm-{number}"]) for number in range(pairs)]
+        ratios = {kind: compared([pair for pair in both if pair[0].kind == kind], args.seed) for kind in PAIRED}
+    rows = {each.name: summary(each, days[each.name], days["plain"][0][0]) for each in asked if each.name in days}
+    return {"settings": rows, "pairs": ratios, "figures": figures(rows, ratios)}
 
 
 def figures(rows: Mapping[str, Any], pairs: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,6 +278,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the day and the pairs")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="besides, vLLM's server with prefix caching")
     add_environments(parser)
+    parser.add_argument(
+        "--kept", type=Path, default=Path("rag.kept.jsonl"), help="file of the turns so far: a run goes on with it"
+    )
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

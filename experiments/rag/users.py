@@ -112,26 +112,27 @@ class Users:
         await asyncio.gather(*(client() for _ in range(clients)))
         return told, time.monotonic() - began
 
-    async def play_pairs(self, pairs: Sequence[tuple[Asked, Asked]], note: Callable[[str], None]) -> list[tuple[Told, Told]]:
+    async def play_pairs(self, pairs: Sequence[tuple[Asked, Asked]], note: Callable[[str], None]) -> dict[str, Told]:
         """The second request of each pair, cold and warm: by a tenant that has had nothing, and by one that has had the first.
 
         Of ``other_tenant`` a third one has had the first. Which of the two asks first changes from pair to pair of a kind.
 
+        Returns:
+            What they were told, by the tenant: ``cold-0``, ``warm-0``, ``cold-1``, ...
+
         Raises:
             RuntimeError: a request failed.
         """
-        found = []
+        told: dict[str, Told] = {}
         for number, (first, second) in enumerate(pairs):
             cold, warm = f"cold-{number}", f"warm-{number}"
             before = await self.ask(first, "stranger" if second.kind == "other_tenant" else warm, {})
-            told = {}
             for tenant in (warm, cold) if number // len(PAIRED) % 2 else (cold, warm):
                 told[tenant] = await self.ask(second, tenant, {first.key: before.text})
                 if told[tenant].error or before.error:
                     raise RuntimeError(f"a request of pair {number + 1} failed: {before.error or told[tenant].error}")
-            found.append((told[cold], told[warm]))
             note(f"pair {number + 1} of {len(pairs)}")
-        return found
+        return told
 
 
 def pair_tenants(pairs: int) -> list[str]:

@@ -100,7 +100,7 @@ def forms(results: Results) -> Table:
 
 def rag(results: Results) -> Table:
     """``bench rag``: a row a setting; tokens per second of all requests together, and of a request by kind."""
-    kinds = {kind: kind.replace("_", " ") for kind, count in results["requests"].items() if count}
+    kinds = {kind: kind.replace("_", " ") for row in results["settings"].values() for kind in row["kinds"]}
     rows = []
     for name, row in results["settings"].items():
         every, first = row["all"], row["all"]["ttft_ms"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from decoding.request import PLAIN
 from experiments.bench.run import arguments, run
-from experiments.rag.bench import BENCH, Setting, compared, settings, summary, wrong
-from experiments.rag.traffic import Asked
+from experiments.rag.bench import BENCH, Setting, results_of, settings, wrong
+from experiments.rag.traffic import PAIRED, Asked
 from experiments.rag.users import WARM_UP, Told, Users, api_key, pair_tenants
 from experiments.report.speeds import rag, rag_pairs
 from experiments.report.tables import headlines
@@ -68,15 +69,15 @@ def test_a_day_is_played_with_the_servers_own_answers_and_each_tenants_key() -> 
 def test_pairs_are_asked_by_tenants_that_had_the_first_and_ones_that_had_nothing() -> None:
     server = Server()
 
-    async def play() -> list[tuple[Told, Told]]:
+    async def play() -> dict[str, Told]:
         async with server.client() as client:
             return await server.users(client, references=False).play_pairs([(FIRST, NEXT), (FIRST, OTHER)], lambda note: None)
 
-    pairs = asyncio.run(play())
+    told = asyncio.run(play())
     assert [key.removeprefix(api_key("")) for key, _ in server.asked] == [
         "warm-0", "cold-0", "warm-0", "stranger", "cold-1", "warm-1"
     ]  # fmt: skip
-    assert [(cold.text, warm.text) for cold, warm in pairs] == [("answer 2", "answer 3"), ("answer 5", "answer 6")]
+    assert {tenant: one.text[-1] for tenant, one in told.items()} == {"cold-0": "2", "warm-0": "3", "cold-1": "5", "warm-1": "6"}
     assert {key.removeprefix(api_key("")) for key, _ in server.asked} <= set(pair_tenants(2))
     assert server.asked[1][1]["messages"][2]["content"] == "answer 1" and "reference_documents" not in server.asked[1][1]
 
@@ -96,18 +97,22 @@ def test_a_request_that_fails_is_told() -> None:
         asyncio.run(play(True))
 
 
-def told(kind: str, text: str, seconds: float) -> Told:
-    return Told(kind, text, seconds, seconds / 4, 10, 100, 50, None)
+def told(kind: str, text: str, seconds: float) -> dict[str, Any]:
+    return asdict(Told(kind, text, seconds, seconds / 4, 10, 100, 50, None))
 
 
 def results() -> dict[str, Any]:
-    """Of two settings over two rounds; the second one's answers differ once."""
-    days = [({"1": told("new", "a", 1.0), "2": told("identical", "b", seconds)}, 2.0) for seconds in (0.5, 0.25)]
-    parted = [*days[:1], ({"1": told("new", "a", 1.0), "2": told("identical", "c", 0.25)}, 2.0)]
-    rows = {"plain": summary(Setting("plain"), days, days[0][0]), "2": summary(Setting("2", 2), parted, days[0][0])}
-    rows["vLLM"] = summary(Setting("vLLM", vllm=""), parted, days[0][0])
-    pairs = {"identical": compared([(told("identical", "b", 1.0), told("identical", "b", 0.5))] * 3, 0)}
-    return {"requests": {"new": 2, "identical": 2, "edit": 0}, "settings": rows, "pairs": pairs}
+    """Of three settings over two rounds, in which two have another answer once, and of a pair of each kind."""
+    settings = [Setting("plain"), Setting("2", 2), Setting("vLLM", vllm="")]
+    turns = [
+        {"setting": setting.name, "round": number, "seconds": 2.0}
+        | {"told": {"1": told("new", "a", 1.0), "2": told("identical", answers[number], 0.5 / (1 + number))}}
+        for setting, answers in zip(settings, ("bb", "bc", "bc"), strict=True)
+        for number in range(2)
+    ]
+    both = {f"{way}-{at}": told(kind, "b", s) for at, kind in enumerate(PAIRED) for way, s in (("cold", 1.0), ("warm", 0.5))}
+    turns += [{"setting": "pairs", "round": 0, "seconds": 0.0, "told": both}, turns[0] | {"round": 2}]
+    return results_of(turns, settings, len(PAIRED), arguments(BENCH, ["--workloads", "w"]))
 
 
 def test_figures_are_told_by_kind() -> None:
@@ -153,10 +158,11 @@ def test_a_day_on_servers_that_draft_and_one_that_does_not(tmp_path: Path) -> No
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     sizes = ["--requests", "8", "--seconds", "0", "--rounds", "1", "--pairs", "1", "--replicas", "1", "--max-tokens", "12"]
     out = tmp_path / "out"
-    assert run(BENCH, ["--model", "demo_model", "--workloads", str(tmp_path), *sizes, "--out", str(out)]) == 0
-    (record,) = (json.loads(path.read_text()) for path in out.glob("*.json"))
-    assert len(list(out.glob("*.svg"))) == 1
-    assert list(record["results"]["settings"]) == ["plain", "remembers nothing", "1 replica"]
-    assert all(row["differing"] == row["failed"] == 0 for row in record["results"]["settings"].values())
-    assert record["results"]["pairs"]["identical"]["warm"]["cached_tokens"] > 0
-    assert record["results"]["pairs"]["other_tenant"]["warm"]["cached_tokens"] == 0
+    files = ["--workloads", str(tmp_path), "--out", str(out), "--kept", str(tmp_path / "kept")]
+    for _ in range(2):  # the second one finds all that it asks
+        assert run(BENCH, ["--model", "demo_model", *files, *sizes]) == 0
+    found, again = (json.loads(path.read_text())["results"] for path in sorted(out.glob("*.json")))
+    assert found == again and len(list(out.glob("*.svg"))) == 2
+    assert list(found["settings"]) == ["plain", "remembers nothing", "1 replica"]
+    assert all(row["differing"] == row["failed"] == 0 for row in found["settings"].values())
+    assert found["pairs"]["identical"]["warm"]["cached_tokens"] > 0 == found["pairs"]["other_tenant"]["warm"]["cached_tokens"]
