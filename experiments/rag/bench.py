@@ -44,7 +44,7 @@ all cores, take turns, and every answer has to be that of plain decoding.
 
 Then, on one replica, the second of two requests that are akin is asked by a tenant that has been answered the first (warm), and
 by one that has asked nothing (cold), in turns, --pairs times for each kind. Ratios are tokens per second of the request, warm
-over cold, with the range of 90 % of resamples of the pairs. That of other_tenant must be 1: nothing of a tenant reaches another.
+over cold, with the range of 90 % of resamples of the pairs. That of other_tenant is to be 1: nothing of a tenant reaches another.
 What came is kept in --kept, so that a run which is cut off goes on; another setting or revision needs another file.
 
 examples:
