@@ -13,6 +13,7 @@ BENCHES = {
     "draft-models": "experiments.papers.draft_models.bench",
     "paper": "experiments.papers.commands",
     "scaling": "experiments.bench.scaling",
+    "rag": "experiments.rag.bench",
     "report": "experiments.report.page",
 }
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.cli.generate.prompt_file import PromptFileError
-from decoding.jit import cache_folder
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.figure import panel
 from experiments.bench.progress import Progress
@@ -32,7 +31,7 @@ from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
 from experiments.peers import environments, over_http
 from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFFIX, Contestant, Field, Setting, end_tokens
-from experiments.peers.environments import Environments, MissingPeerError
+from experiments.peers.environments import Environments, MissingPeerError, add_environments
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
 from experiments.peers.goals import Speeds, goals, summary
 from experiments.peers.rounds import ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
@@ -191,11 +190,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--together", type=int, default=4, help="prompts of a turn with one request at a time; default: 4")
     parser.add_argument("--contestants", nargs="+", choices=names, default=[], metavar="NAME", help=f"of: {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, instead of one that is made")
+    add_environments(parser)
     parser.add_argument("--llama", type=Path, help="a folder with llama-server and llama-bench, instead of ones that are made")
     parser.add_argument("--aiperf", type=Path, help="a Python that has aiperf, instead of one that is made")
-    parser.add_argument("--environments", type=Path, default=cache_folder() / "peers", help="folder of what is made")
-    parser.add_argument("--no-install", dest="install", action="store_false", help="make nothing: what is not there is n/a")
     parser.add_argument("--http", action="store_true", help="besides, vllm bench serve and aiperf at our server and vLLM's")
     parser.add_argument("--clients", type=int, nargs="+", default=list(LEVELS), help="with --http: at once; default: 1 8 32")
     parser.add_argument("--requests", type=int, default=44, help="with --http: of a turn, at most; a quarter with one client")

@@ -8,6 +8,7 @@ other parts want a GPU's toolchain.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from decoding.jit import cache_folder
 from engine.loading.kept_files import alone
 
 Say = Callable[[str], None]
@@ -34,6 +36,13 @@ _TOLD_S = 10.0  # between two lines on a command that runs
 
 class MissingPeerError(Exception):
     """A system cannot be had here: the message says why, in one line."""
+
+
+def add_environments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--vllm``, ``--environments`` and ``--no-install``."""
+    parser.add_argument("--vllm", type=Path, help="a Python that has vLLM, instead of one that is made")
+    parser.add_argument("--environments", type=Path, default=cache_folder() / "peers", help="folder of what is made")
+    parser.add_argument("--no-install", dest="install", action="store_false", help="make nothing: what is not there is n/a")
 
 
 class Environments:

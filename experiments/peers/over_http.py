@@ -21,7 +21,7 @@ from cache_service.namespace import hash_key
 from experiments.bench.record import ROOT, Kept
 from experiments.bench.workloads import first_that_fit
 from experiments.exact_outputs import model_folder
-from experiments.peers.contestants import started, vllm_environment
+from experiments.peers.contestants import started, vllm_command, vllm_environment
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.rounds import Roof, Say, Turn, place
 from experiments.service.served import free_port, served
@@ -126,13 +126,37 @@ def _serving(server: str, model: Path, args: argparse.Namespace, made: Environme
         with served(str(model), settings) as ours:
             yield ours.url
         return
-    port, log = free_port(), args.environments / "logs" / "vllm-server.log"
+    options = ("--served-model-name", _NAME, "--max-num-seqs", str(running), "--no-enable-prefix-caching")
+    log = args.environments / "logs" / "vllm-server.log"
+    with vllm_server(made, model, args.dtype, args.context, options, log) as url:
+        yield url
+
+
+@contextmanager
+def vllm_server(
+    made: Environments, model: Path, dtype: str, context: int, options: Sequence[str], log: Path, way: str = ""
+) -> Iterator[str]:
+    """vLLM's own server on a free loopback port; its address.
+
+    Args:
+        made: who has vLLM.
+        model: folder.
+        dtype: of its weights.
+        context: tokens of prompt and output together.
+        options: further ones of ``vllm serve``.
+        log: file of what it says.
+        way: ``suffix`` where it drafts so, which needs more than vLLM.
+
+    Raises:
+        MissingPeerError: it cannot be had, or does not start.
+    """
+    (python, _), environment = vllm_command(made, way)
+    port = free_port()
     command = [
-        str(made.vllm()), _VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", _NAME, "--dtype", args.dtype, "--max-model-len", str(args.context), "--max-num-seqs", str(running),
-        "--no-enable-prefix-caching",
+        python, _VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len",
+        str(context), *options,
     ]  # fmt: skip
-    with started("vLLM's server", command, vllm_environment(), f"http://127.0.0.1:{port}/health", log):
+    with started("vLLM's server", command, environment, f"http://127.0.0.1:{port}/health", log):
         yield f"http://127.0.0.1:{port}"
 
 

@@ -1,4 +1,4 @@
-"""What matters of the records of speed, as tables: strategies, load, draft models, ranks.
+"""What matters of the records of speed, as tables: strategies, load, draft models, ranks, requests about documents.
 
 A report shows all rows; the README chooses rows and columns. A field of several repeats is their median, with the lowest and the
 highest behind it.
@@ -96,3 +96,30 @@ def forms(results: Results) -> Table:
         cells.setdefault(name, {})[row["form"]] = repeats(row["decode_ratio"]["plain"])
     rows = [[Cell(name), *(of.get(form, Cell("")) for form in columns)] for name, of in cells.items()]
     return table_of("times plain decoding on one worker, after the first token", ("", *columns), rows)
+
+
+def rag(results: Results) -> Table:
+    """``bench rag``: a row a setting; tokens per second of all requests together, and of a request by kind."""
+    kinds = {kind: kind.replace("_", " ") for row in results["settings"].values() for kind in row["kinds"]}
+    rows = []
+    for name, row in results["settings"].items():
+        every, first = row["all"], row["all"]["ttft_ms"]
+        requests = every["requests"]
+        speeds = (repeats(row["kinds"][kind]["tokens_per_s"], 0) for kind in kinds)
+        waited = Cell(f"{first['p50']:.0f} ({first['p95']:.0f})", first["p50"])
+        cached = Cell(f"{every['cached_tokens'] / every['prompt_tokens']:.0%}")
+        equal = f"{requests - row['differing']} of {requests}" if "differing" in row else ""
+        rows.append([Cell(name), repeats(row["throughput"], 0), *speeds, waited, cached, Cell(equal)])
+    last = ("first token, ms: p50 (p95)", "of prompts cached", "as plain decoding")
+    return table_of("", ("tokens per second", "all at once", *kinds.values(), *last), rows)
+
+
+def rag_pairs(results: Results) -> Table:
+    """``bench rag``: a request after one that is akin to it, beside the same request of a tenant that has asked nothing."""
+    rows = []
+    for kind, row in results["pairs"].items():
+        first = ", ".join(f"{row[way]['ttft_ms']['p50']:.0f}" for way in ("cold", "warm"))
+        speeds = (repeats(row[way]["tokens_per_s"], 0) for way in ("cold", "warm"))
+        rows.append([Cell(kind.replace("_", " ")), *speeds, repeats(row["ratio"]), Cell(first)])
+    titles = ("tokens per second of a request", "cold", "warm", "warm over cold", "first token, p50, ms: cold, warm")
+    return table_of("", titles, rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report.cells import Cell, figure, median, repeats, rounded
 from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import Results, draft_models, forms, load, strategies
+from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, strategies
 from experiments.report.values import Table, table_of
 
 _NODE_FAULTS = {
@@ -253,6 +253,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "bench-load": (load,),
     "bench-draft-models": (draft_models,),
     "bench-scaling": (forms,),
+    "bench-rag": (rag, rag_pairs),
     "shared-trie": (shared_trie,),
     "cache-figures": (cache_figures,),
     "exact-outputs": (exactness,),
@@ -280,6 +281,6 @@ def headlines(record: Mapping[str, Any]) -> list[Table]:
                 f"{name} of {record.get('started')} is not in the form of its kind ({error!r}): shown as it is", file=sys.stderr
             )
             return []
-        if table is not None:
+        if table is not None and table.rows:
             found.append(table)
     return found

@@ -199,7 +199,10 @@ def make_prompt(rng: random.Random) -> str:
     return "Context:\n" + "\n".join(lines) + f"\n\nQuestion: When does {rng.choice(places).lower()} open?"
 
 
-async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None) -> Answer:
+async def ask(
+    client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:  # fmt: skip
     """Sends a request and reads all of the answer.
 
     Args:
@@ -207,10 +210,12 @@ async def ask(client: httpx.AsyncClient, model: str, request: Ask, came: Callabl
         model: its name.
         request: what is asked.
         came: called with each piece of text of a stream.
+        headers: of the request, beside the client's own.
     """
     told = Answer(times=[time.monotonic()])
     try:
-        async with client.stream("POST", f"/v1/{request.route}", json={"model": model, **request.body}) as response:
+        body = {"model": model, **request.body}
+        async with client.stream("POST", f"/v1/{request.route}", json=body, headers=headers) as response:
             told.status = response.status_code
             if response.status_code != 200 or not request.body.get("stream"):
                 whole = json.loads(await response.aread())
