@@ -48,6 +48,8 @@ TENANTS = (
     "many",
     "routed",
     "routed-too",
+    "watched",
+    "watching",
 )  # of a test each
 OPERATOR = "key of the operator"
 NO_KEY = {"Authorization": openai.Omit()}
