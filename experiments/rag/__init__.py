@@ -1,1 +1,1 @@
-"""An assistant over documents, through LangChain or LlamaIndex. In: folders of documents, and questions. Out: answers that say where they come from."""
+"""An assistant over documents, through LangChain or LlamaIndex. In: documents and questions. Out: answers with their passages."""

@@ -6,16 +6,17 @@ import contextlib
 import importlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.client import API_KEY, checked, connected, served_model
 from cluster.cli.terminal import fail, fail_input
+from engine.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from experiments.rag.conversation import Conversation, Stream
@@ -47,9 +48,8 @@ def index(
     store: _Store = _STORE,
 ) -> None:
     """Put documents into a tenant's store. One that is there already is replaced, from the next question on."""
-    from experiments.rag.documents import documents as read
-
     with _told():
+        from experiments.rag.documents import documents as read
         from experiments.rag.library import opened
 
         found = read(documents, lambda reason: typer.echo(f"left out {reason}", err=True))
@@ -67,7 +67,7 @@ def remove(document: str, tenant: _Tenant = _TENANT, store: _Store = _STORE) -> 
 
         with opened(store, tenant) as library:
             if library.replace(document, []) == "unknown":
-                raise LookupError(f"tenant {tenant} has no document {document}")
+                raise ValueError(f"tenant {tenant} has no document {document}")
     typer.echo(f"removed {document}")
 
 
@@ -112,12 +112,17 @@ def _begin(store: str, url: str, framework: Framework, passages: int, max_tokens
 
 
 def _answer(conversation: Conversation, stream: Stream, question: str) -> None:
+    from openai import APIError
+
     from experiments.rag.citations import cited
 
     if not conversation.retrieve(question):
         typer.echo("[documents have changed, or were many: the conversation begins anew]", err=True)
-    for piece in cited(conversation.answer(question, stream), [passage.text for passage in conversation.given]):
-        typer.echo(piece, nl=False)
+    try:
+        for piece in cited(conversation.answer(question, stream), [passage.text for passage in conversation.given]):
+            typer.echo(piece, nl=False)
+    except APIError as error:
+        fail(f"the server does not answer: {error.message}")
     typer.echo("\n\nfrom:")
     for number, passage in enumerate(conversation.given, 1):
         typer.echo(f"[{number}] {passage}: {' '.join(passage.text.split())[:60]}...")
@@ -130,7 +135,9 @@ def _told() -> Iterator[None]:
         yield
     except ImportError as error:
         fail(f"{error.name} is not installed: pip install 'outrider[rag]'")
-    except (LookupError, ValueError, OSError) as error:
+    except ModelLoadError as error:
+        fail(str(error))
+    except (ValueError, OSError) as error:
         fail_input(str(error))
 
 

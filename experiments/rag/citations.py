@@ -24,9 +24,9 @@ def cited(pieces: Iterable[str], texts: Sequence[str]) -> Iterator[str]:
     for piece in pieces:
         told = ""
         for character in piece:
-            if character == "\n" or (character.isspace() and _END.search(sentence)):
-                if marks := _marks(sentence, known):
-                    told, sentence = told + marks, ""
+            ends = character == "\n" or (character.isspace() and _END.search(sentence))
+            if ends and (marks := _marks(sentence, known)):
+                told, sentence = told + marks, ""
             sentence, told = sentence + character, told + character
         yield told
     yield _marks(sentence, known)

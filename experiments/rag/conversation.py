@@ -17,9 +17,9 @@ _MOST_GIVEN = 12  # passages in a prompt
 class Conversation:
     """Questions and answers over a library that may change meanwhile.
 
-    The documents come first in the prompt, in the order in which they were first needed, and keep their numbers: what a server has
-    computed of a prompt serves the next question, too. Where one of them has changed, or they have become too many, the conversation
-    begins anew, as earlier answers are of texts that are no longer there.
+    The documents come first in the prompt, in the order in which they were first needed, and keep their numbers: what a server
+    has computed of a prompt serves the next question, too. Where one of them has changed, or they have become too many, the
+    conversation begins anew, as earlier answers are of texts that are no longer there.
     """
 
     library: Callable[[], AbstractContextManager[Library]]  # opened for a question

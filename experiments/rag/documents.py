@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from cluster.cli.generate.prompt_file import read_prompts
 from engine.text.file_text import UnreadableFileError, text_of_file
 
 SUFFIXES = (".txt", ".md", ".html", ".pdf")
@@ -19,26 +19,27 @@ def documents(path: Path, left_out: Callable[[str], None]) -> Iterator[tuple[str
     """Names of documents and the passages of each, in a fixed order.
 
     Args:
-        path: a folder, with all that is in its folders; a file; or a workload file (``.jsonl``), whose ``references`` are documents.
+        path: a folder, with all that is in its folders; a file; or a workload file (``.jsonl``), whose ``references`` are the
+            documents.
         left_out: told of each file that cannot be read, and why.
 
     Raises:
-        ValueError: there is no document; the message says what was looked for.
-        OSError: the path cannot be read.
+        ValueError: there is no document, or none can be read; the message says what was looked for.
+        OSError: a file cannot be opened.
     """
     found = 0
     for name, text in _texts(path, left_out):
         found += 1
         yield name, _SPLITTER.split_text(text)
     if not found:
-        kinds = ", ".join(SUFFIXES)
-        raise ValueError(f"no document in {path}: give a folder with files in {kinds}, or a .jsonl file whose records have references")
+        raise ValueError(
+            f"no document in {path}: give a folder with {', '.join(SUFFIXES)} files, or a .jsonl file of records with references"
+        )
 
 
 def _texts(path: Path, left_out: Callable[[str], None]) -> Iterator[tuple[str, str]]:
     if path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").splitlines()
-        references = dict.fromkeys(text for line in lines for text in json.loads(line).get("references") or ())
+        references = dict.fromkeys(text for record in read_prompts(path) for text in record.references)
         yield from ((f"{path.stem}/{number}", text) for number, text in enumerate(references, 1))
         return
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES)

@@ -14,6 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from configs.tenancy_checks import TENANT_NAME
+from engine.errors import first_line
 from engine.loading.kept_files import alone
 from experiments.rag.embeddings import SIZE, MiniLM
 
@@ -71,7 +72,8 @@ class Library:
 
     def search(self, question: str, most: int) -> list[Passage]:
         """The passages nearest in meaning, in the order of the documents: the same ones are always told in the same order."""
-        return sorted(map(_passage, self._store.similarity_search(question, k=most)), key=lambda each: (each.document, each.number))
+        found = map(_passage, self._store.similarity_search(question, k=most))
+        return sorted(found, key=lambda passage: (passage.document, passage.number))
 
     def holds(self, passages: Sequence[Passage]) -> bool:
         """Whether all of them are still there, and as they are."""
@@ -91,15 +93,18 @@ def opened(store: str, tenant: str, make: bool = False) -> Iterator[Library]:
         make: where there is none.
 
     Raises:
-        LookupError: the tenant has no documents.
-        ValueError: this cannot name a tenant.
+        ValueError: the tenant has no documents, or its name cannot be one.
+        OSError: the database does not answer.
         ModelLoadError: the embedding model cannot be fetched.
     """
     if not TENANT_NAME.fullmatch(tenant):
         raise ValueError(f"{tenant!r} cannot name a tenant; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -")
     with _postgresql(store, tenant, make) if store.startswith("postgresql://") else _qdrant(Path(store) / tenant, make) as found:
         if found is None:
-            raise LookupError(f"tenant {tenant} has no documents in {store.rpartition('@')[2]}")
+            raise ValueError(
+                f"tenant {tenant} has no documents in {store.rpartition('@')[2]}: "
+                f"python -m experiments.rag index --documents DIR --tenant {tenant}"
+            )
         yield Library(found)
 
 
@@ -131,13 +136,18 @@ def _qdrant(folder: Path, make: bool) -> Iterator[VectorStore | None]:
 def _postgresql(address: str, tenant: str, make: bool) -> Iterator[VectorStore | None]:
     from langchain_postgres import PGEngine, PGVectorStore
     from sqlalchemy import create_engine, inspect
+    from sqlalchemy.exc import OperationalError
 
     if len(tenant) > _MOST_POSTGRESQL:
         raise ValueError(f"{tenant!r} is too long for the name of a table: at most {_MOST_POSTGRESQL} characters")
     url, table = address.replace("postgresql://", "postgresql+psycopg://", 1), f"rag_{tenant}"
     plain = create_engine(url)
-    there = inspect(plain).has_table(table)
-    plain.dispose()
+    try:
+        there = inspect(plain).has_table(table)
+    except OperationalError as error:
+        raise OSError(f"PostgreSQL does not answer at {address.rpartition('@')[2]}: {first_line(error)}") from error
+    finally:
+        plain.dispose()
     if not there and not make:
         yield None
         return
