@@ -35,9 +35,7 @@ class MiniLMEmbedding(BaseEmbedding):
 
 def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
     """As ``with_langchain.answers``."""
-    llm = OpenAILike(
-        api_base=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0, is_chat_model=True
-    )
+    llm = OpenAILike(api_base=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0, is_chat_model=True)
 
     def stream(messages: list[Message], documents: list[str]) -> Iterator[str]:
         told = [ChatMessage(**message) for message in messages]
