@@ -10,6 +10,7 @@ TRIALS = {
     "clients": "experiments.service.clients",
     "disconnects": "experiments.service.disconnects",
     "fairness": "experiments.service.fairness",
+    "first-minutes": "experiments.service.first_minutes",
     "fuzz": "experiments.service.fuzz",
     "overhead": "experiments.service.overhead",
     "overload": "experiments.service.overload",

@@ -1,7 +1,7 @@
 """The first five minutes of a newcomer: clone, install, serve, first answer, second start, memory and disk.
 
-    python -m experiments.first_minutes            # a clone of what is committed, installed anew, with an empty cache folder
-    python -m experiments.first_minutes --here     # this folder and its environment, with a cache folder of compiled code alone
+    python -m experiments.service first-minutes           # a clone of what is committed, installed anew, with an empty cache folder
+    python -m experiments.service first-minutes --here    # this folder and its environment, with a cache folder of compiled code alone
 
 A start is timed from its command to what an HTTP client sees: ready, then the first whole answer. Its parts are what the command
 says of itself. The second start finds what the first one kept.
@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from experiments.bench.record import ROOT
-from experiments.bench.run import Bench, Results, Run, run
+from experiments.bench.run import Bench, Results, Run
 from experiments.service.served import Served, free_port, memory_mib, running
 
 _QUESTION = (
@@ -108,6 +108,3 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCH = Bench("first-minutes", __doc__ or "", measure, options, {"later": 0}, refuses=(RuntimeError, subprocess.SubprocessError))
-
-if __name__ == "__main__":
-    sys.exit(run(BENCH))
