@@ -1,1 +1,1 @@
-"""An assistant over documents, through LangChain or LlamaIndex. In: documents and questions. Out: answers with their passages."""
+"""A RAG assistant over Outrider, and traffic like an enterprise's. In: documents and questions. Out: answers, and their speed."""
