@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -125,7 +126,7 @@ def _answer(conversation: Conversation, stream: Stream, question: str) -> None:
         fail(f"the server does not answer: {error.message}")
     typer.echo("\n\nfrom:")
     for number, passage in enumerate(conversation.given, 1):
-        typer.echo(f"[{number}] {passage}: {' '.join(passage.text.split())[:60]}...")
+        typer.echo(f"[{number}] {passage}: {shorten(passage.text, 64, placeholder=' ...')}")
 
 
 @contextlib.contextmanager

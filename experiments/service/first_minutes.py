@@ -1,7 +1,7 @@
 """The first five minutes of a newcomer: clone, install, serve, first answer, second start, memory and disk.
 
-    python -m experiments.service first-minutes           # a clone of what is committed, installed anew, with an empty cache folder
-    python -m experiments.service first-minutes --here    # this folder and its environment, with a cache folder of compiled code alone
+    python -m experiments.service first-minutes           # a clone of what is committed, installed anew, with no cache
+    python -m experiments.service first-minutes --here    # this folder and its environment, with a cache of compiled code alone
 
 A start is timed from its command to what an HTTP client sees: ready, then the first whole answer. Its parts are what the command
 says of itself. The second start finds what the first one kept.
