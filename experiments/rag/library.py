@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
@@ -17,6 +18,9 @@ from configs.tenancy_checks import TENANT_NAME
 from engine.errors import first_line
 from engine.loading.kept_files import alone
 from experiments.rag.embeddings import SIZE, MiniLM
+
+if TYPE_CHECKING:
+    from langchain_postgres import PGEngine
 
 _COLLECTION = "passages"
 _MOST_POSTGRESQL = 59  # characters of a tenant's name, so that its table's name is no longer than PostgreSQL's names are
@@ -132,9 +136,17 @@ def _qdrant(folder: Path, make: bool) -> Iterator[VectorStore | None]:
             client.close()
 
 
+@cache
+def _engine(url: str) -> PGEngine:
+    """Connections to a database, kept for the next question."""
+    from langchain_postgres import PGEngine
+
+    return PGEngine.from_connection_string(url)
+
+
 @contextmanager
 def _postgresql(address: str, tenant: str, make: bool) -> Iterator[VectorStore | None]:
-    from langchain_postgres import PGEngine, PGVectorStore
+    from langchain_postgres import PGVectorStore
     from sqlalchemy import create_engine, inspect
     from sqlalchemy.exc import OperationalError
 
@@ -151,7 +163,7 @@ def _postgresql(address: str, tenant: str, make: bool) -> Iterator[VectorStore |
     if not there and not make:
         yield None
         return
-    engine = PGEngine.from_connection_string(url)
+    engine = _engine(url)
     if not there:
         engine.init_vectorstore_table(table, SIZE)
     yield PGVectorStore.create_sync(engine, _embeddings(), table)
