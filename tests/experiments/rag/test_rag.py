@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai.resources.chat.completions import Completions
 from typer.testing import CliRunner, Result
 
 pytest.importorskip("langchain_openai", reason="no LangChain: pip install 'outrider[rag]'")
@@ -113,6 +115,28 @@ def test_a_replaced_document_leaves_nothing_behind(tmp_path: Path) -> None:
         library.replace("a", ["one", "five"])
         assert [passage.text for passage in library.search("three", 9)] == ["one", "five", "zero"]
         assert not library.holds(given) and library.holds(given[3:])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_documents_come_first_and_go_along(framework: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class SentError(Exception):
+        """In the place of an answer."""
+
+    def create(_: Completions, **body: Any) -> None:
+        raise SentError(body)
+
+    monkeypatch.setattr(Completions, "create", create)
+    with opened(str(tmp_path), "acme", make=True) as library:
+        library.replace("b", [LOANS])
+        library.replace("a", [HOURS["acme"]])
+    conversation = Conversation(partial(opened, str(tmp_path), "acme"))
+    conversation.retrieve("How long are books lent?")
+    with pytest.raises(SentError) as sent:
+        list(conversation.answer("How long?", import_module(MODULES[framework]).answers("http://127.0.0.1:9", "key", MODEL, 64)))
+    (body,) = sent.value.args
+    assert body["extra_body"] == {"reference_documents": [HOURS["acme"], LOANS]} and body["stream"] and body["temperature"] == 0
+    (message,) = body["messages"]
+    assert message == {"role": "user", "content": f"Context:\n{HOURS['acme']}\n\n{LOANS}\n\nQuestion: How long?"}
 
 
 @pytest.mark.slow
