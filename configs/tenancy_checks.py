@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from configs.slices import TenancyOptions, TenantOptions
 
 KEY_ADVICE = "sha256: and the 64 hex digits of an API key's hash; outrider new-key makes a key and its hash"
-_TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
+TENANT_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.-]{1,64}")  # . and .. mean something else in a URL
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 LIMIT_BOUNDS = (1, 2**40)  # of a number of requests or tokens
 WEIGHT_BOUNDS = (0.01, 100.0)  # of a tenant
@@ -54,7 +54,7 @@ def _names(tenancy: TenancyOptions) -> Iterator[str]:
     if tenancy.anonymous is not None:
         names.append(("tenancy.anonymous", tenancy.anonymous))
     for where, name in names:
-        if not _TENANT_NAME.fullmatch(name):
+        if not TENANT_NAME.fullmatch(name):
             yield f"{where}: {name!r} cannot name a tenant; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -"
 
 

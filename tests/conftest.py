@@ -24,13 +24,14 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Tiny models gain nothing from a second thread, and two threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests keep (tables of tiny models) stays out of the home folder; `make clean` removes it. Code that the installation has
-# compiled is taken from there.
-_COMPILED = [folder.resolve() for folder in cache_folder().glob("native-*")]
+# compiled and models that it has fetched are taken from there.
+_HOME = cache_folder()
+_MADE = [folder.relative_to(_HOME) for folder in (*_HOME.glob("native-*"), *_HOME.glob("models/[a-z]*"))]
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "user_cache")
-cache_folder().mkdir(parents=True, exist_ok=True)
-for _folder in _COMPILED:
+(cache_folder() / "models").mkdir(parents=True, exist_ok=True)
+for _folder in _MADE:
     with contextlib.suppress(FileExistsError):
-        (cache_folder() / _folder.name).symlink_to(_folder)
+        (cache_folder() / _folder).symlink_to((_HOME / _folder).resolve())
 
 settings.register_profile("outrider", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("outrider")

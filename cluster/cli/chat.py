@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cluster.cli.client import RefusedError, checked
+from cluster.cli.client import RefusedError, checked, served_model
 from cluster.cli.terminal import MarkdownStream, fail, fail_input
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def chat(
     address = url or _URL
     with httpx.Client(base_url=address.rstrip("/").removesuffix("/v1"), timeout=httpx.Timeout(600.0, connect=5.0)) as client:
         try:
-            served = _served_model(client)
+            served = served_model(client)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             if url is not None or not isinstance(error, httpx.ConnectError):
                 fail(f"no server answers at {address} ({error}); start one with `outrider serve`, or give its address with --url")
@@ -246,12 +246,3 @@ def _load(model: str | None, strategy: str | None) -> OfflineEngine:
         return OfflineEngine(config.model, config.engine, config.speculation)
     except (ModelLoadError, ValueError) as error:
         fail(str(error))
-
-
-def _served_model(client: httpx.Client) -> str:
-    response = checked(client.get("/v1/models", timeout=10.0))
-    try:
-        name: str = response.json()["data"][0]["id"]
-    except (ValueError, LookupError, TypeError):
-        raise RefusedError("this is not an OpenAI-compatible server: /v1/models lists no model") from None
-    return name

@@ -28,6 +28,16 @@ def checked(response: httpx.Response) -> httpx.Response:
     return response
 
 
+def served_model(client: httpx.Client) -> str:
+    """The name of the first model of a server. Raises ``RefusedError`` where it lists none."""
+    response = checked(client.get("/v1/models", timeout=10.0))
+    try:
+        name: str = response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise RefusedError("this is not an OpenAI-compatible server: /v1/models lists no model") from None
+    return name
+
+
 def server_message(response: httpx.Response) -> str:
     """What a server says about an error; its status when it says nothing in OpenAI's shape."""
     try:

