@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's, not one request's
 SETTLED_S = 5.0  # after the start: until then the other processes of a server need the processors
+QUIET_S = 1.0  # without a request, before what was put off goes on: it takes processors, and slots whose KV would be reused
 STALL_S = 120.0  # a step that takes longer is taken for a hang
 ANNOUNCE_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
 STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many are computed: each event costs all of them time
@@ -185,6 +186,7 @@ class Replica:
                 self._tell_ranks()
                 if self._engine.has_work:
                     self._step()
+                    self._chores_from_s = max(self._chores_from_s, time.monotonic() + QUIET_S)
                     self._counts = self._engine.counts()
                     self._tell_ranks()
                 elif self._until_chore_s() == 0.0:

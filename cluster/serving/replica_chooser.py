@@ -22,6 +22,7 @@ BLOCK = 16  # tokens: prefixes are known to that grain
 LEAST_SHARE = 0.25  # of a prompt, that a prefix must be to count: less is what all prompts of an application begin with
 BEGINNING = 256  # tokens that say where a new prompt goes
 SLACK = 1.3  # times the mean: the most jobs of a replica, and one more
+JOB = 64  # tokens of a prompt: computing so many takes about as long as one more job under way delays a new one
 MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tenants: half a million tokens
 MOST_PROMPT_BLOCKS = 2**12  # of one prompt: what follows its first 65,536 tokens is not looked at
 MOST_SESSIONS = 2**14  # for all tenants
@@ -86,9 +87,10 @@ class _UnderWay:
 class ReplicaChooser:
     """Remembers which replica got what, and puts replicas in the order in which they should get some jobs.
 
-    A call goes where the longest part of its prompts went lately, then where its session went, then by rendezvous hashing of the
-    tenant with the session, or with the beginning of the prompt: every process that asks finds the same replica, and one that
-    goes or comes moves its own share alone. Of replicas with the same part of the prompts the least busy one gets it.
+    A call goes where its session went last. Without one it goes where it is done first: what went there lately of its prompts
+    need not be computed, and each job under way is waited for. Of equals rendezvous hashing of the tenant with the session, or
+    with the beginning of the prompt, takes one: every process that asks finds the same replica, and one that goes or comes moves
+    its own share alone.
 
     Before all of that comes load, counted in jobs under way: nobody who would have more than ``SLACK`` times the mean, and one,
     gets a call while another one would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are
@@ -143,10 +145,8 @@ class ReplicaChooser:
 
         def rank(name: str) -> tuple[Any, ...]:
             load, is_over = loads[name], loads[name] + len(jobs) > most
-            return (
-                name in tried, is_over, load if is_over or is_spread else 0,
-                -matched[name], name != pinned, load if matched[name] else 0, scores[name],
-            )  # fmt: skip
+            waits = JOB * load - BLOCK * matched[name]  # tokens more than at an idle one that has nothing of the prompts
+            return name in tried, is_over, load if is_over or is_spread else 0, name != pinned, waits, scores[name]
 
         order = sorted(loads, key=rank)
         self._place(call, _UnderWay(order[0], jobs, answer))

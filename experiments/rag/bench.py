@@ -52,6 +52,7 @@ examples:
   outrider bench rag --workloads DIR --replicas 2 --requests 20 --seconds 10 --rounds 1 --pairs 1 --out DIR    # a look
 """
 _CONTEXT = 2048  # tokens of prompt and output together
+_SLOTS = 24  # prompts whose KV a replica keeps: 2.3 GB, as much as vLLM has by default and here
 _RESAMPLES = 1000
 _FORGETS = ("cache.enabled=false", "engine.prefix_caching=false", "speculation.options={history_tokens: 0}")
 _DRAFTS: dict[str, Any] = {"ngram": NGRAM, "suffix": SUFFIX}  # of vLLM
@@ -119,6 +120,7 @@ class Servers:
         self._say(f"{setting.name}: starting the server")
         with self._own(setting, tenants) if ours else self._vllm(setting) as url:
             async with users_of(url, Path(self._model).name, args.max_tokens, ours, 2 * setting.replicas) as users:
+                await users.settled()
                 yield users
 
     @contextmanager
@@ -126,7 +128,7 @@ class Servers:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         options = [
             f"model.dtype={self._args.dtype}", f"model.threads={max(1, cores // setting.replicas)}",
-            f"model.max_model_len={_CONTEXT}", f"server.replicas={setting.replicas}",
+            f"model.max_model_len={_CONTEXT}", f"engine.max_running={_SLOTS}", f"server.replicas={setting.replicas}",
             f"server.cpus_per_replica={1 / setting.replicas:.2f}", *setting.options,
         ]  # fmt: skip
         keys = (f'tenancy.tenants.{name}.keys=["{hash_key(api_key(name))}"]' for name in (*tenants, WARM_UP))

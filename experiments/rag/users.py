@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 
 from experiments.rag.traffic import PAIRED, Asked
 from experiments.service.asks import Ask, ask
@@ -17,6 +18,7 @@ from experiments.service.asks import Ask, ask
 WARM_UP = "warm-up"  # the tenant of a server's first requests
 _LONG = {"report", "edit"}  # kinds whose answers may have a third more tokens
 _TIMEOUT_S = 300.0
+_SETTLES_S, _QUIET, _QUIET_PERCENT = 90.0, 8, 20.0  # at most; seconds in a row at so little of all cores
 _WARMING = Asked("", 0, "new", "bank", 0, ("The library opens at nine. On Sundays it stays closed.",), ("When does it open?",))
 
 
@@ -82,6 +84,14 @@ class Users:
     async def warm_up(self, count: int) -> None:
         """So many requests at once, for what only a server's first requests wait for."""
         await asyncio.gather(*(self.ask(_WARMING, WARM_UP, {}) for _ in range(count)))
+
+    async def settled(self) -> None:
+        """Waits until a server computes nothing: after its first answers ours measures how long its steps take."""
+        deadline, quiet = time.monotonic() + _SETTLES_S, 0
+        await asyncio.to_thread(psutil.cpu_percent)
+        while quiet < _QUIET and time.monotonic() < deadline:
+            await asyncio.sleep(1.0)
+            quiet = quiet + 1 if psutil.cpu_percent() < _QUIET_PERCENT else 0
 
     async def play(
         self, day: Sequence[Asked], clients: int, seconds: float, note: Callable[[str], None]

@@ -283,7 +283,8 @@ def test_what_was_put_off_is_done_between_requests_and_changes_no_answer(
 ) -> None:
     expected = ids(asyncio.run(collect(replica, request("alone"))))
     monkeypatch.setattr(target, "cache_folder", lambda: tmp_path)  # in which nothing is kept yet
-    monkeypatch.setattr(replica_module, "SETTLED_S", 0.0)
+    for wait in ("SETTLED_S", "QUIET_S"):
+        monkeypatch.setattr(replica_module, wait, 0.0)
     busy = Replica(model, OPTIONS[0], SpeculationOptions("auto", strategies=("ngrammys",)))
     try:
         turns = 0
