@@ -46,15 +46,19 @@ class MemoryServer:
     admin_key: str = "outrider-admin"
     tenant_key: str = "outrider-acme"
 
-    def add(self, tenant: str, answer_id: str, tokens: list[int], choice: int = 0) -> None:
-        """A whole text of a request."""
-        delta = CacheDelta(text_key(f"{answer_id}/{choice}"), 0, np.asarray(tokens, np.int32), True)
+    def add(self, tenant: str, answer_id: str, tokens: list[int], choice: int = 0, key: int | None = None) -> None:
+        """A whole text of a request: what it wrote as one of its choices, or what has another key."""
+        delta = CacheDelta(key or text_key(f"{answer_id}/{choice}"), 0, np.asarray(tokens, np.int32), True)
         self.append_raw(tenant, encode_batch(TextBatch(secrets.randbits(64), 0, 0, (delta,)), MEMORY_IDENTITY.vocab_size))
 
     def append_raw(self, tenant: str, data: bytes) -> None:
         """An entry of the tenant's stream, sound or not."""
         identity = MEMORY_IDENTITY
         self.store.append([(namespace(MEMORY_SECRET, tenant, identity.model_revision, identity.tokenizer_revision), data)])
+
+    def num_texts(self, tenant: str) -> int:
+        """Of a tenant."""
+        return len(decode_snapshot(self.admin.export(tenant)).texts)
 
     def texts(self, tenant: str) -> set[tuple[int, ...]]:
         """The tokens of all texts of a tenant."""

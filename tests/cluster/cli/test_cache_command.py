@@ -15,7 +15,10 @@ from cluster.cli.cache import BATCH_BYTES, PART_CHARACTERS, DocumentFileError, b
 from cluster.cli.client import ADMIN_KEY
 from cluster.http.admin.api import MAX_PRELOAD_BYTES
 from configs.schema import load_config
+from decoding.request import request_hash
+from decoding.sources.text_keys import passage_key
 from tests.cluster import commands
+from tests.cluster.circle import TOKENIZER
 from tests.cluster.commands import Finished, error_line
 from tests.cluster.memory import MemoryServer
 
@@ -186,6 +189,25 @@ def test_new_key_fits_the_configuration() -> None:
     overrides = [line.replace("NAME", "acme").replace(": ", "=", 1) for line in lines]
     config = load_config(None, overrides)
     assert config.tenancy.tenants["acme"].keys == config.tenancy.admin_keys == (hash_key(keys[0]),)
+
+
+def test_a_document_is_deleted_by_its_text(outrider: Outrider, memory_server: MemoryServer, tmp_path: Path) -> None:
+    document, other = ("the library opens at nine", "books are lent for four weeks")
+    tokens = [tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in (document, other)]
+    for place, passage in enumerate(tokens):
+        memory_server.add("acme", "chatcmpl-1", list(passage), key=passage_key(request_hash("chatcmpl-1"), place))
+    memory_server.add("acme", "chatcmpl-1", list(tokens[0]))  # an answer that says the same
+    file = tmp_path / "hours.txt"
+    file.write_text(document, encoding="utf-8")
+    assert (
+        "hours.txt among the documents of acme: deleted"
+        in outrider("delete", "--tenant", "acme", "--document", file, "-y").stdout
+    )
+    assert memory_server.num_texts("acme") == 2 and memory_server.texts("acme") == set(tokens)
+    both = outrider("delete", "--tenant", "acme", "--request", "r", "--document", file, "-y")
+    assert both.returncode == 2 and "give one of them" in error_line(both)
+    missing = outrider("delete", "--tenant", "acme", "--document", tmp_path / "none.txt", "-y")
+    assert missing.returncode == 2 and "none.txt is not a file" in error_line(missing)
 
 
 @pytest.mark.parametrize("verb", ["stats", "export", "import", "preload", "delete", "verify"])

@@ -27,6 +27,7 @@ ROUTES = [
     ("POST", "/preload"),
     ("DELETE", "/tenants/acme"),
     ("DELETE", "/tenants/acme/requests/chatcmpl-1"),
+    ("POST", "/tenants/acme/documents/delete"),
     ("GET", "/verify"),
 ]
 
