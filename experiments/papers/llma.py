@@ -55,7 +55,9 @@ def measure(stage: Stage, args: argparse.Namespace) -> Found:
     vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
     grid = {(n, k): f"n={n} k={k}" for n in MATCH_LENGTHS for k in COPY_LENGTHS}
     choices = {
-        label: StrategyChoice(label, "llma", {"match_length": n, "copy_length": k, "include_prompt": False})
+        label: StrategyChoice(
+            label, "llma", {"match_length": n, "copy_length": k, "include_prompt": False, "similar_requests": 0}
+        )
         for (n, k), label in grid.items()
     }
     measures: Measures = {}

@@ -30,10 +30,10 @@ _SAMPLES = 2  # prompts of a measurement of memory
 
 
 def strategy(layout: str, decoding: int = DECODING, branch: int = BRANCH) -> StrategyChoice:
-    """The trie with a layout, or LLMA, whose copy length is the paper's branch length."""
+    """The trie with a layout, or LLMA, whose copy length is the paper's branch length. As published: without similar requests."""
     if layout == "llma":
-        return StrategyChoice(layout, "llma", {"copy_length": branch})
-    options = {"decoding_length": decoding, "branch_length": branch, "layout": layout}
+        return StrategyChoice(layout, "llma", {"copy_length": branch, "similar_requests": 0})
+    options = {"decoding_length": decoding, "branch_length": branch, "layout": layout, "similar_requests": 0}
     return StrategyChoice(layout, "trie", options)
 
 
