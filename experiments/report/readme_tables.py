@@ -27,7 +27,7 @@ from configs.schema import Config
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import draft_models, forms
+from experiments.report.speeds import draft_models, forms, rag, rag_pairs
 from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
 from experiments.report.values import Table, table_of
 
@@ -117,6 +117,7 @@ BENCHMARKS: dict[str, Source] = {
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
     "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
     "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
+    "rag": Source(("2026-11-24-bench-rag.json",), rag),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {
@@ -141,6 +142,7 @@ README = {
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
 }
+RAG = {"rag-pairs": Source(("2026-11-24-bench-rag.json",), rag_pairs)}
 EXACTNESS = {
     "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
 }
@@ -153,6 +155,7 @@ OPERATIONS = {
 DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,
+    "docs/rag.md": RAG,
     "docs/simulation.md": SIMULATION,
     "docs/operations.md": OPERATIONS,
     "docs/exactness.md": EXACTNESS,

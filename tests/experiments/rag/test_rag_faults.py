@@ -1,0 +1,62 @@
+"""A day of requests about documents while a replica and Redis are killed in its middle: every answer is as without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from cache_service.namespace import hash_key
+from experiments.bench.record import ROOT
+from experiments.faults.redis_process import RedisProcess
+from experiments.rag.traffic import TENANTS, Item, make_day
+from experiments.rag.users import Told, api_key, users_of
+from experiments.service.served import Served, served
+
+REQUESTS = 36
+ITEMS = [
+    Item(
+        (f"The harbour number {number} has {number + 2} piers. It was opened in {1800 + number}.",),
+        ("When was it opened?",),
+        ("a",),
+    )
+    for number in range(60)
+]
+
+
+def engines(server: Served) -> list[int]:
+    """Process ids of the replicas."""
+    return [process.pid for process in server.processes("ray::ServeReplica") if "engine" in " ".join(process.cmdline())]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_answer_is_as_without_faults() -> None:
+    day = make_day(ITEMS, REQUESTS, 0)
+    keys = [f'tenancy.tenants.{name}.keys=["{hash_key(api_key(name))}"]' for name in (*TENANTS, "warm-up")]
+    replicas = ["model.threads=1", "server.replicas=2", "server.cpus_per_replica=0.5"]
+
+    async def play(server: Served, redis: RedisProcess) -> list[dict[str, Told]]:
+        done = 0
+
+        def strike(text: str) -> None:
+            nonlocal done
+            done += 1
+            if done == REQUESTS // 3:
+                os.kill(engines(server)[0], signal.SIGKILL)
+            elif done == 2 * REQUESTS // 3:
+                redis.kill()
+
+        async with users_of(server.url, "demo_model", 24, True, 4) as users:
+            calm, _ = await users.play(day, 3, 0.0, lambda text: None)
+            struck, _ = await users.play(day, 3, 0.0, strike)
+        assert done == REQUESTS
+        return [calm, struck]
+
+    with RedisProcess() as redis, served(str(ROOT / "demo_model"), [*replicas, f"redis_url={redis.url}", *keys]) as server:
+        calm, struck = asyncio.run(play(server, redis))
+    assert [one.error for one in struck.values()] == [None] * REQUESTS
+    assert {key: one.text for key, one in struck.items()} == {key: one.text for key, one in calm.items()}
+    assert sum(len(one.text) for one in calm.values()) > REQUESTS
