@@ -70,7 +70,7 @@ class TextBatch:
     sequence: int  # uint32, counts the batches of this origin and namespace from 0
     epoch: int  # uint32, deletions of the tenant before this was said
     deltas: tuple[CacheDelta, ...] = ()
-    removed: tuple[int, ...] = ()  # request hashes that were deleted by request
+    removed: tuple[int, ...] = ()  # hashes of requests and documents that were deleted
     evicted: tuple[int, ...] = ()  # text keys that the service let go of
 
 
