@@ -164,11 +164,11 @@ class SimilarRequests:
     def clear(self) -> None:
         """Forgets all requests."""
         self._next = self._live = 0
-        self._make(min(_FEW, self._capacity))
+        self._make(0)
 
     def _make(self, size: int) -> None:
-        """Empty arrays with places for so many requests, a power of two."""
-        buckets = max(size, _FEW) * SKETCH
+        """Empty arrays with places for so many requests, a power of two, or none."""
+        buckets = max(size, _FEW) * SKETCH if size else 0
         self._requests: UInt64Array = np.zeros(size, np.uint64)  # hash in each place
         self._sketches = np.zeros((size, SKETCH), np.int32)  # in each place; all 0 where there is none
         self._postings = np.zeros((buckets // 4, _WAYS), np.int32)  # places by value, counted from 1, the latest first
@@ -194,7 +194,7 @@ class SimilarRequests:
             return
         if self._next == len(self._requests) < self._capacity:
             requests, sketches = self._requests, self._sketches
-            self._make(self._capacity)
+            self._make(self._capacity if len(requests) else min(_FEW, self._capacity))
             self._next = self._live = 0
             for known, of_known in zip(requests.tolist(), sketches, strict=True):
                 if of_known.any():

@@ -101,8 +101,10 @@ def test_the_latest_are_known_and_nothing_else(steps: list[tuple[bool, int]], ca
 
 def test_more_than_a_few_are_moved_into_larger_arrays() -> None:
     known = SimilarRequests(1 << 12)
+    assert known.nbytes == 0  # before the first
+    known.add(0, sketch_of(prompt(0, 40)))
     small = known.nbytes
-    for seed in range(400):
+    for seed in range(1, 400):
         known.add(seed, sketch_of(prompt(seed, 40)))
     assert known.nbytes > 8 * small and len(known) == 400
     assert all(known.find(sketch_of(prompt(seed, 40)), 1)[0].request == seed for seed in range(400))
