@@ -80,7 +80,7 @@ class Load:
             done += 1
             if done == len(self.prompts) // 2 and at_half is not None:
                 at_half()
-            shared = last.stats.accepted_by_source.get("history", 0)
+            shared = sum(last.stats.accepted_by_source.get(source, 0) for source in ("history", "similar"))
             return Answer(
                 request.output_ids.tolist(), request.num_output, last.stats.steps, shared, seconds, last.stats.decode_s, done
             )

@@ -48,7 +48,7 @@ class Answer:
     @property
     def from_others(self) -> int:
         """Accepted tokens that stood in other requests' outputs."""
-        return self.stats.accepted_by_source.get("history", 0)
+        return sum(self.stats.accepted_by_source.get(source, 0) for source in ("history", "similar"))
 
 
 def request(name: str, first: int, tenant: str | None, public: bool = True) -> Request:

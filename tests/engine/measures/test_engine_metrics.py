@@ -165,7 +165,7 @@ def test_preemption_abort_and_resumption() -> None:
     assert counts.prompt_tokens == 2 * len([*PROMPT, 0])
     assert total(counts, "request_generation_tokens") == (3, 50)
     assert total(counts, "time_to_first_token_seconds")[0] == total(counts, "e2e_request_latency_seconds")[0] == 2
-    assert counts.history_bytes is None and engine("trie").metrics().history_bytes  # llma remembers nothing
+    assert counts.history_bytes and engine("suffix").metrics().history_bytes is None  # which remembers nothing
 
 
 def test_any_thread_may_read_and_nothing_falls() -> None:
