@@ -1,7 +1,7 @@
 """A generation request, from its prompt to its last token.
 
-What it asks for (``decoding.sampling_params``) what a step gives it (``decoding.step_output``), and the keys of what
-is remembered of it (``decoding.sources.text_keys``) are imported from here, too.
+What it asks for (``decoding.sampling_params``), what a step gives it (``decoding.step_output``), and the keys of what is
+remembered of it (``decoding.sources.text_keys``) are imported from here, too.
 """
 
 from __future__ import annotations

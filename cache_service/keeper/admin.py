@@ -14,7 +14,7 @@ from cache_service.access import CacheAccess
 from cache_service.keeper.folding import Fold, unreadable
 from cache_service.keeper.snapshot import CorruptSnapshotError, SnapshotText, decode_snapshot, encode_snapshot
 from cache_service.namespace import Identity
-from cache_service.records import CacheDelta, TextBatch, encode_batch, split_deltas
+from cache_service.records import MAX_ITEMS, CacheDelta, TextBatch, encode_batch, split_deltas
 from cache_service.store.redis_store import Counts
 from cache_service.store.stream_ids import compare_ids
 from decoding.request import PUBLIC, request_of, text_key
@@ -179,7 +179,9 @@ class CacheAdmin:
         name = self._namespace(tenant)
         passages = [passage for document in documents for passage in passages_of(np.asarray(document, np.int32))]
         removed = tuple(dict.fromkeys(document_hash(passage) for passage in passages))
-        self._append(name, [TextBatch(secrets.randbits(64), 0, self._store.head(name).epoch, removed=removed)])
+        epoch = self._store.head(name).epoch
+        for at in range(0, len(removed), MAX_ITEMS):
+            self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=removed[at : at + MAX_ITEMS])])
 
     def verify(self) -> list[Problem]:
         """Reads every snapshot and every entry of the streams; what cannot be read."""

@@ -45,7 +45,7 @@ class Pool(NamedTuple):
     features: Int32Array  # [candidates]
     matches: Int32Array  # [candidates] longest agreement of an occurrence, at depth 0
     weights: Float64Array  # [candidates] sum over occurrences
-    likeness: Float64Array  # [candidates] how similar the request is of which the longest agreement is; 1 for other sources
+    similarities: Float64Array  # [candidates] how similar the request is of which the longest agreement is; 1 for other sources
     chances: Float64Array  # [candidates] product of chances along the path
     firsts: Int32Array  # [candidates] first occurrence, -1 for none
     heap: Int32Array  # [candidates + 1]
@@ -69,7 +69,7 @@ class Pool(NamedTuple):
             features=np.empty(nodes, np.int32),
             matches=np.empty(nodes, np.int32),
             weights=np.empty(nodes),
-            likeness=np.empty(nodes),
+            similarities=np.empty(nodes),
             chances=np.empty(nodes),
             firsts=np.empty(nodes, np.int32),
             heap=np.empty(nodes + 1, np.int32),
@@ -217,7 +217,7 @@ def branch(
                 kind = min(source, HISTORY) + (COPY_FRESH if pool.starts[at] > 0 else 0)
                 if length > pool.matches[child] or (length == pool.matches[child] and kind < pool.kinds[child]):
                     pool.matches[child], pool.kinds[child] = length, kind
-                    pool.likeness[child] = pool.factors[at] if source == SIMILAR else 1.0
+                    pool.similarities[child] = pool.factors[at] if source == SIMILAR else 1.0
         at = after
     return count, total, longest
 
@@ -287,7 +287,7 @@ def open_node(
     count, total, longest = branch(logs, measures, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])
-        share = pool.weights[child] / total * pool.likeness[child]
+        share = pool.weights[child] / total * pool.similarities[child]
         pool.features[child] = feature(pool.kinds[child], match, share_bucket(share))
         pool.chances[child] = chance * table[pool.features[child]]
     ends = context_bucket(longest)

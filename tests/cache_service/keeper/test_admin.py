@@ -10,9 +10,10 @@ import redis
 from cache_service.keeper.admin import CacheAdmin, ForeignSnapshotError, UnknownTenantError
 from cache_service.keeper.snapshot import CorruptSnapshotError, decode_snapshot
 from cache_service.namespace import Identity
-from cache_service.records import MAX_BATCH_BYTES, TextBatch, decode_batch
+from cache_service.records import MAX_BATCH_BYTES, MAX_ITEMS, TextBatch, decode_batch
 from cache_service.store.redis_store import Counts
 from decoding.request import PUBLIC, request_hash, text_key
+from decoding.sources.text_keys import passage_key
 from tests.helpers.shared_memory import IDENTITY, Cluster, delta, expected, tokens
 from tests.helpers.waiting import wait_for
 
@@ -115,6 +116,17 @@ def test_deletion_by_request_takes_all_choices_for_good(make: Make) -> None:
     assert {request for request, _ in decode_snapshot(cluster.admin.export("acme")).removed} == {
         request_hash("chatcmpl-7"), request_hash("chatcmpl-70")
     }  # fmt: skip
+
+
+def test_more_documents_are_deleted_than_a_batch_names(make: Make) -> None:
+    cluster = make()
+    passages = [delta(passage_key(9, place), 0, [place, 7], True) for place in range(3)]
+    cluster.add("acme", TextBatch(1, 0, 0, tuple(passages)))
+    cluster.admin.delete_documents("acme", [[0, 7], *([number % 300, number // 300] for number in range(2400, MAX_ITEMS + 2500))])
+    assert sorted(text[0] for text, _ in cluster.now().values()) == [1, 2]
+    cluster.admin.delete_documents("acme", [[2, 7]])
+    cluster.add("acme", TextBatch(2, 0, 0, (delta(passage_key(10, 0), 0, [2, 7], True),)))  # whoever brings it again
+    assert [text[0] for text, _ in cluster.now().values()] == [1]
 
 
 def test_deletion_of_a_tenant_leaves_others_and_starts_anew(make: Make) -> None:
