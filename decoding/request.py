@@ -64,6 +64,7 @@ class Request:
         report: outputs say who drafted each token (``StepOutput.report``).
         prompt_logprobs: alternatives reported with each log-probability of the prompt (``StepOutput.prompt_logprobs``); None
             for none. The whole prompt is computed then, whatever is there of it. With ``emitted`` they were told before.
+        embedding: of the client's, as ``decoding.sources.embeddings.signs_of`` gives it: past requests are found by it, too.
         suspect: an engine ended, or a step failed, while it was computed: it is computed alone until it has emitted
             ``CLEARED_TOKENS`` more.
 
@@ -75,7 +76,7 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "account", "admitted_s", "argmax", "arrival", "arrived_s", "fault", "finish_reason",
+        "_buffer", "_length", "account", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault", "finish_reason",
         "first_token_s", "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
         "prompt_logprobs", "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings",
         "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s", "weight",
@@ -99,6 +100,7 @@ class Request:
         siblings: bool = False,
         report: bool = False,
         prompt_logprobs: int | None = None,
+        embedding: Int32Array | None = None,
         suspect: bool = False,
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
@@ -107,7 +109,7 @@ class Request:
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
-        self.suspect = suspect
+        self.suspect, self.embedding = suspect, embedding
         self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
         self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed

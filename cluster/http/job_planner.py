@@ -20,6 +20,7 @@ from cluster.http.types.chat import text_of
 from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
 from cluster.serving.generation import EnginePort, Generation, Job, Listener
 from decoding.request import SamplingParams
+from decoding.sources.embeddings import signs_of
 from decoding.tree import Int32Array
 from engine.errors import ContextLengthError, RequestError
 from engine.loading.model_info import ModelInfo
@@ -134,10 +135,11 @@ class Planner:
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._threads.run(0, self._grammar, body) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
-        references = await self._references(body)
+        references, vector = await self._references(body), body.reference_embedding
+        embedding = None if vector is None else await self._threads.run(len(vector), signs_of, vector)
         jobs: list[Job] = []
         for (ids, _), one in zip(prompts, params, strict=True):
-            job = self._bounded(body, self._job(body, ids, one, references))
+            job = self._bounded(body, self._job(body, ids, one, references, embedding))
             jobs += self._choices(job, len(jobs), body.n or 1)
         return jobs
 
@@ -197,13 +199,15 @@ class Planner:
         ids: list[int],
         params: SamplingParams,
         references: tuple[Int32Array, ...],
+        embedding: Int32Array | None,
     ) -> Job:
         """The job of a prompt, to which its choices give their numbers."""
         return Job(
             self.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
-            report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, session=self._session,
+            report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
+            session=self._session,
         )  # fmt: skip
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:

@@ -35,6 +35,7 @@ class Job:
     siblings: bool = False  # other jobs have the same prompt and the same ANSWER_ID: it is computed once
     report: bool = False  # outputs say who drafted their tokens
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
+    embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
 

@@ -205,7 +205,7 @@ class History:
             return
         if is_passage(text):
             self._passages.add(text, tokens, self._removed)
-        elif len(tokens) == SKETCH_TOKENS:
+        elif len(tokens) in SKETCH_TOKENS:
             self._similar.add(request, of_tokens(tokens))
 
     def remember(self, request: Request) -> None:
@@ -213,7 +213,7 @@ class History:
         name = request_of(request.text)
         if name in self._removed:
             return
-        self._similar.add(name, sketch_of(request.prompt_ids))
+        self._similar.add(name, sketch_of(request.prompt_ids, request.embedding))
         passages = [passage for reference in request.references for passage in passages_of(reference)]
         for place, passage in enumerate(passages[:MAX_PASSAGES]):
             self._passages.add(passage_key(name, place), passage, self._removed)
@@ -223,13 +223,13 @@ class History:
         name = request_of(request.text)
         notes = self._passages.of_request(name)
         if self._similar.knows(name):
-            notes.append((sketch_key(name), as_tokens(sketch_of(request.prompt_ids))))
+            notes.append((sketch_key(name), as_tokens(sketch_of(request.prompt_ids, request.embedding))))
         return notes
 
     def recall(self, request: Request, most: int) -> list[Recalled]:
         """Outputs and passages of up to ``most`` others whose prompts resemble a request's, the most similar first."""
         found: list[Recalled] = []
-        for name, similarity in self._similar.find(sketch_of(request.prompt_ids), most) if most else ():
+        for name, similarity in self._similar.find(sketch_of(request.prompt_ids, request.embedding), most) if most else ():
             if name == request_of(request.text):
                 continue
             for choice in range(_CHOICES):

@@ -2,7 +2,8 @@
 
 A prompt is known by its *sketch*: the smallest hashes of its n-grams (a bottom-k sketch, Broder 1997), some of its beginning,
 some of its end, where questions stand, and some of all of it. Two prompts share about as large a part of their sketches as of
-their n-grams.
+their n-grams. An embedding that the client sent along (``decoding.sources.embeddings``) belongs to the sketch, too: prompts that
+mean the same in other words are found by it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decoding.jit import compiled
+from decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
 from decoding.tree import BoolArray, Int32Array
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -21,7 +23,8 @@ Float64Array = npt.NDArray[np.float64]
 # Of a prompt's beginning, end and whole (0): how many tokens, the order of the n-grams, and how many hashes are kept.
 _PARTS = ((96, 2, 8), (-48, 2, 12), (0, 3, 12))
 SKETCH = sum(kept for *_, kept in _PARTS)  # values; 0 where a short prompt has fewer
-SKETCH_TOKENS = 2 * SKETCH  # of a sketch as a text: each value is two numbers below 4096, which nearly all vocabularies hold
+# Of a sketch as a text, without an embedding and with one: a value is two numbers below 4096, which nearly all vocabularies hold.
+SKETCH_TOKENS = 2 * SKETCH, 2 * (SKETCH + EMBEDDING)
 LEAST_SIMILARITY = 0.2  # of a request that is found
 _DIGIT = 12  # bits
 _WAYS = 8  # the latest requests with a value are found
@@ -32,7 +35,8 @@ class Similar(NamedTuple):
     """A past request that resembles."""
 
     request: int  # hash, see ``decoding.request.request_hash``
-    similarity: float  # up to 1, the part of the prompt's sketch that it shares, where rare values count more
+    # Up to 1: the part of the prompt's sketch that it shares, where rare values count more, or the nearness of the embeddings.
+    similarity: float
 
 
 @compiled
@@ -59,18 +63,18 @@ def _fill(tokens: Int32Array, order: int, salt: int, out: Int32Array) -> None:
         out[at] = value
 
 
-def sketch_of(prompt_ids: Int32Array) -> Int32Array:
-    """[SKETCH] of a prompt, each value below 2**24."""
+def sketch_of(prompt_ids: Int32Array, embedding: Int32Array | None = None) -> Int32Array:
+    """[SKETCH] of a prompt, each value below 2**24, or [SKETCH + EMBEDDING] with an embedding (``embeddings.signs_of``)."""
     sketch, at = np.zeros(SKETCH, np.int32), 0
     for salt, (size, order, kept) in enumerate(_PARTS, start=1):
         part = prompt_ids[:size] if size > 0 else prompt_ids[size:]
         _fill(part.astype(np.int32), order, salt, sketch[at : at + kept])
         at += kept
-    return sketch
+    return sketch if embedding is None else np.concatenate([sketch, embedding])
 
 
 def as_tokens(sketch: Int32Array) -> Int32Array:
-    """[SKETCH_TOKENS] a sketch as it travels, among the texts of its request."""
+    """A sketch as it travels, among the texts of its request."""
     tokens: Int32Array = np.stack((sketch >> _DIGIT, sketch & ((1 << _DIGIT) - 1)), axis=1).ravel()
     return tokens
 
@@ -150,10 +154,51 @@ def _compare(
     return used
 
 
+@compiled
+def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Array, distances: Int32Array) -> int:
+    """Compares an embedding with those of its length.
+
+    Args:
+        wanted: [WORDS].
+        words: [places, WORDS] all others; 0 where there is none.
+        newest: place of the latest request.
+        places: [most] out: the nearest ones, the nearest first, of equal ones the latest.
+        distances: [most] out: signs that differ.
+
+    Returns:
+        How many were found, up to ``most``.
+    """
+    used = 0
+    for back in range(len(words)):
+        place = newest - back
+        if place < 0:
+            place += len(words)
+        if words[place, 0] != wanted[0]:
+            continue
+        counts = 0  # of differing signs, by byte
+        for at in range(1, len(wanted)):
+            bits = words[place, at] ^ wanted[at]
+            bits -= (bits >> 1) & 0x555555555555
+            bits = (bits & 0x333333333333) + ((bits >> 2) & 0x333333333333)
+            counts += (bits + (bits >> 4)) & 0x0F0F0F0F0F0F
+        counts = (counts & 0x00FF00FF00FF) + ((counts >> 8) & 0x00FF00FF00FF)
+        distance = (counts + (counts >> 16) + (counts >> 32)) & 0xFFFF
+        if used == len(distances) and distance >= distances[used - 1]:
+            continue
+        used = min(used + 1, len(distances))
+        to = used - 1
+        while to > 0 and distances[to - 1] > distance:
+            distances[to], places[to] = distances[to - 1], places[to - 1]
+            to -= 1
+        distances[to], places[to] = distance, place
+    return used
+
+
 class SimilarRequests:
     """The latest requests of a tenant, found by what their prompts share with another prompt: in microseconds, however many.
 
-    Memory: ``nbytes``, about 530 bytes a request.
+    Embeddings are all compared, in some nanoseconds each. Memory: ``nbytes``, about 530 bytes a request, and 72 more once a
+    request had an embedding.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -174,11 +219,13 @@ class SimilarRequests:
         self._postings = np.zeros((buckets // 4, _WAYS), np.int32)  # places by value, counted from 1, the latest first
         self._counts = np.zeros(buckets, np.int32)  # values of requests that are here
         self._marks = np.zeros(size, np.bool_)
+        self._words = np.zeros((0, WORDS), np.int64)  # embeddings in each place, once there is one
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in (self._requests, self._sketches, self._postings, self._counts, self._marks))
+        arrays = self._requests, self._sketches, self._postings, self._counts, self._marks, self._words
+        return sum(array.nbytes for array in arrays)
 
     def __len__(self) -> int:
         """Requests that are known."""
@@ -190,22 +237,26 @@ class SimilarRequests:
 
     def add(self, request: int, sketch: Int32Array) -> None:
         """Makes a request known, by its hash; where there is no room for it instead of the oldest one."""
-        if not sketch.any() or self.knows(request):
+        if not sketch[:SKETCH].any() or self.knows(request):
             return
         if self._next == len(self._requests) < self._capacity:
-            requests, sketches = self._requests, self._sketches
+            requests, sketches, words = self._requests, self._sketches, self._words
             self._make(self._capacity if len(requests) else min(_FEW, self._capacity))
             self._next = self._live = 0
-            for known, of_known in zip(requests.tolist(), sketches, strict=True):
-                if of_known.any():
-                    self._put(known, of_known)
-        self._put(request, sketch)
+            for place, known in enumerate(requests.tolist()):
+                if sketches[place].any():
+                    self._put(known, sketches[place], words[place] if len(words) and words[place, 0] else None)
+        self._put(request, sketch[:SKETCH], words_of(sketch[SKETCH:]) if len(sketch) > SKETCH else None)
 
-    def _put(self, request: int, sketch: Int32Array) -> None:
+    def _put(self, request: int, sketch: Int32Array, words: Int64Array | None) -> None:
         place = self._next % len(self._requests)
         self._next += 1
         self._empty(place)
         self._requests[place], self._sketches[place] = request, sketch
+        if words is not None:
+            if not len(self._words):
+                self._words = np.zeros((len(self._requests), WORDS), np.int64)
+            self._words[place] = words
         self._live += 1
         _count(sketch, self._counts, 1)
         _post(sketch, place, self._postings)
@@ -219,6 +270,8 @@ class SimilarRequests:
             _count(self._sketches[place], self._counts, -1)
             self._live -= 1
         self._requests[place], self._sketches[place] = 0, 0
+        if len(self._words):
+            self._words[place] = 0
 
     def remove(self, request: int) -> None:
         """Takes a request out, by its hash; one that is not known is no error."""
@@ -230,17 +283,34 @@ class SimilarRequests:
         if not self._live:
             return []
         places, found = np.empty(SKETCH * _WAYS, np.int32), np.empty(SKETCH * _WAYS)
-        count = _compare(sketch, self._live, self._sketches, self._postings, self._counts, self._marks, places, found)
-        ages = (self._next - 1 - places[:count]) % len(self._requests)
-        best = np.lexsort((ages, -found[:count]))[:most]
+        count = _compare(
+            sketch[:SKETCH], self._live, self._sketches, self._postings, self._counts, self._marks, places, found
+        )  # fmt: skip
+        places, found = places[:count], found[:count]
+        if len(sketch) > SKETCH and len(self._words) and most:
+            places, found = self._with_nearest(sketch[SKETCH:], most, places, found)
+        ages = (self._next - 1 - places) % len(self._requests)
+        best = np.lexsort((ages, -found))[:most]
         return [
             Similar(int(self._requests[places[at]]), min(float(found[at]), 1.0)) for at in best if found[at] >= LEAST_SIMILARITY
         ]
 
+    def _with_nearest(
+        self, embedding: Int32Array, most: int, places: Int32Array, found: Float64Array
+    ) -> tuple[Int32Array, Float64Array]:
+        """Places and similarities with those of the nearest embeddings; of a request's two similarities the larger counts."""
+        near, distances = np.empty(most, np.int32), np.empty(most, np.int32)
+        newest = (self._next - 1) % len(self._requests)
+        count = _nearest(words_of(embedding), self._words, newest, near, distances)
+        better = dict(zip(places.tolist(), found.tolist(), strict=True))
+        for place, similarity in zip(near[:count].tolist(), nearness(distances[:count]).tolist(), strict=True):
+            better[place] = max(better.get(place, 0.0), similarity)
+        return np.array(list(better), np.int32), np.array(list(better.values()))
+
 
 def compile_similar() -> None:
     """Calls what is compiled at its first call, so that no request waits for it."""
-    requests, sketch = SimilarRequests(1), sketch_of(np.arange(4, dtype=np.int32))
+    requests, sketch = SimilarRequests(1), sketch_of(np.arange(4, dtype=np.int32), np.ones(EMBEDDING, np.int32))
     for number in range(2):  # the second one takes the place of the first
         requests.add(number, sketch)
     requests.find(sketch, 1)

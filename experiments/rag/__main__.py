@@ -103,13 +103,13 @@ def _begin(store: str, url: str, framework: Framework, passages: int, max_tokens
         fail(f"the server knows no tenant without a key: export the key in {API_KEY}")
     with _told():
         from experiments.rag.conversation import Conversation
-        from experiments.rag.library import opened
+        from experiments.rag.library import embeddings, opened
 
         key = os.environ.get(API_KEY, "").strip() or "none"
         stream: Stream = importlib.import_module(_MODULES[framework]).answers(
             url.rstrip("/").removesuffix("/v1"), key, model, max_tokens
         )
-    return Conversation(partial(opened, store, tenant), passages), stream
+    return Conversation(partial(opened, store, tenant), lambda question: embeddings().embed_query(question), passages), stream
 
 
 def _answer(conversation: Conversation, stream: Stream, question: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from experiments.rag.library import Library, Passage
 
 Message = dict[str, str]
-Stream = Callable[[list[Message], list[str]], Iterator[str]]  # given messages and documents, the pieces of an answer
+# Given messages, and what goes along with them without a change to the answer: its pieces.
+Stream = Callable[[list[Message], dict[str, Any]], Iterator[str]]
 _MOST_GIVEN = 12  # passages in a prompt
 
 
@@ -23,6 +25,7 @@ class Conversation:
     """
 
     library: Callable[[], AbstractContextManager[Library]]  # opened for a question
+    embed: Callable[[str], list[float]]  # of a question
     most: int = 3  # passages for a question
     given: list[Passage] = field(default_factory=list)  # [1] is the first
     turns: list[str] = field(default_factory=list)  # question, answer, question, ...
@@ -34,7 +37,7 @@ class Conversation:
             if not kept:
                 self.given.clear()
                 self.turns.clear()
-            found = library.search(" ".join([*self.turns[-2:-1], question]), self.most)
+            found = library.search(self._whole(question), self.most)
         self.given += [passage for passage in found if passage not in self.given]
         return kept
 
@@ -45,7 +48,12 @@ class Conversation:
         said[0] = "Context:\n" + "\n\n".join(documents) + f"\n\nQuestion: {said[0]}"
         messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
         text = ""
-        for piece in stream(messages, documents):
+        extra = {"reference_documents": documents, "reference_embedding": self.embed(self._whole(question))}
+        for piece in stream(messages, extra):
             text += piece
             yield piece
         self.turns += [question, text]
+
+    def _whole(self, question: str) -> str:
+        """A question with the one before it, without which a follow-up says little."""
+        return " ".join([*self.turns[-2:-1], question])

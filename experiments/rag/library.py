@@ -113,7 +113,8 @@ def opened(store: str, tenant: str, make: bool = False) -> Iterator[Library]:
 
 
 @cache
-def _embeddings() -> MiniLM:
+def embeddings() -> MiniLM:
+    """The embedding model, loaded at the first call. Raises ``ModelLoadError`` where it cannot be fetched."""
     return MiniLM()
 
 
@@ -131,7 +132,7 @@ def _qdrant(folder: Path, make: bool) -> Iterator[VectorStore | None]:
         try:
             if not client.collection_exists(_COLLECTION):
                 client.create_collection(_COLLECTION, VectorParams(size=SIZE, distance=Distance.COSINE))
-            yield QdrantVectorStore(client, _COLLECTION, _embeddings())
+            yield QdrantVectorStore(client, _COLLECTION, embeddings())
         finally:
             client.close()
 
@@ -166,7 +167,7 @@ def _postgresql(address: str, tenant: str, make: bool) -> Iterator[VectorStore |
     engine = _engine(url)
     if not there:
         engine.init_vectorstore_table(table, SIZE)
-    yield PGVectorStore.create_sync(engine, _embeddings(), table)
+    yield PGVectorStore.create_sync(engine, embeddings(), table)
 
 
 def _id(document: str, number: int) -> str:

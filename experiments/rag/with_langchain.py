@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from langchain_openai import ChatOpenAI
 
@@ -20,8 +21,8 @@ def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
     """
     chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0)
 
-    def stream(messages: list[Message], documents: list[str]) -> Iterator[str]:
-        for chunk in chat.stream(messages, extra_body={"reference_documents": documents}):
+    def stream(messages: list[Message], extra: dict[str, Any]) -> Iterator[str]:
+        for chunk in chat.stream(messages, extra_body=extra):
             yield chunk.text
 
     return stream

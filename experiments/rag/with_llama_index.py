@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.llms import ChatMessage
@@ -37,9 +38,9 @@ def answers(url: str, key: str, model: str, max_tokens: int) -> Stream:
     """As ``with_langchain.answers``."""
     llm = OpenAILike(api_base=f"{url}/v1", api_key=key, model=model, max_tokens=max_tokens, temperature=0, is_chat_model=True)
 
-    def stream(messages: list[Message], documents: list[str]) -> Iterator[str]:
+    def stream(messages: list[Message], extra: dict[str, Any]) -> Iterator[str]:
         told = [ChatMessage(**message) for message in messages]
-        for chunk in llm.stream_chat(told, extra_body={"reference_documents": documents}):
+        for chunk in llm.stream_chat(told, extra_body=extra):
             yield chunk.delta or ""
 
     return stream

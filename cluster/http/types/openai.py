@@ -26,11 +26,13 @@ from cluster.http.types.strict import (
 from cluster.http.types.structured import StructuredFields
 from cluster.http.types.tool_grammar import tools_grammar
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
+from decoding.sources.embeddings import MAX_EMBEDDING
 
 MAX_STOPS = 4  # as OpenAI
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_DOCUMENTS = 1024
+MAX_COMPONENT = 1e6  # of a number in an embedding
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # of one request: its prompts, times n
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
@@ -57,6 +59,7 @@ _COMPLETION_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+Component = Annotated[float, Field(ge=-MAX_COMPONENT, le=MAX_COMPONENT, allow_inf_nan=False)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Filled = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
@@ -118,6 +121,8 @@ class CompletionFields(StructuredFields):
     stream_options: StreamOptions | None = None
     # texts the answer may repeat: they speed it up and do not change it
     reference_documents: Annotated[list[Text], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    # an embedding of what is asked: past requests of the tenant with one that is near are found by it, and drafted from
+    reference_embedding: Annotated[list[Component], Field(min_length=1, max_length=MAX_EMBEDDING, fail_fast=True)] | None = None
     cache: CacheChoice | None = None  # whose texts it drafts from, without effect on the answer; see cluster.admission.tenancy
     speculation: SpeculationChoice | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower first; see engine.scheduling_policy
@@ -140,6 +145,13 @@ class CompletionFields(StructuredFields):
             # Short enough for int(), and spelled in one way, so that no two keys mean one token.
             if not (key.isascii() and key.isdigit() and len(key) <= 18 and key == str(int(key))):
                 raise ValueError("must map token ids, written as decimal strings, to numbers")
+        return value
+
+    @field_validator("reference_embedding")
+    @classmethod
+    def _check_embedding(cls, value: list[float] | None) -> list[float] | None:
+        if value is not None and not any(value):
+            raise ValueError("must not be all zeros: it has no direction")
         return value
 
     @field_validator("stop", mode="before", json_schema_input_type=Stop | Stops | None)

@@ -16,7 +16,10 @@ from cache_service.mirror.tail import Tail
 from cache_service.records import TextBatch
 from cache_service.store.stream_ids import written_s
 from decoding.request import PUBLIC, Request, SamplingParams, request_hash, text_key
+from decoding.sources.embeddings import signs_of
 from decoding.sources.history import Histories
+from decoding.sources.similar import as_tokens, sketch_of
+from decoding.tree import Int32Array
 from tests.helpers.shared_memory import IDENTITY, Cluster, Replica, contents, delta, tokens
 from tests.helpers.waiting import eventually
 
@@ -95,6 +98,43 @@ def test_similar_requests_of_one_are_recalled_by_the_other_until_they_are_delete
     tell(a, noted("three", 2, documents[1]))  # a deleted document is not remembered again
     eventually(lambda: len(cluster.now("a")) == 4)
     assert recalled(b, 2) == [tokens(99, 8)] * 2
+
+
+def meaning(seed: int, off: float = 0.0) -> Int32Array:
+    """The embedding of something, or one that is off it."""
+    vector, other = (np.random.default_rng(each).standard_normal(384) for each in (seed, 9))
+    return signs_of((vector + off * other).tolist())
+
+
+def paraphrased(replica: Replica, tenant: str = "a", embedding: Int32Array | None = None) -> list[list[int]]:
+    """What is recalled for a request that has no word in common with others."""
+    while replica.mirror.apply():
+        pass
+    embedding = meaning(1, off=0.4) if embedding is None else embedding
+    asking = Request("asking", tokens(77, 200), SamplingParams(max_tokens=9), tenant=tenant, embedding=embedding)
+    return [text.tokens.tolist() for text in replica.history(tenant).recall(asking, 4)]
+
+
+@pytest.mark.parametrize("how", ["request", "tenant"])
+def test_the_same_asked_in_other_words_is_recalled_by_its_embedding_until_it_is_deleted(
+    cluster: Cluster, often: None, how: str
+) -> None:
+    a, b = cluster.replica(), cluster.replica()
+    cluster.server()
+    request = Request("one", tokens(1, 200), SamplingParams(max_tokens=9), tenant="a", embedding=meaning(1))
+    request.commit(tokens(99, 8))
+    tell(a, request)
+    eventually(lambda: all(paraphrased(one) == [tokens(99, 8)] for one in (a, b)))
+    late, sketch = cluster.replica(), as_tokens(sketch_of(request.prompt_ids, request.embedding)).tolist()
+    assert paraphrased(late) == [tokens(99, 8)]
+    assert paraphrased(b, "b") == paraphrased(b, embedding=meaning(2)) == []  # another tenant, and another question
+    assert cluster.holds(sketch)
+    if how == "request":
+        cluster.admin.delete_request("a", "one")
+    else:
+        cluster.admin.delete_tenant("a")
+    eventually(lambda: all(paraphrased(one) == [] for one in (a, b, late)))
+    eventually(lambda: not cluster.holds(sketch[-34:]) and not cluster.now("a"))
 
 
 def test_tenants_secrets_and_models_are_apart(cluster: Cluster) -> None:

@@ -22,6 +22,7 @@ MANY = 60_000
         (ChatCompletionRequest, CHAT | {"messages": [{"role": "user", "content": [7] * MANY}]}),
         (ChatCompletionRequest, CHAT | {"tools": [{}] * MANY}),
         (ChatCompletionRequest, CHAT | {"reference_documents": [None] * MANY}),
+        (ChatCompletionRequest, CHAT | {"reference_embedding": ["x"] * 4096}),
         (ChatCompletionRequest, CHAT | {f"name {number}": 1 for number in range(MANY)}),
         (CompletionRequest, TEXT | {"stop_token_ids": ["x"] * MANY}),
         (CompletionRequest, TEXT | {"logit_bias": {str(number): "x" for number in range(MANY)}}),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.request import Request, SamplingParams, request_hash
+from decoding.sources.embeddings import EMBEDDING, MAX_EMBEDDING, nearness, signs_of
 from decoding.sources.history import History, Recalled
 from decoding.sources.log.chains import BLOCK
 from decoding.sources.similar import LEAST_SIMILARITY, SKETCH_TOKENS, SimilarRequests, as_tokens, of_tokens, sketch_of
@@ -29,10 +30,17 @@ def altered(tokens: Int32Array, places: list[int]) -> Int32Array:
     return other
 
 
+def meaning(seed: int, off: float = 0.0, size: int = 384) -> Int32Array:
+    """The embedding of something, or of something the nearer to it the less it is off."""
+    vector = np.random.default_rng(seed).standard_normal(size) + off * np.random.default_rng(seed + 1).standard_normal(size)
+    return signs_of(vector.tolist())
+
+
 def request(
-    name: str, prompt_ids: Int32Array, references: list[list[int]] | None = None, output: list[int] | None = None
-) -> Request:
-    made = Request(name, prompt_ids, SamplingParams(max_tokens=100), references or [], tenant="t")
+    name: str, prompt_ids: Int32Array, references: list[list[int]] | None = None, output: list[int] | None = None,
+    embedding: Int32Array | None = None,
+) -> Request:  # fmt: skip
+    made = Request(name, prompt_ids, SamplingParams(max_tokens=100), references or [], tenant="t", embedding=embedding)
     made.commit(output or [])
     return made
 
@@ -110,12 +118,64 @@ def test_more_than_a_few_are_moved_into_larger_arrays() -> None:
     assert all(known.find(sketch_of(prompt(seed, 40)), 1)[0].request == seed for seed in range(400))
 
 
-@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=200))
-def test_a_sketch_travels_as_a_text(tokens: list[int]) -> None:
-    sketch = sketch_of(np.array(tokens, np.int32))
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=200), st.none() | st.integers(1, MAX_EMBEDDING))
+def test_a_sketch_travels_as_a_text(tokens: list[int], size: int | None) -> None:
+    sketch = sketch_of(np.array(tokens, np.int32), None if size is None else meaning(1, size=size))
     travelling = as_tokens(sketch)
-    assert len(travelling) == SKETCH_TOKENS and travelling.min() >= 0 and travelling.max() < 4096
+    assert len(travelling) == SKETCH_TOKENS[size is not None] and travelling.min() >= 0 and travelling.max() < 4096
     assert (of_tokens(travelling) == sketch).all()
+
+
+def test_an_embedding_is_found_by_its_direction_among_many_of_its_length() -> None:
+    known, rng = SimilarRequests(1 << 12), np.random.default_rng(0)
+    for seed in range(0, 3000, 2):
+        embedding = None if seed % 100 == 50 else meaning(seed)  # some have none
+        known.add(seed, sketch_of(prompt(seed), embedding))
+    for seed in (0, 2, 1000, 2998):
+        (same,) = known.find(sketch_of(prompt(5000), meaning(seed)), 4)
+        assert same == (seed, 1.0)
+        (near,) = known.find(sketch_of(prompt(5000), meaning(seed, off=0.5)), 4)
+        assert near.request == seed and LEAST_SIMILARITY < near.similarity < 1
+        assert known.find(sketch_of(prompt(5000), meaning(seed, off=3.0)), 4) == []
+        assert known.find(sketch_of(prompt(5000)), 4) == []
+    assert known.find(sketch_of(prompt(5000), meaning(0, size=383)), 4) == []  # another length
+    both = known.find(sketch_of(prompt(6), meaning(2)), 4)  # the prompt of one and the embedding of another
+    assert {found.request for found in both} == {2, 6} and known.find(sketch_of(prompt(2), meaning(2)), 1)[0].request == 2
+    known.remove(2)
+    assert [found.request for found in known.find(sketch_of(prompt(6), meaning(2)), 4)] == [6]
+    for number in range(20):
+        known.add(10_000 + number, sketch_of(rng.integers(0, VOCAB, 50).astype(np.int32), meaning(1)))
+    latest = known.find(sketch_of(prompt(5000), meaning(1)), 3)
+    assert [found.request for found in latest] == [10_019, 10_018, 10_017]
+
+
+def test_signs_tell_the_angle() -> None:
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 384, MAX_EMBEDDING):
+        for _ in range(10):
+            one, other = rng.standard_normal((2, size))
+            other = one + rng.uniform(0, 2) * other
+            cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+            differ = sum(int(a ^ b).bit_count() for a, b in zip(signs_of(one), signs_of(other), strict=True))
+            assert np.cos(np.pi * differ / 384) == pytest.approx(cosine, abs=0.3)
+    assert nearness(np.array([0, 64, 128, 200, 384], np.int32)) == pytest.approx([1, 3**0.5 - 1, 0, 0, 0])
+    for vector in ([1e-320], [1e6] * 3, [-1.0], [0.0, 1.0]):
+        signs = signs_of(vector)
+        assert len(signs) == EMBEDDING and signs[0] == len(vector) and signs.min() >= 0 and signs.max() < 1 << 24
+
+
+def test_the_same_asked_in_other_words_is_recalled_by_its_embedding_here_and_elsewhere() -> None:
+    here, there = History(64 * BLOCK), History(64 * BLOCK)
+    one = request("a", prompt(1), [DOCUMENT], OUTPUT, meaning(1))
+    remembered(here, one, request("b", prompt(2), [], [1, 2], meaning(9)))
+    there.extend(one.text, 0, one.output_ids, final=True)
+    for key, tokens in here.notes(one):
+        there.extend(key, 0, tokens, final=True)
+    asking = request("c", prompt(3), embedding=meaning(1, off=0.5))
+    for history in (here, there):
+        assert said(history.recall(asking, 4)) == [OUTPUT, DOCUMENT]
+        assert history.recall(request("d", prompt(3)), 4) == []
+    assert len(here.notes(one)[-1][1]) == SKETCH_TOKENS[1]
 
 
 def test_outputs_and_documents_of_similar_requests_are_recalled() -> None:
@@ -146,9 +206,9 @@ def test_notes_make_another_history_recall_the_same() -> None:
 @pytest.mark.parametrize("how", ["request", "tenant", "evicted"])
 def test_what_is_deleted_is_not_recalled(how: str) -> None:
     history = History(64 * BLOCK)
-    one = request("a", prompt(1), [DOCUMENT], OUTPUT)
+    one = request("a", prompt(1), [DOCUMENT], OUTPUT, meaning(1))
     remembered(history, one)
-    notes = history.notes(one)
+    notes, asking = history.notes(one), request("c", prompt(1), embedding=meaning(1))
     if how == "request":
         history.remove_request(request_hash("a"))
     elif how == "tenant":
@@ -156,12 +216,12 @@ def test_what_is_deleted_is_not_recalled(how: str) -> None:
     else:
         for key in (one.text, *(key for key, _ in notes)):
             history.remove(key, rescued=False)
-    assert history.recall(request("c", prompt(1)), 4) == [] and history.notes(one) == []
+    assert history.recall(asking, 4) == [] and history.notes(one) == []
     if how == "request":  # what comes late is of no use
         for key, tokens in notes:
             history.extend(key, 0, tokens, final=True)
         history.remember(one)
-        assert history.recall(request("c", prompt(1)), 4) == []
+        assert history.recall(asking, 4) == []
 
 
 def test_a_deleted_document_is_forgotten_whoever_brought_it() -> None:

@@ -118,7 +118,9 @@ def test_a_replaced_document_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_documents_come_first_and_go_along(framework: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_documents_come_first_and_go_along(
+    framework: str, embeddings: MiniLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class SentError(Exception):
         """In the place of an answer."""
 
@@ -129,12 +131,13 @@ def test_documents_come_first_and_go_along(framework: str, monkeypatch: pytest.M
     with opened(str(tmp_path), "acme", make=True) as library:
         library.replace("b", [LOANS])
         library.replace("a", [HOURS["acme"]])
-    conversation = Conversation(partial(opened, str(tmp_path), "acme"))
+    conversation = Conversation(partial(opened, str(tmp_path), "acme"), embeddings.embed_query)
     conversation.retrieve("How long are books lent?")
     with pytest.raises(SentError) as sent:
         list(conversation.answer("How long?", import_module(MODULES[framework]).answers("http://127.0.0.1:9", "key", MODEL, 64)))
     (body,) = sent.value.args
-    assert body["extra_body"] == {"reference_documents": [HOURS["acme"], LOANS]} and body["stream"] and body["temperature"] == 0
+    extra = {"reference_documents": [HOURS["acme"], LOANS], "reference_embedding": embeddings.embed_query("How long?")}
+    assert body["extra_body"] == extra and body["stream"] and body["temperature"] == 0
     (message,) = body["messages"]
     assert message == {"role": "user", "content": f"Context:\n{HOURS['acme']}\n\n{LOANS}\n\nQuestion: How long?"}
 
@@ -153,9 +156,11 @@ def test_answers_with_citations_of_the_tenant_alone(url: str, store: str, framew
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_conversation_streams_and_follows_its_documents(url: str, store: str, framework: str, tmp_path: Path) -> None:
+def test_a_conversation_streams_and_follows_its_documents(
+    url: str, store: str, framework: str, embeddings: MiniLM, tmp_path: Path
+) -> None:
     stream = import_module(MODULES[framework]).answers(url, KEYS["acme"], MODEL, 64)
-    conversation = Conversation(partial(opened, store, "acme"), most=1)
+    conversation = Conversation(partial(opened, store, "acme"), embeddings.embed_query, most=1)
 
     def asked(question: str) -> list[str]:
         return list(conversation.answer(question, stream))

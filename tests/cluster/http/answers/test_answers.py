@@ -35,6 +35,7 @@ DRAFTED: list[dict[str, Any]] = [
     {"reference_documents": [CIRCLE * 3]},
     {"reference_documents": [CIRCLE * 3], "speculation": {"max_draft_tokens": 0}},
     {"reference_documents": [CIRCLE * 3], "speculation": {"strategy": "prompt_lookup"}},
+    {"reference_embedding": [0.5, -1, 2]},
 ]
 
 
@@ -99,7 +100,7 @@ ANSWERS: list[tuple[dict[str, Any], list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize("drafted", DRAFTED, ids=["nothing to draft", "drafts", "no drafts", "another strategy"])
+@pytest.mark.parametrize("drafted", DRAFTED, ids=["nothing to draft", "drafts", "no drafts", "another strategy", "an embedding"])
 @pytest.mark.parametrize(("body", "texts", "reason"), ANSWERS)
 def test_the_answer(http: httpx.Client, body: dict[str, Any], texts: list[str], reason: str, drafted: dict[str, Any]) -> None:
     said, reasons, _ = ask(http, TEXT | body | drafted)

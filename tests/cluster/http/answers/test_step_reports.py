@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, TEXT, read_stream
+from cluster.http.api import Service
+from configs.slices import TenancyOptions
+from tests.cluster.circle import CHAT, CHATS, CIRCLE, COMPLETIONS, TEXT, TOKENIZER, LocalEngine, client_of, read_stream
 
 BODIES = {COMPLETIONS: TEXT | {"prompt": "hgf<", "max_tokens": 70}, CHATS: CHAT | {"max_tokens": 70}}
 Steps = list[dict[str, Any]]
@@ -80,6 +82,21 @@ def test_who_drafted_is_told_by_what_was_copied(http: httpx.Client) -> None:
     looked_up = {"report": True, "strategy": "prompt_lookup"}
     assert sources(speculation=looked_up) == {"model", "output"}
     assert sources(speculation={"report": True, "max_draft_tokens": 0}) == {"model"}
+
+
+def test_the_same_asked_in_other_words_is_drafted_for_by_its_embedding(circle_engine: LocalEngine) -> None:
+    def sources(prompt: str, embedding: list[float] | None, **more: Any) -> set[str]:
+        more |= {"prompt": prompt, "reference_documents": None, "reference_embedding": embedding}
+        _, (steps,), _ = whole(http, COMPLETIONS, **more)
+        return {token["source"] for step in steps for token in step["tokens"]}
+
+    with client_of(Service(circle_engine, TOKENIZER, TenancyOptions(anonymous="words"))) as http:
+        assert sources("hgf<", [1, 2, 3], cache="private") == {"model"}
+        assert sources("hgf<", [1, 2, 3], speculation={"report": True, "max_draft_tokens": 0}) == {"model"}
+        assert sources("kji<", [1, 2, 3.1]) == {"model"}  # nobody was told of the ones before
+        assert sources("cba<", [3, -2, 1]) == sources("edc<", [1, 2]) == sources("hfd<", None) == {"model"}
+        assert "trie" in sources("geb<", [2, 4, 6.1])
+        assert sources("mlg<", [1, 2, 3], cache="private") == {"model"}
 
 
 def test_nothing_is_told_where_nobody_asks(http: httpx.Client) -> None:
