@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ import numpy as np
 from cache_service.keeper.eviction import worths
 from cache_service.keeper.snapshot import Snapshot, SnapshotText, TextTable
 from cache_service.records import CacheDelta, TextBatch
-from decoding.sources.text_keys import document_hash, is_passage
+from decoding.sources.text_keys import is_passage
 from decoding.tree import Int32Array
 
 MAX_EVICTED = 1 << 14  # text keys whose late pieces are still recognised; the oldest are forgotten
@@ -54,7 +54,7 @@ class Ledger:
         """Whether the text's request or, where the tokens of a passage are given, the document was deleted."""
         if text >> 16 in self.removed:
             return True
-        return bool(self.removed) and tokens is not None and is_passage(text) and document_hash(tokens) in self.removed
+        return bool(self.removed) and tokens is not None and is_passage(text) and _is_of(text, tokens, self.removed)
 
     def admit(self, batch: TextBatch, now_s: float = 0.0) -> Admitted:
         """What of a batch is to be applied. ``now_s``: the time that is noted with removed requests."""
@@ -103,6 +103,13 @@ class Ledger:
         self.removed.clear()
         self.evicted.clear()
         return True
+
+
+def _is_of(passage: int, tokens: Int32Array, documents: Container[int]) -> bool:
+    """Whether a passage is a document, or has a part of one, by the hashes of the documents."""
+    from decoding.sources.passages import names_of  # loads the compiler, which those who delete nothing do not need
+
+    return any(name in documents for name in names_of(passage, tokens))
 
 
 class KeptText:
@@ -183,7 +190,7 @@ class TenantTexts:
             self.num_tokens = 0
         if admitted.removed:
             gone = set(admitted.removed)
-            passages = [key for key in self._texts if is_passage(key) and document_hash(self._texts[key].tokens) in gone]
+            passages = [key for key in self._texts if is_passage(key) and _is_of(key, self._texts[key].tokens, gone)]
             self._drop([*passages, *(key for key in self._texts if key >> 16 in gone)])
         self._drop(admitted.evicted)
         for delta in admitted.deltas:

@@ -174,11 +174,16 @@ class CacheAdmin:
     def delete_documents(self, tenant: str, documents: Sequence[Sequence[int] | Int32Array]) -> None:
         """Forgets documents, as token ids, that requests brought along, everywhere and for good.
 
-        Outputs that repeat them stay: they go with their requests. Raises ``UnknownTenantError``.
+        With them go passages found in prompts that share 39 tokens or more with one. Outputs that repeat them stay: they go with
+        their requests. Raises ``UnknownTenantError``.
         """
+        from decoding.sources.passages import marks_of  # loads the compiler, which those who delete no document do not need
+
         name = self._namespace(tenant)
-        passages = [passage for document in documents for passage in passages_of(np.asarray(document, np.int32))]
-        removed = tuple(dict.fromkeys(document_hash(passage) for passage in passages))
+        hashes: dict[int, None] = {}
+        for document in (np.asarray(each, np.int32) for each in documents):
+            hashes |= dict.fromkeys([*map(document_hash, passages_of(document)), *marks_of(document)])
+        removed = tuple(hashes)
         epoch = self._store.head(name).epoch
         for at in range(0, len(removed), MAX_ITEMS):
             self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=removed[at : at + MAX_ITEMS])])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from decoding.sources.history import Histories
 
 PIECE_TOKENS = 1024  # of one tenant before it is the next one's turn
+_REMOVALS = 16  # at once: a document has many hashes, and each look at all texts takes its time
 _REMOVAL_TOKENS = 64  # that take as long as one removal, roughly
 
 
@@ -39,9 +40,10 @@ def _pieces(admitted: Admitted, reload: bool, memory: Histories, tenant: str) ->
     if reload or admitted.cleared:
         history.clear(dead=admitted.cleared)
         yield 1, 0
-    for request in admitted.removed:
-        history.remove_request(request)
-        yield _REMOVAL_TOKENS, 0
+    for at in range(0, len(admitted.removed), _REMOVALS):
+        some = frozenset(admitted.removed[at : at + _REMOVALS])
+        history.remove_requests(some)
+        yield _REMOVAL_TOKENS * len(admitted.removed[at : at + _REMOVALS]), 0
     for text in admitted.evicted:
         history.remove(text, rescued=False)
         yield _REMOVAL_TOKENS, 0

@@ -26,10 +26,9 @@ from decoding.budget.latency import StepLoad
 from decoding.budget.selection import ANY_CHANCE, Selection
 from decoding.drafters.base import Drafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.history import Histories, History
+from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
-from decoding.sources.similar import compile_similar
 from decoding.sources.successors import LearningSteps, SuccessorTables
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
@@ -164,7 +163,7 @@ class AutoDrafter(Drafter):
         request = Request("", [0, 0], _ANY)
         self.propose([request], [4])
         AcceptanceTable().compile()
-        compile_similar()
+        compile_recall()
         self.finish(request)
         compile_log()
 

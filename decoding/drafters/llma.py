@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from decoding.drafters.base import CopyDrafter, Target, check_choice, check_least
 from decoding.request import Request
-from decoding.sources.history import Histories, History
-from decoding.sources.similar import compile_similar
+from decoding.sources.history import Histories, History, compile_recall
 from decoding.tree import SOURCES, Int32Array
 
 Positions = npt.NDArray[np.int64]
@@ -148,7 +147,7 @@ class LlmaDrafter(CopyDrafter[_State]):
     def prepare(self, target: Target) -> None:
         """Compiles what finds similar requests."""
         if self.memory is not None:
-            compile_similar()
+            compile_recall()
 
     def begin(self, request: Request) -> _State:
         """An index of its references."""

@@ -9,11 +9,10 @@ import numpy as np
 from decoding.drafters.base import RequestDrafter, Target, check_choice
 from decoding.request import Request, SamplingParams
 from decoding.sources.branches import tree_of
-from decoding.sources.history import Histories, History
+from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
 from decoding.sources.log.trie_selection import INPUT, MIXED, OUTPUT, Nodes, hierarchical, single
-from decoding.sources.similar import compile_similar
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
 _MAX_ROWS, _MOST_OCCURRENCES = 4096, 1024
@@ -142,7 +141,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         self.propose([request], [4])
         self.finish(request)
         compile_log()
-        compile_similar()
+        compile_recall()
 
     def draft(self, request: Request, state: _OwnTexts, budget: int) -> DraftTree:
         """The tree of the text's end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from decoding.request import PUBLIC, Request, request_of
 from decoding.sources.log.chains import BLOCK
 from decoding.sources.log.held_pieces import HeldPieces
 from decoding.sources.log.token_log import TokenLog
-from decoding.sources.passages import Passages
-from decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, of_tokens, sketch_of
+from decoding.sources.passages import Passages, compile_passages
+from decoding.sources.similar import SKETCH_TOKENS, SimilarRequests, as_tokens, compile_similar, of_tokens, sketch_of
 from decoding.sources.text_keys import MAX_PASSAGES, is_note, is_passage, output_key, passage_key, passages_of, sketch_key
 from decoding.tree import Int32Array
 
@@ -99,8 +99,8 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        arrays = self.log.nbytes + self.frequencies.nbytes + self._similar.nbytes
-        return arrays + 4 * (self._held.num_tokens + self._passages.num_tokens)
+        arrays = self.log.nbytes + self.frequencies.nbytes + self._similar.nbytes + self._passages.nbytes
+        return arrays + 4 * self._held.num_tokens
 
     def start(self, text: int) -> None:
         """Says that this process begins to write a text.
@@ -209,14 +209,15 @@ class History:
             self._similar.add(request, of_tokens(tokens))
 
     def remember(self, request: Request) -> None:
-        """Notes a request whose output is complete here: what its prompt resembles, and what it brought along."""
+        """Notes a request of a tenant whose output is complete here: what its prompt resembles, and which passages it brought."""
         name = request_of(request.text)
-        if name in self._removed:
+        if name in self._removed or request.tenant is None:
             return
         self._similar.add(name, sketch_of(request.prompt_ids, request.embedding))
         passages = [passage for reference in request.references for passage in passages_of(reference)]
         for place, passage in enumerate(passages[:MAX_PASSAGES]):
             self._passages.add(passage_key(name, place), passage, self._removed)
+        self._passages.look(name, request.prompt_ids, self._removed)
 
     def notes(self, request: Request) -> list[tuple[int, Int32Array]]:
         """The notes of a request by their keys, as far as they are its own and not earlier requests'."""
@@ -277,15 +278,17 @@ class History:
         if rescued:
             self._delete_survivors()
 
-    def remove_request(self, request_hash: int) -> None:
-        """Takes out all texts of a request, and such as come later; or a document, whoever brought it (``document_hash``)."""
-        self._removed.pop(request_hash, None)
-        self._removed[request_hash] = None
-        if len(self._removed) > _REMOVED_REQUESTS:
+    def remove_requests(self, hashes: Collection[int]) -> None:
+        """Takes out all texts of requests, and such as come later; or documents, whoever brought them (``passages.names_of``)."""
+        for name in hashes:
+            self._removed.pop(name, None)
+            self._removed[name] = None
+            self._similar.remove(name)
+            self._passages.remove_request(name)
+        self._passages.forget_prompts(hashes)
+        while len(self._removed) > _REMOVED_REQUESTS:
             del self._removed[next(iter(self._removed))]
-        self._similar.remove(request_hash)
-        self._passages.remove_request(request_hash)
-        for text in [text for text in self._texts if request_of(text) == request_hash]:
+        for text in [text for text in self._texts if request_of(text) in hashes]:
             self.remove(text, rescued=False)
         self._delete_survivors()
 
@@ -357,3 +360,9 @@ class Histories:
         if history is None:
             history = self._by_tenant[tenant] = History(self.capacity, self._end_tokens)
         return history
+
+
+def compile_recall() -> None:
+    """Calls what is compiled at its first call, of what finds similar requests and passages, so that no request waits for it."""
+    compile_similar()
+    compile_passages()

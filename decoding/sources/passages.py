@@ -1,17 +1,192 @@
-"""Documents that requests of a tenant brought along: each is kept once, for requests that resemble."""
+"""Passages of a tenant, each kept once, for requests that resemble: documents that requests brought, and what recurs in prompts.
+
+A prompt is cut at *anchors*: n-grams whose hashes are the smallest in a window, as winnowing chooses them (Schleimer, Wilkerson
+and Aiken 2003, section 4.2, "robust"). Any text of ``_WINDOW + _GRAM - 1`` tokens has an anchor, the same one wherever it stands.
+What lies from one anchor to the next is a *stretch*. Stretches that prompts of other requests had, too, one after another, are a
+passage, unless they are of one already: what all prompts of an application begin with is kept once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
-from decoding.sources.text_keys import document_hash, request_of
+import numpy as np
+import numpy.typing as npt
+
+from decoding.jit import compiled
+from decoding.sources.text_keys import MAX_RECURRING, document_hash, is_recurring, passages_of, recurring_key, request_of
 from decoding.tree import Int32Array
 
-_FEWEST_TOKENS = 16  # of a passage that is kept
+Int64Array = npt.NDArray[np.int64]
+
+_FEWEST_TOKENS = 16  # of a document that is kept
+LEAST_RECURRING = 64  # tokens of a passage that is found in prompts
+_GRAM, _WINDOW = 8, 32  # tokens of an n-gram, and n-grams of a window
+_STRETCH, _PROMPT = 1, 2  # salts of hashes
+_KEPT = -1  # in the place of a request: the stretch is of a passage that is kept
+_WAYS = 4  # stretches in a bucket, the latest first
+_TOKENS_PER_PLACE = 4  # of the capacity; a prompt has a stretch for each 16 tokens or so
+
+
+@compiled
+def _mixed(key: int, token: int) -> int:
+    """A hash of 40 bits with one more token."""
+    return ((key ^ (key >> 19)) * 1000003 + token + 1) & 0xFFFFFFFFFF
+
+
+@compiled
+def _scattered(key: int) -> int:
+    """A hash of 40 bits, above 0, of which all bits depend on all tokens."""
+    key = ((key ^ (key >> 17)) * 0x9E377) & 0xFFFFFFFFFF
+    key = ((key ^ (key >> 23)) * 0x85EBD) & 0xFFFFFFFFFF
+    return (key ^ (key >> 21)) | 1
+
+
+@compiled
+def _anchors(tokens: Int32Array, places: Int32Array, marks: Int64Array) -> int:
+    """Fills places and hashes of the n-grams that are anchors, both [tokens]; returns how many there are."""
+    count, used, best = len(tokens) - _GRAM + 1, 0, -1
+    hashes = np.zeros(max(count, 0), np.int64)
+    for start in range(count):
+        key = 0
+        for at in range(start, start + _GRAM):
+            key = _mixed(key, int(tokens[at]))
+        hashes[start] = _scattered(key)
+        first = start - _WINDOW + 1
+        if first < 0:
+            continue
+        chosen = best
+        if best < first:
+            chosen = first
+            for at in range(first + 1, start + 1):
+                if hashes[at] <= hashes[chosen]:
+                    chosen = at
+        elif hashes[start] < hashes[best]:
+            chosen = start
+        if chosen != best:
+            best = chosen
+            places[used], marks[used] = best, hashes[best]
+            used += 1
+    return used
+
+
+@compiled
+def _names(tokens: Int32Array, places: Int32Array, names: Int64Array) -> None:
+    """Fills the hashes of the stretches, all tokens from one anchor to the end of the next; one fewer than anchors."""
+    for number in range(len(places) - 1):
+        key = _STRETCH
+        for at in range(places[number], places[number + 1] + _GRAM):
+            key = _mixed(key, int(tokens[at]))
+        names[number] = _scattered(key)
+
+
+@compiled
+def _way(name: int, known: Int64Array) -> int:
+    """Where a stretch stands in its bucket; -1 for nowhere."""
+    for way in range(_WAYS):
+        if known[name & (len(known) - 1), way] == name:
+            return way
+    return -1
+
+
+@compiled
+def _put(name: int, owner: int, known: Int64Array, owners: Int32Array) -> None:
+    """Notes a stretch that is not there, in the place of the oldest one of its bucket that is of no passage."""
+    bucket, last = name & (len(known) - 1), _WAYS - 1
+    while last >= 0 and owners[bucket, last] == _KEPT:
+        last -= 1
+    if last < 0:
+        return
+    for way in range(last, 0, -1):
+        known[bucket, way], owners[bucket, way] = known[bucket, way - 1], owners[bucket, way - 1]
+    known[bucket, 0], owners[bucket, 0] = name, owner
+
+
+@compiled
+def _compare(
+    tokens: Int32Array, places: Int32Array, names: Int64Array, request: int, known: Int64Array, owners: Int32Array,
+    recurs: npt.NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Says which stretches a prompt of another request had, and notes those of this one.
+
+    What this prompt begins with, and was the whole of an earlier one, does not count: it is the same conversation, a turn later.
+
+    Args:
+        tokens: the prompt.
+        places, names: of its anchors and stretches.
+        request: stands for the request, above 0.
+        known: [buckets, _WAYS] names of stretches and whole prompts, 0 where there is none.
+        owners: [buckets, _WAYS] who had them first.
+        recurs: [stretches] out, all false.
+    """
+    key, continued, whole = _PROMPT, 0, 0
+    for at in range(len(tokens)):
+        key = _mixed(key, int(tokens[at]))
+        whole = _scattered(key)
+        way = _way(whole, known)
+        if way >= 0 and owners[whole & (len(known) - 1), way] != request:
+            continued = at + 1
+    if _way(whole, known) < 0:
+        _put(whole, request, known, owners)
+    for number in range(len(names)):
+        way = _way(names[number], known)
+        if way < 0:
+            _put(names[number], request, known, owners)
+        else:
+            owner = owners[names[number] & (len(known) - 1), way]
+            recurs[number] = owner != _KEPT and owner != request and places[number] >= continued
+
+
+@compiled
+def _own(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
+    """Notes that stretches are of a passage."""
+    for name in names:
+        way = _way(name, known)
+        if way < 0:
+            _put(name, _KEPT, known, owners)
+        else:
+            owners[name & (len(known) - 1), way] = _KEPT
+
+
+@compiled
+def _disown(names: Int64Array, known: Int64Array, owners: Int32Array) -> None:
+    """Forgets stretches that are of a passage."""
+    for name in names:
+        way, bucket = _way(name, known), name & (len(known) - 1)
+        if way >= 0 and owners[bucket, way] == _KEPT:
+            known[bucket, way], owners[bucket, way] = 0, 0
+
+
+def _cut(tokens: Int32Array) -> tuple[Int32Array, Int64Array, Int64Array]:
+    """Places and hashes of a text's anchors, and the names of its stretches."""
+    places, marks = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int64)
+    count = _anchors(np.ascontiguousarray(tokens, np.int32), places, marks)
+    names = np.empty(max(count - 1, 0), np.int64)
+    _names(tokens, places[:count], names)
+    return places[:count], marks[:count], names
+
+
+def marks_of(tokens: Int32Array) -> list[int]:
+    """Hashes below 2**40 of a text's anchors: of two texts that share 39 tokens or more some are the same."""
+    marks: list[int] = _cut(np.asarray(tokens, np.int32))[1].tolist()
+    return marks
+
+
+def names_of(key: int, tokens: Int32Array) -> list[int]:
+    """Hashes by which a passage is deleted: of its text and, where it was found in a prompt, of documents it has parts of."""
+    return list(dict.fromkeys([document_hash(tokens), *(marks_of(tokens) if is_recurring(key) else ())]))
+
+
+def _owner(request: int) -> int:
+    """What stands for a request, by its hash, above 0."""
+    return 1 + (request & 0x3FFFFFFF)
 
 
 class Passages:
-    """The latest passages, by the key of the request that brought each first."""
+    """The latest passages, by the key of the request that brought each first, or in whose prompt it was found to recur.
+
+    Memory, beside the passages: ``nbytes``, three bytes for each token of the capacity, once a prompt was looked at.
+    """
 
     def __init__(self, capacity: int) -> None:
         """``capacity``: tokens to hold; when there are more the oldest passages leave."""
@@ -23,18 +198,61 @@ class Passages:
         self.num_tokens = 0
         self._passages: dict[int, Int32Array] = {}  # the oldest comes first
         self._by_request: dict[int, list[int]] = {}  # keys
-        self._keys: dict[int, int] = {}  # by the hash of the document
+        self._keys: dict[int, list[int]] = {}  # by the hashes of ``names_of``
+        self._known, self._owners = np.zeros((0, _WAYS), np.int64), np.zeros((0, _WAYS), np.int32)  # see ``_compare``
 
-    def add(self, key: int, tokens: Int32Array, removed: Container[int]) -> None:
-        """Keeps a passage, if it is not there already and its document's hash is not among those that were removed."""
-        name = document_hash(tokens)
-        if key in self._passages or name in self._keys or name in removed or not _FEWEST_TOKENS <= len(tokens) <= self._capacity:
-            return
-        self._passages[key], self._keys[name] = tokens.copy(), key
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return 4 * self.num_tokens + self._known.nbytes + self._owners.nbytes
+
+    def add(self, key: int, tokens: Int32Array, removed: Collection[int]) -> bool:
+        """Keeps a passage, if it is not there already and none of its hashes is among those that were removed; whether it did."""
+        if key in self._passages or not _FEWEST_TOKENS <= len(tokens) <= self._capacity:
+            return False
+        names = names_of(key, tokens)
+        if names[0] in self._keys or any(name in removed for name in names):
+            return False
+        self._passages[key] = tokens.copy()
+        for name in names:
+            self._keys.setdefault(name, []).append(key)
         self._by_request.setdefault(request_of(key), []).append(key)
         self.num_tokens += len(tokens)
+        self._make()
+        _own(_cut(tokens)[2], self._known, self._owners)
         while self.num_tokens > self._capacity:
             self.remove(next(iter(self._passages)))
+        return True
+
+    def look(self, request: int, prompt_ids: Int32Array, removed: Collection[int]) -> None:
+        """Keeps what recurs: what stands in a prompt, by the request's hash, and stood in that of another request."""
+        if len(prompt_ids) < LEAST_RECURRING:
+            return
+        self._make()
+        places, marks, names = _cut(prompt_ids)
+        recurs = np.zeros(len(names), np.bool_)
+        _compare(prompt_ids, places, names, _owner(request), self._known, self._owners, recurs)
+        if not recurs.any():
+            return
+        if removed:
+            gone = np.array([mark in removed for mark in marks.tolist()], np.bool_)
+            recurs &= ~(gone[1:] | gone[:-1])
+        edges = np.flatnonzero(np.diff(recurs, prepend=False, append=False)).reshape(-1, 2)
+        number = sum(map(is_recurring, self._by_request.get(request, ())))
+        for first, last in edges.tolist():
+            passage = prompt_ids[places[first] : places[last] + _GRAM]
+            if len(passage) < LEAST_RECURRING:
+                continue
+            for part in passages_of(passage):
+                if number == MAX_RECURRING:
+                    return
+                number += self.add(recurring_key(request, number), part, removed)
+            _own(names[first:last], self._known, self._owners)
+
+    def _make(self) -> None:
+        if not len(self._known):
+            buckets = 1 << max(self._capacity // _TOKENS_PER_PLACE // _WAYS, 1).bit_length()
+            self._known, self._owners = np.zeros((buckets, _WAYS), np.int64), np.zeros((buckets, _WAYS), np.int32)
 
     def of_request(self, request: int) -> list[tuple[int, Int32Array]]:
         """Those that a request brought first, by its hash."""
@@ -46,13 +264,28 @@ class Passages:
         if tokens is None:
             return
         self.num_tokens -= len(tokens)
-        del self._keys[document_hash(tokens)]
-        keys = self._by_request[request_of(key)]
-        keys.remove(key)
-        if not keys:
-            del self._by_request[request_of(key)]
+        _disown(_cut(tokens)[2], self._known, self._owners)
+        for table, name in [(self._by_request, request_of(key)), *((self._keys, name) for name in names_of(key, tokens))]:
+            keys = table[name]
+            keys.remove(key)
+            if not keys:
+                del table[name]
 
     def remove_request(self, name: int) -> None:
-        """Takes out what a request brought, by its hash, or a document, by its own."""
-        for key in [*self._by_request.get(name, ()), *([self._keys[name]] if name in self._keys else ())]:
+        """Takes out what a request brought, by its hash, or what there is of a document, by one of its own (``names_of``)."""
+        for key in {*self._by_request.get(name, ()), *self._keys.get(name, ())}:
             self.remove(key)
+
+    def forget_prompts(self, requests: Collection[int]) -> None:
+        """Forgets what stood in the prompts of requests, by their hashes."""
+        if len(self._known):
+            gone = np.isin(self._owners, [_owner(request) for request in requests])
+            self._known[gone], self._owners[gone] = 0, 0
+
+
+def compile_passages() -> None:
+    """Calls what is compiled at its first call, so that no request waits for it."""
+    passages = Passages(1024)
+    for request in range(2):
+        passages.look(request, np.arange(request, 2 * LEAST_RECURRING, dtype=np.int32), ())
+    passages.remove_request(1)

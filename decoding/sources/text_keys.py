@@ -1,7 +1,8 @@
 """Keys of what is remembered of a request: the texts that it wrote, and notes beside them.
 
 A note is no output: it is written at once when the request has ended, and never grows. A *sketch* says what the prompt resembles
-(``decoding.sources.similar``), a *passage* is a document that the request brought along.
+(``decoding.sources.similar``), a *passage* is a document that the request brought along, or what its prompt has in common with
+that of another one (``decoding.sources.passages``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from decoding.tree import Int32Array
 _CHOICE_BITS = 16  # of a text key
 MAX_CHOICES = 0xFF00  # numbers that outputs may have; those above stand for notes
 _SKETCH = 0xFFFF
-MAX_PASSAGES = _SKETCH - MAX_CHOICES  # of a request
+MAX_RECURRING = 16  # passages found in the prompt of a request
+MAX_PASSAGES = _SKETCH - MAX_RECURRING - MAX_CHOICES  # of documents of a request
 _PASSAGE_TOKENS = 4096  # longer documents are several passages
 
 
@@ -74,3 +76,13 @@ def sketch_key(request: int) -> int:
 def passage_key(request: int, place: int) -> int:
     """The key of a passage that a request brought along, one of up to ``MAX_PASSAGES``, by the request's hash."""
     return request << _CHOICE_BITS | (MAX_CHOICES + place)
+
+
+def recurring_key(request: int, number: int) -> int:
+    """The key of a passage found in the prompt of a request, one of up to ``MAX_RECURRING``, by the request's hash."""
+    return request << _CHOICE_BITS | (_SKETCH - MAX_RECURRING + number)
+
+
+def is_recurring(text: int) -> bool:
+    """Whether a key is that of a passage found in a prompt."""
+    return _SKETCH - MAX_RECURRING <= text & _SKETCH < _SKETCH

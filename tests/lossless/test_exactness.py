@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import Request, SamplingParams
+from decoding.sources.embeddings import signs_of
 from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.forward import exactness
@@ -106,6 +107,38 @@ def test_every_strategy_and_company_gives_the_tokens_of_plain_decoding(folder: s
         assert sum(request.stats.accepted for request in wanted) > 0, strategy
     for way in WAYS[1:]:
         assert outputs(load(folder, "autoregressive", way, device, dtype), requests()) == expected, way
+
+
+@pytest.mark.parametrize(("device", "dtype"), EVERYWHERE)
+def test_what_requests_in_other_words_brought_changes_no_token(folder: str, device: str, dtype: str) -> None:
+    def words(length: int) -> list[int]:
+        return rng.integers(1, VOCAB, length).tolist()
+
+    def in_other_words(time: int) -> list[Request]:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        prompts = [[*words(30), *passage, *words(20)] for passage in passages]
+        return [
+            Request(f"{at}, {time}", prompt, params, tenant="a", embedding=meaning)
+            for at, (prompt, meaning) in enumerate(zip(prompts, meanings, strict=True))
+        ]
+
+    rng, some = np.random.default_rng(8), slice(0, None, 5)  # of each prompt another sampling
+    expected = outputs(load(folder, "autoregressive", (1, 512), device, dtype), requests()[some])
+    passages = [[*words(40), *said, *words(40)] for said in expected]
+    meanings = [signs_of(rng.standard_normal(64).tolist()) for _ in expected]
+    for strategy in ("auto", "llma", "trie"):
+        engine, wanted = load(folder, strategy, (3, 512), device, dtype), requests()[some]
+        for time in range(2):
+            outputs(engine, in_other_words(time))  # the second time the passages recur
+        assert engine.memory is not None
+        history = engine.memory.of("a")
+        assert history is not None
+        for one, meaning in zip(wanted, meanings, strict=True):
+            one.embedding = meaning
+            assert [text for text in history.recall(one, 1) if not text.is_output], strategy
+        assert outputs(engine, wanted) == expected, strategy
+        if strategy == "auto":
+            assert sum(one.stats.accepted_by_source.get("similar", 0) for one in wanted) > 0
 
 
 @compiled_only

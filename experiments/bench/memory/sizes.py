@@ -19,9 +19,8 @@ from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_ba
 from cache_service.store.redis_store import RedisStore
 from cache_service.texts import TenantTexts
 from decoding.request import Request, SamplingParams, text_key
-from decoding.sources.history import Histories, History
+from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK
-from decoding.sources.similar import compile_similar
 from decoding.tree import Int32Array
 from experiments.bench.memory.replay_replica import Setting, spawned, warm_up
 
@@ -119,7 +118,7 @@ def measure_recall(texts: Sequence[Int32Array], tenants: int, requests: int, his
 
 def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, history_tokens: int) -> None:
     warm_up()
-    compile_similar()
+    compile_recall()
     rng, each, before = np.random.default_rng(0), requests // tenants, _resident()
 
     def asked(number: int, altered: int = 0) -> Request:

@@ -15,6 +15,7 @@ from cache_service.mirror.outbox import Outbox
 from cache_service.mirror.tail import Tail
 from cache_service.records import TextBatch
 from cache_service.store.stream_ids import written_s
+from decoding.drafters.llma import LlmaDrafter
 from decoding.request import PUBLIC, Request, SamplingParams, request_hash, text_key
 from decoding.sources.embeddings import signs_of
 from decoding.sources.history import Histories
@@ -135,6 +136,64 @@ def test_the_same_asked_in_other_words_is_recalled_by_its_embedding_until_it_is_
         cluster.admin.delete_tenant("a")
     eventually(lambda: all(paraphrased(one) == [] for one in (a, b, late)))
     eventually(lambda: not cluster.holds(sketch[-34:]) and not cluster.now("a"))
+
+
+def about(name: str, document: list[int], tenant: str | None = "a") -> Request:
+    """A finished request whose prompt has a passage between words of its own."""
+    seed = int.from_bytes(name.encode())
+    request = Request(name, [*tokens(seed, 60), *document, *tokens(seed + 1, 40)], SamplingParams(max_tokens=40), tenant=tenant)
+    request.commit(tokens(99, 8))
+    return request
+
+
+def copied(replica: Replica, like: Request, document: list[int], tenant: str = "a") -> list[int]:
+    """What LLMA drafts for a request that resembles one, without its passage, once the output quotes the passage."""
+    while replica.mirror.apply():
+        pass
+    drafter = LlmaDrafter(match_length=4, copy_length=20)
+    drafter.memory = replica.memory
+    own = [*like.prompt_ids[:60], *like.prompt_ids[-40:]]
+    asking = Request("asking", own, SamplingParams(max_tokens=40), tenant=tenant)
+    asking.commit(document[100:106])
+    (tree,) = drafter.propose([asking], [20])
+    return tree.tokens[1:].tolist()
+
+
+@pytest.mark.parametrize("how", ["request", "tenant", "document"])
+def test_a_passage_that_only_prompts_of_one_carried_is_drafted_by_the_other_until_it_is_deleted(
+    cluster: Cluster, often: None, how: str
+) -> None:
+    a, b, document = cluster.replica(), cluster.replica(), tokens(7, 300)
+    cluster.server()
+    requests = [about(name, document) for name in ("one", "two", "three")]
+    tell(a, *requests)
+    eventually(lambda: copied(b, requests[1], document) == document[106:126])
+    late, written = cluster.replica(), document[40:260]
+    assert copied(late, requests[1], document) == document[106:126]
+    assert copied(b, requests[1], document, "b") == [] and b.texts("b") == []  # another tenant
+    eventually(lambda: cluster.holds(written))
+    eventually(lambda: len(cluster.now("a")) == 7)  # three outputs and sketches, and the passage once
+    if how == "request":
+        cluster.admin.delete_request("a", "two")
+    elif how == "tenant":
+        cluster.admin.delete_tenant("a")
+    else:
+        cluster.admin.delete_documents("a", [tokens(55, 90) + document[:200]])  # it begins otherwise, and ends earlier
+    eventually(lambda: all(copied(one, requests[1], document) == [] for one in (a, b, late)))
+    eventually(lambda: not any(cluster.holds(part) for part in (written, written[-100:])))
+    if how == "document":  # what is deleted is not remembered again
+        tell(b, about("four", document[:200]), about("five", document[:200]))
+        eventually(lambda: len(cluster.now("a")) == 10)
+        assert not cluster.holds(document[60:140])
+
+
+def test_what_private_prompts_carried_is_nowhere(cluster: Cluster) -> None:
+    a, document = cluster.replica(), tokens(7, 300)
+    for name in ("one", "two"):
+        a.history("a").remember(about(name, document, tenant=None))
+    tell(a, about("three", document))
+    eventually(lambda: len(cluster.now("a")) == 2)
+    assert not cluster.holds(document[40:140])
 
 
 def test_tenants_secrets_and_models_are_apart(cluster: Cluster) -> None:

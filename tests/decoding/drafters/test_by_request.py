@@ -114,7 +114,7 @@ def test_outputs_of_one_strategy_are_drafted_from_by_another_of_the_same_tenant_
         assert not {34, 35, 36} & set(first(name, tenant).tokens.tolist()), tenant
     history = drafter.memory.of("t")
     assert history is not None
-    history.remove_request(request_of(taught.text))
+    history.remove_requests([request_of(taught.text)])
     assert not {34, 35, 36} & set(first("deleted", "t").tokens.tolist())
 
 

@@ -236,7 +236,7 @@ def remove_text(drafter: Drafter, said: Request) -> None:
 
 
 def remove_request(drafter: Drafter, said: Request) -> None:
-    history(drafter, "a").remove_request(request_hash(said.request_id))
+    history(drafter, "a").remove_requests([request_hash(said.request_id)])
 
 
 def clear(drafter: Drafter, said: Request) -> None:

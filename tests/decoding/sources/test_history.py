@@ -85,9 +85,9 @@ class Model:
     def remove(self, text: int) -> None:
         self.texts[text] = ModelText(dead=True)
 
-    def remove_request(self, name: int) -> None:
-        self.removed.add(name)
-        for text in [text for text in self.texts if text >> 16 == name]:
+    def remove_requests(self, names: list[int]) -> None:
+        self.removed.update(names)
+        for text in [text for text in self.texts if text >> 16 in names]:
             self.remove(text)
 
     def clear(self, dead: bool) -> None:
@@ -128,7 +128,7 @@ ACTIONS = st.one_of(
     *[st.tuples(st.just("piece"), st.sampled_from(KEYS), st.integers(0, 200), st.integers(0, 120)) for _ in range(8)],
     *[st.tuples(st.just("next"), st.sampled_from(KEYS), st.integers(0, 90)) for _ in range(8)],
     st.tuples(st.just("remove"), st.sampled_from(KEYS), st.booleans()),
-    st.tuples(st.just("remove_request"), st.sampled_from([request_hash("a"), request_hash("b")])),
+    st.tuples(st.just("remove_requests"), st.lists(st.sampled_from([request_hash("a"), request_hash("b")]))),
     st.tuples(st.just("clear"), st.booleans()),
     *[st.tuples(st.just("start"), st.sampled_from(KEYS)) for _ in range(2)],
 )
@@ -191,7 +191,7 @@ def test_a_removed_text_stays_removed_until_it_starts_again() -> None:
     history, text, late = History(1000), text_key("a/0"), text_key("a/1")
     history.start(text)
     history.extend(text, 0, [1, 2, 3])
-    history.remove_request(request_hash("a"))
+    history.remove_requests([request_hash("a")])
     history.extend(text, 3, [1, 2, 3])
     history.extend(late, 0, [1, 2, 3])
     assert not found(history, [1]) and history.num_tokens == 0 and not history.frequencies.any()

@@ -210,7 +210,7 @@ def test_what_is_deleted_is_not_recalled(how: str) -> None:
     remembered(history, one)
     notes, asking = history.notes(one), request("c", prompt(1), embedding=meaning(1))
     if how == "request":
-        history.remove_request(request_hash("a"))
+        history.remove_requests([request_hash("a")])
     elif how == "tenant":
         history.clear(dead=True)
     else:
@@ -227,7 +227,7 @@ def test_what_is_deleted_is_not_recalled(how: str) -> None:
 def test_a_deleted_document_is_forgotten_whoever_brought_it() -> None:
     history = History(64 * BLOCK)
     remembered(history, request("a", prompt(1), [DOCUMENT], OUTPUT))
-    history.remove_request(document_hash(np.array(DOCUMENT, np.int32)))
+    history.remove_requests([document_hash(np.array(DOCUMENT, np.int32))])
     assert said(history.recall(request("c", prompt(1)), 4)) == [OUTPUT]
     remembered(history, request("d", prompt(1), [DOCUMENT], OUTPUT))
     assert said(history.recall(request("e", prompt(1)), 4)) == [OUTPUT, OUTPUT]
