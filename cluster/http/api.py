@@ -22,7 +22,6 @@ from cluster.http.answers.openai_shapes import AnswerBuilder
 from cluster.http.answers.predicted import Predicted
 from cluster.http.answers.respond import Form, respond
 from cluster.http.answers.stream_guard import StreamGuard
-from cluster.http.answers.tool_calls import OPENING
 from cluster.http.compare import Baseline, CompareService, Comparison
 from cluster.http.documents import Authorization, SessionId
 from cluster.http.job_planner import Answering
@@ -39,7 +38,6 @@ from cluster.serving.generation import EnginePort, Listener
 from cluster.serving.health import HealthService
 from configs.slices import CacheOptions, ServerOptions, TenancyOptions
 from engine.loading.model_info import ModelInfo
-from engine.text.chat import marks_tool_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,12 +115,13 @@ class Service:
         """The assistant's next message."""
         planner = await self._answering.planner("chatcmpl", body, authorization, session_id)
         planned = await planner.chat(body)
+        reasoning, calls = planner.reads(body, self._token_bytes)
         form = Form(
             bool(body.stream),
             body.include_usage,
             prediction=None if body.prediction is None else Predicted(planned[0].references[0]),
-            reads_calls=marks_tool_calls(self._tokenizer, body.shown_tools, OPENING),
-            most_calls=1 if body.parallel_tool_calls is False else None,
+            reasoning=reasoning,
+            calls=calls,
             reports_usage=body.reports_usage,
             shape=self._guard.shape(body),
         )
@@ -145,6 +144,7 @@ class Service:
         return await respond(answer, generation, form)
 
     def _card(self, info: ModelInfo) -> dict[str, Any]:
+        form = self._answering.chat_format
         return {
             "id": info.served_name,
             "object": "model",
@@ -152,6 +152,8 @@ class Service:
             "owned_by": "outrider",
             "max_model_len": info.max_model_len,
             "lossless": info.lossless,  # whatever is asked for
+            "reasoning": form.reasoning and list(form.reasoning),  # the tags around it, by the chat template
+            "tool_calls": form.calls,  # the form of calls, by vLLM's name of its parser
             "exact": info.exact,  # lossless outputs are plain decoding's to the last bit
             "strategies": info.choices,
             "lossless_strategies": info.lossless_choices,

@@ -57,6 +57,8 @@ class Model(BaseModel):
     strategies: list[str]
     lossless_strategies: list[str]
     exact: bool
+    reasoning: list[str] | None  # the tags around it; null where the chat template has none that are known
+    tool_calls: str | None  # the form that the chat template has calls written in
 
 
 class Models(BaseModel):

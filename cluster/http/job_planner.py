@@ -8,23 +8,28 @@ import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from cluster.admission.controller import AdmissionController, AdmittedRequest
 from cluster.admission.tenancy import Sharing, Tenancy
-from cluster.http.answers.tool_calls import OPENING
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.answers.respond import ReadCalls, ReadReasoning
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.chat import text_of
 from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
+from cluster.http.types.tool_grammar import CallMarks
 from cluster.serving.generation import EnginePort, Generation, Job, Listener
 from decoding.request import SamplingParams
 from decoding.sources.embeddings import signs_of
 from decoding.tree import Int32Array
 from engine.errors import ContextLengthError, RequestError
 from engine.loading.model_info import ModelInfo
-from engine.text.chat import bracketed_tokens, marks_tool_calls, render_chat
+from engine.text.chat import bracketed_tokens, knows_variable, render_chat
+from engine.text.chat_format import CALL_MARKS, ChatFormat, added_tokens
+from engine.text.grammar import after_reasoning
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
 
@@ -49,7 +54,11 @@ class Answering:
     admission: AdmissionController  # each choice counts
     info: Callable[[], Awaitable[ModelInfo]]  # what is served; raises ApiError (503) while nobody answers
     listeners: tuple[Listener, ...]  # who follow all generations
+    chat_format: ChatFormat = dataclasses.field(init=False)  # of the model's template
     _info: ModelInfo | None = dataclasses.field(default=None, init=False)  # asked for once
+
+    def __post_init__(self) -> None:
+        self.chat_format = ChatFormat.of(self.threads.tokenizer)
 
     async def model(self, name: str | None = None) -> ModelInfo:
         """What is served; raises ``ApiError`` (404) when the caller named something else."""
@@ -68,7 +77,8 @@ class Answering:
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
-        return Planner(self.threads, info, f"{prefix}-{uuid.uuid4().hex}", sharing, self.admission, session)
+        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        return Planner(self.threads, self.chat_format, info, answer_id, sharing, self.admission, session)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """The generation of a request that is let in; see ``Generation``."""
@@ -81,6 +91,7 @@ class Planner:
     def __init__(
         self,
         threads: TextThreads,
+        chat_format: ChatFormat,
         info: ModelInfo,
         answer_id: str,
         sharing: Sharing,
@@ -88,6 +99,7 @@ class Planner:
         session: str | None = None,
     ) -> None:
         self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
+        self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.answer_id, self._sharing, self._session = answer_id, sharing, session
         self._admission, self._limits = admission, admission.limits
 
@@ -98,9 +110,10 @@ class Planner:
             RequestError, ApiError: naming the field that cannot be served.
         """
         ids = await self._threads.run(_length(body), self._render, body)
-        if body.binds_calls is not None and not marks_tool_calls(self._tokenizer, body.shown_tools, OPENING):
-            message = f"the model's chat template does not have {OPENING}, by which calls are bound; leave it out"
-            raise RequestError(body.binds_calls, message)
+        if body.binds_calls is not None and self._format.calls is None:
+            message = "the model's chat template has calls written in no form that is known here, by which they would be bound"
+            raise RequestError(body.binds_calls, f"{message}; leave it out")
+        self._begins_within = self._format.begins_within(self._tokenizer, ids)
         return await self._jobs(body, [(ids, self._most_tokens(body, ids, self.info.max_model_len))])
 
     async def completion(self, body: CompletionRequest) -> list[Job]:
@@ -122,8 +135,34 @@ class Planner:
             texts += [prompt] * (body.n or 1)
         return texts
 
+    def reads(self, body: ChatCompletionRequest, token_bytes: TokenBytes) -> tuple[ReadReasoning | None, ReadCalls | None]:
+        """How the answer to a chat that is planned is told apart: its reasoning, and its calls."""
+        reasoning, calls, form = None, None, self._format
+        if form.reasoning is not None:
+            told = body.include_reasoning is not False
+            reasoning = ReadReasoning(form.reasoning, self._begins_within, token_bytes, told)
+        if form.calls is not None and body.shown_tools and body.bound_by is None:
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+            most = 1 if body.parallel_tool_calls is False else None
+            calls = ReadCalls(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
+        return reasoning, calls
+
     def _render(self, body: ChatCompletionRequest) -> list[int]:
-        return render_chat(self._tokenizer, [message.turn() for message in body.messages], body.shown_tools)
+        turns = [message.turn() for message in body.messages]
+        return render_chat(self._tokenizer, turns, body.shown_tools, variables=self._variables(body))
+
+    def _variables(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """Of the chat template. Raises ``RequestError``: it does not know how much to reason."""
+        asked, effort = body.chat_template_kwargs or {}, body.reasoning_effort
+        if effort is None or "reasoning_effort" in asked:
+            return asked
+        if knows_variable(self._tokenizer, "reasoning_effort"):
+            return {"reasoning_effort": effort, **asked}
+        switches = [name for name in ("enable_thinking", "thinking") if knows_variable(self._tokenizer, name)]
+        if effort == "none" and switches:
+            return {switches[0]: False, **asked}
+        advice = 'send "none" or leave it out' if switches else "leave it out"
+        raise RequestError("reasoning_effort", f"the model's chat template has no reasoning_effort; {advice}")
 
     def _decode(self, ids: list[int], skip_special: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
@@ -158,9 +197,17 @@ class Planner:
         return tuple(found)
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
-        if isinstance(body, ChatCompletionRequest) and body.binds_calls is not None:
-            return body.calls_grammar(bracketed_tokens(self._tokenizer))
-        return body.grammar()
+        if not isinstance(body, ChatCompletionRequest):
+            return body.grammar()
+        tokens, form = added_tokens(self._tokenizer), self._format
+        if body.binds_calls is not None and form.calls is not None:
+            marks = CallMarks(form.calls, form.has_call_names, tokens, bracketed_tokens(self._tokenizer))
+            grammar: str | None = body.calls_grammar(marks)
+        else:
+            grammar = body.grammar()
+        if grammar is None or form.reasoning is None:
+            return grammar
+        return after_reasoning(grammar, form.reasoning, tokens, self._begins_within)
 
     def _choices(self, job: Job, first: int, n: int) -> list[Job]:
         """The jobs of a prompt's choices, of which ``first`` is the number of the first one."""
@@ -252,7 +299,7 @@ class Planner:
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skips_special,
+            skip_special_tokens=body.skips_special and not (self._format.hidden and isinstance(body, ChatCompletionRequest)),
             grammar=grammar,
         )
 

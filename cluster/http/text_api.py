@@ -94,7 +94,8 @@ class TextService:
         tokenizer = self.threads.tokenizer
         if body.messages is not None:
             tools = [tool.shown() for tool in body.tools or ()]
-            ids = render_chat(tokenizer, [message.turn() for message in body.messages], tools, body.add_generation_prompt)
+            turns = [message.turn() for message in body.messages]
+            ids = render_chat(tokenizer, turns, tools, body.add_generation_prompt, body.chat_template_kwargs)
         else:
             ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         if len(ids) > MAX_TOKEN_IDS:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 
 from engine.errors import RequestError
+from engine.text.chat_format import template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 _BRACKETED = re.compile(r"<[^<>\s]+>")
+
+# What the server says itself of a prompt, or of what is made of it.
+_OWN_VARIABLES = frozenset({
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
@@ -29,6 +38,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The prompt after which the model writes the assistant's next message.
 
@@ -37,12 +47,14 @@ def render_chat(
         messages: each with ``role`` and ``content``, at least one; of what else they hold, as ``tool_calls``, templates know.
         tools: what the model may call, as ``transformers`` has it: ``{"type": "function", "function": {...}}``.
         add_generation_prompt: false ends the prompt after the last message.
+        variables: of the template, such as ``enable_thinking``.
 
     Returns:
         [n] token ids with one beginning-of-sequence token at most: the template's own, or the tokenizer's for the plain template.
 
     Raises:
-        RequestError: no messages, an unknown role, an order of roles that the template refuses, or tools that it does not show.
+        RequestError: no messages, an unknown role, an order of roles that the template refuses, tools that it does not show, or
+            variables that it does not know.
     """
     if not messages:
         raise RequestError("messages", "must hold at least one message")
@@ -50,7 +62,10 @@ def render_chat(
     template = None if tokenizer.chat_template else DEFAULT_TEMPLATE
     if tools and "tools" not in _template(tokenizer, tools):
         raise RequestError("tools", "the model's chat template does not show tools; leave them out, or send tool_choice: none")
-    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    for name in variables or ():
+        if name in _OWN_VARIABLES or not knows_variable(tokenizer, name):
+            raise RequestError(f"chat_template_kwargs.{name}", "the model's chat template does not know it; leave it out")
+    options: dict[str, Any] = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
     options |= {"add_generation_prompt": add_generation_prompt, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(turns, chat_template=template, **options)
@@ -61,9 +76,19 @@ def render_chat(
     return _begin(tokenizer) + ids if template else ids
 
 
-def marks_tool_calls(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], mark: str) -> bool:
-    """Whether the chat template tells the model to write calls of tools with a mark, such as ``<tool_call>``."""
-    return bool(tools) and mark in _template(tokenizer, tools)
+def knows_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Whether a prompt may change with a variable of the chat template."""
+    return name in _variables(template_text(tokenizer))
+
+
+@functools.lru_cache(8)
+def _variables(template: str) -> frozenset[str]:
+    """Names that a template reads and does not make. Where it has tags of which only ``transformers`` knows: all its words."""
+    try:
+        syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # it is not run
+    except TemplateError:
+        return frozenset(re.findall(r"\w+", template))
+    return frozenset(meta.find_undeclared_variables(syntax))
 
 
 def bracketed_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 
 from decoding.tree import BoolArray, Int32Array
 from engine.errors import RequestError
+from engine.text.chat_format import Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -94,6 +96,35 @@ def context_free_grammar(text: str) -> str:
 def lark_grammar(text: str) -> str:
     """Text of a grammar in the library's own dialect of Lark's notation. Raises ``GrammarError``."""
     return _checked(LLMatcher.grammar_from_lark(text), len(text))
+
+
+def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_within: bool | None) -> str:
+    """A grammar that binds an answer behind reasoning, within which the model is free but for the tags.
+
+    Args:
+        answer: as the functions of this module return it.
+        tags: around the reasoning.
+        tokens: texts that are tokens of their own beside the vocabulary; tags that are among them are these tokens alone.
+        begins_within: the prompt has opened the reasoning (true) or closed it (false, nothing changes); None: the model may
+            begin with reasoning, or with the answer at once.
+    """
+    if begins_within is False:
+        return answer
+    opening, closing = tags
+    open_rule = f"<[{tokens[opening]}]>" if opening in tokens else json.dumps(opening)
+    if closing in tokens:
+        others = sorted({token for token in tokens.values() if token != tokens[closing]})
+        rules = [
+            f"thought: (TEXT other)* TEXT <[{tokens[closing]}]>" if others else f"thought: TEXT <[{tokens[closing]}]>",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(closing)}(?s:.*)/",
+            *([f"other: <[{','.join(map(str, others))}]>"] if others else []),
+        ]
+    else:
+        rules = [f"thought[suffix={json.dumps(closing)}]: /(?s:.*)/"]
+    start = "start: thought @answer" if begins_within else f"start: (SPACE {open_rule} thought)? @answer"
+    rules = [start, *rules, *([] if begins_within else [r"SPACE: /[ \n]{0,2}/"])]
+    outer = {"lark_grammar": "\n".join((_UNFORCED, *rules))}
+    return json.dumps({"grammars": [outer, {"name": "answer", "lark_grammar": answer}]})
 
 
 def _checked(grammar: str, size: int) -> str:

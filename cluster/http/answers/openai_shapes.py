@@ -6,7 +6,6 @@ Only fields that were set are written, so that one class serves every shape: a `
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from cluster.http.answers.extras import Extras
 from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
+from cluster.http.answers.reasoning import Thought
 from cluster.http.answers.tool_calls import Call
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.serving.generation import Generation, Job
@@ -49,10 +49,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of a predicted output: how many of its tokens the answers hold, and do not; see ``cluster.http.answers.predicted``."""
+    """Of the tokens of the answers."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int | None = None  # up to the end of the reasoning, tags included; only of models that reason
+    accepted_prediction_tokens: int | None = None  # of a predicted output; see cluster.http.answers.predicted
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(BaseModel):
@@ -62,15 +63,20 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None  # only where something was predicted
+    completion_tokens_details: CompletionTokensDetails | None = None  # only where there are such
     energy_joules: float | None = None  # as hardware counted it, see engine.measures.energy_ledger; only where it did
 
 
 class Delta(BaseModel):
-    """A message, or what a chunk adds to it. A call of a tool comes whole, in one chunk."""
+    """A message, or what a chunk adds to it. A call of a tool comes whole, in one chunk.
+
+    Reasoning has vLLM's name, and the one that vLLM had before and DeepSeek, SGLang and llama.cpp have.
+    """
 
     role: Literal["assistant"] = "assistant"
-    content: str | None = ""  # null where there are calls and no text
+    content: str | None = ""  # null where there are calls or reasoning, and no text
+    reasoning: str | None = None  # what the model wrote between the tags of its template, before the content
+    reasoning_content: str | None = None  # the same
     refusal: None = None
     tool_calls: list[dict[str, Any]] = []
 
@@ -149,7 +155,7 @@ class AnswerBuilder:
 
     def whole(
         self,
-        pieces: list[list[str | Call]],
+        pieces: Sequence[Sequence[str | Thought | Call]],
         reasons: list[Any],
         logprobs: list[list[TokenLogprob]],
         usage: Usage,
@@ -164,7 +170,11 @@ class AnswerBuilder:
                 choice.text = text
             else:
                 calls = [_called(part) for part in parts if isinstance(part, Call)]
-                choice.message = Delta(role="assistant", content=text or (None if calls else ""), refusal=None)
+                thought = "".join(part.text for part in parts if isinstance(part, Thought))
+                content = text or (None if calls or thought else "")
+                choice.message = Delta(role="assistant", content=content, refusal=None)
+                if thought:
+                    choice.message.reasoning = choice.message.reasoning_content = thought
                 if calls:
                     choice.message.tool_calls = calls
             choices.append(choice)
@@ -178,9 +188,14 @@ class AnswerBuilder:
             return None
         return self._object([self._chunk(index, "", Delta(role="assistant", content="", refusal=None))])
 
-    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] = (), reports: Sequence[StepReport] = ()) -> Answer:
+    def piece(
+        self, index: int, part: str | Thought, logprobs: Sequence[TokenLogprob] = (), reports: Sequence[StepReport] = ()
+    ) -> Answer:
         """A chunk with text, with log-probabilities and the step of the tokens that came with it: the text may be held back."""
-        choice = self._chunk(index, text, Delta(content=text))
+        if isinstance(part, Thought):
+            choice = self._chunk(index, "", Delta(reasoning=part.text, reasoning_content=part.text))
+        else:
+            choice = self._chunk(index, part, Delta(content=part))
         choice.logprobs = self._logprobs(index, logprobs)
         _report(choice, reports)
         return self._object([choice])
@@ -256,9 +271,9 @@ def _report(choice: Choice, reports: Sequence[StepReport]) -> None:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """A call in OpenAI's shape, with a name of its own that the client answers it by."""
+    """A call in OpenAI's shape."""
     return {
-        "id": f"call_{uuid.uuid4().hex}",
+        "id": call.id,
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -11,17 +11,43 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 
 from cluster.http import errors
+from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
 from cluster.http.answers.predicted import Predicted, PredictionMatch
+from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
 from cluster.http.answers.stream_guard import StreamShape
-from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.http.answers.tool_calls import Call, Schemas, ToolCallReader
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
+from engine.text.chat_format import CallForm, Tags
 
 logger = logging.getLogger(__name__)
 
 # A proxy must not collect chunks before it passes them on.
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+Part = str | Thought | Call  # of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReasoning:
+    """How reasoning is told from the answer."""
+
+    tags: Tags
+    begins_within: bool | None  # see ReasoningReader
+    token_bytes: TokenBytes
+    is_told: bool = True  # false: it is counted and left out
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCalls:
+    """How calls of tools are told from text; see ``ToolCallReader``."""
+
+    form: CallForm
+    most: int | None = None
+    schemas: Schemas = field(default_factory=dict)
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +59,48 @@ class Form:
     reports_usage: bool = False  # and every chunk holds it as far as it is known
     echoes: Sequence[str] = ()  # what the text of each choice begins with
     prediction: Predicted | None = None  # of the output
-    reads_calls: bool = False  # of tools, out of the text
-    most_calls: int | None = None  # that are told of each choice; None: all
+    reasoning: ReadReasoning | None = None  # None: there is none
+    calls: ReadCalls | None = None  # None: none are read out of the text
     shape: StreamShape = field(default_factory=StreamShape)  # of a stream
 
 
 class _ChoiceReader:
-    """One choice while it comes: its text and the calls in it, and what came true of a prediction."""
+    """One choice while it comes: its reasoning, its text and the calls in it, and what came true of a prediction."""
 
     def __init__(self, form: Form, index: int) -> None:
         self._echo = form.echoes[index] if form.echoes else ""
-        self._calls = ToolCallReader(form.most_calls) if form.reads_calls else None
+        thinks, calls = form.reasoning, form.calls
+        self._reasoning = None if thinks is None else ReasoningReader(thinks.tags, thinks.begins_within)
+        self.reasoned = None if thinks is None else ReasoningTokens(thinks.tags, thinks.begins_within, thinks.token_bytes)
+        self._tells_thoughts = thinks is not None and thinks.is_told
+        self._calls = None if calls is None else ToolCallReader(calls.form, calls.most, calls.schemas, calls.hidden)
         self.match = None if form.prediction is None else PredictionMatch(form.prediction)
 
-    def read(self, output: StepOutput) -> list[str | Call]:
-        """What an output adds: pieces of text, none of them empty, and calls."""
+    def read(self, output: StepOutput) -> list[Part]:
+        """What an output adds: pieces of reasoning and text, none of them empty, and calls."""
         if self.match is not None:
             self.match.push(output.token_ids)
+        if self.reasoned is not None:
+            self.reasoned.push(output.token_ids)
         echo, self._echo = self._echo, ""
-        if self._calls is None:
-            return [echo + output.text] if echo or output.text else []
-        found = self._calls.push(output.text)
-        return found if output.finish_reason is None else found + self._calls.finish()
+        text, ended = echo + output.text, output.finish_reason is not None
+        parts: list[str | Thought] = [text] if text else []
+        if self._reasoning is not None:
+            parts = self._reasoning.push(text)
+            if ended:
+                parts += self._reasoning.finish()
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, Thought):
+                if self._tells_thoughts:
+                    found.append(part)
+            elif self._calls is not None:
+                found += self._calls.push(part)
+            else:
+                found.append(part)
+        if ended and self._calls is not None:
+            found += self._calls.finish()
+        return found
 
     def reason(self, reason: FinishReason | None) -> Any:
         """Why the choice ended, in OpenAI's words."""
@@ -70,7 +116,7 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
         await generation.__aenter__()
         events = _events(answer, generation, readers, form)
         return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
-    pieces: list[list[str | Call]] = [[] for _ in choices]
+    pieces: list[list[Part]] = [[] for _ in choices]
     reasons: list[Any] = [None for _ in choices]
     logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
     reports: list[list[StepReport]] = [[] for _ in choices]
@@ -103,7 +149,7 @@ async def _events(
             pieces, logprobs = readers[index].read(output), output.logprobs or ()
             reports = () if output.report is None else (output.report,)
             untold = logprobs or reports or output.prompt_logprobs
-            if (untold or shape.has_period) and not (pieces and isinstance(pieces[0], str)):
+            if (untold or shape.has_period) and not (pieces and not isinstance(pieces[0], Call)):
                 pieces = ["", *pieces]  # they come with text, be it none
             for piece in pieces:
                 if isinstance(piece, Call):
@@ -133,11 +179,13 @@ async def _events(
 def _usage(generation: Generation, readers: Sequence[_ChoiceReader]) -> Usage:
     usage = usage_of(generation)
     matches = [reader.match for reader in readers if reader.match is not None]
+    reasoned = [reader.reasoned.count for reader in readers if reader.reasoned is not None]
+    details: dict[str, int] = {"reasoning_tokens": sum(reasoned)} if reasoned else {}
     if matches:
-        usage.completion_tokens_details = CompletionTokensDetails(
-            accepted_prediction_tokens=sum(match.accepted for match in matches),
-            rejected_prediction_tokens=sum(match.rejected for match in matches),
-        )
+        details["accepted_prediction_tokens"] = sum(match.accepted for match in matches)
+        details["rejected_prediction_tokens"] = sum(match.rejected for match in matches)
+    if details:
+        usage.completion_tokens_details = CompletionTokensDetails(**details)
     if generation.energy_j is not None:
         usage.energy_joules = round(generation.energy_j, 3)
     return usage

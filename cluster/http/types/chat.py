@@ -71,21 +71,25 @@ class ChatMessage(Strict):
     }
 
     role: Name
-    content: Content  # may be left out, or null, beside tool_calls
+    content: Content  # may be left out, or null, beside tool_calls and reasoning
+    reasoning: Text | None = None  # of the assistant, as it was told; templates decide what they show of it
+    reasoning_content: Text | None = None  # the same by its older name
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # of the assistant
     tool_call_id: Name | None = None  # of a tool: the call that it answers
 
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
-            return data | {"content": ""}
-        return data
+        told = isinstance(data, dict) and any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
+        return data | {"content": ""} if told and data.get("content") is None else data
 
     @model_validator(mode="after")
     def _check_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise unsupported("tool_calls", "tool_calls belong to messages of the assistant")
+        for name, value in (("reasoning", self.reasoning), ("reasoning_content", self.reasoning_content)):
+            if value and self.role != "assistant":
+                raise unsupported(name, f"{name} belongs to messages of the assistant")
         if self.tool_call_id is not None and self.role != "tool":
             raise unsupported("tool_call_id", "tool_call_id belongs to messages of the role tool")
         return self
@@ -95,13 +99,15 @@ class ChatMessage(Strict):
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         resolved = handler.resolve_ref_schema(schema)
         resolved["required"] = ["role"]
-        resolved["properties"]["content"]["description"] = "May be left out, or null, beside tool_calls only."
+        resolved["properties"]["content"]["description"] = "May be left out, or null, beside tool_calls and reasoning only."
         resolved["properties"]["content"]["anyOf"].append({"type": "null"})
         return schema
 
     def turn(self) -> dict[str, Any]:
         """The message as chat templates take it: arguments of calls are objects, as in ``transformers``."""
         turn: dict[str, Any] = {"role": self.role, "content": text_of(self.content)}
+        if thought := self.reasoning_content or self.reasoning:
+            turn |= {"reasoning": thought, "reasoning_content": thought}
         if self.tool_calls:
             calls = ((call.id, call.function) for call in self.tool_calls)
             turn["tool_calls"] = [

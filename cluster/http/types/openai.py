@@ -5,7 +5,7 @@ A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +16,7 @@ from cluster.http.types.strict import (
     MAX_NUMBER,
     MAX_TEXT,
     MAX_TOKEN_IDS,
+    JsonObject,
     Name,
     Strict,
     Text,
@@ -24,7 +25,7 @@ from cluster.http.types.strict import (
     unsupported,
 )
 from cluster.http.types.structured import StructuredFields
-from cluster.http.types.tool_grammar import tools_grammar
+from cluster.http.types.tool_grammar import CallMarks, tools_grammar
 from decoding.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS
 from decoding.sources.embeddings import MAX_EMBEDDING
 
@@ -44,7 +45,6 @@ _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
@@ -66,6 +66,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS), ENCODABLE]
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 MostTokens = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheChoice = Literal["tenant", "private", "off"]
 Prompt = Filled | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
 PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -265,6 +266,9 @@ class ChatCompletionRequest(CompletionFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: of several calls in an answer only the first is told
     prediction: Prediction | None = None  # a text the answer may repeat: as reference_documents
+    include_reasoning: bool | None = None  # as vLLM; false: the answer is told without the reasoning before it
+    reasoning_effort: Effort | None = None  # a variable of the chat template, as are those that follow
+    chat_template_kwargs: JsonObject | None = None  # as vLLM; enable_thinking above all
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
@@ -293,9 +297,9 @@ class ChatCompletionRequest(CompletionFields):
         strict = (index for index, tool in enumerate(shown) if tool.function.strict)
         return next((f"tools[{index}].function.strict" for index in strict), None)
 
-    def calls_grammar(self, own_tokens: Collection[str]) -> str:
+    def calls_grammar(self, marks: CallMarks) -> str:
         """The grammar of the answer where ``binds_calls``; see ``cluster.http.types.tool_grammar.tools_grammar``."""
-        return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, own_tokens)
+        return tools_grammar(self.tools or (), self.tool_choice, self.parallel_tool_calls is False, marks)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -344,6 +348,7 @@ class TokenizeRequest(Strict):
     prompt: Text | None = None
     messages: Messages | None = None
     tools: Tools | None = None  # beside messages
+    chat_template_kwargs: JsonObject | None = None  # beside messages, as in chats
     add_generation_prompt: bool = True  # beside messages: what begins the assistant's message comes last
     add_special_tokens: bool | None = None  # of a prompt: true when absent. Messages have those of their template
     return_token_strs: bool | None = None  # the tokens as the vocabulary spells them, too
@@ -352,8 +357,8 @@ class TokenizeRequest(Strict):
     def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise unsupported("prompt", "send either prompt or messages")
-        if self.messages is None and (self.tools or not self.add_generation_prompt):
-            name = "tools" if self.tools else "add_generation_prompt"
+        if self.messages is None and (self.tools or self.chat_template_kwargs or not self.add_generation_prompt):
+            name = "tools" if self.tools else "chat_template_kwargs" if self.chat_template_kwargs else "add_generation_prompt"
             raise unsupported(name, f"{name} belongs to messages, not to a prompt")
         if self.messages is not None and self.add_special_tokens:
             raise unsupported("add_special_tokens", "a chat has the special tokens of its template; leave add_special_tokens out")

@@ -1,15 +1,17 @@
-"""The grammar of an answer that calls tools: what ``tool_choice`` and ``strict`` bind, in the form of ``tool_calls``."""
+"""The grammar of an answer that calls tools: what ``tool_choice`` and ``strict`` bind, in the form of the model's calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.http.answers.tool_calls import CLOSING, OPENING
+from cluster.http.answers.tool_calls import CLOSING
 from cluster.http.types.chat import NamedTool, Tool
 from engine.errors import RequestError
+from engine.text.chat_format import CALL_MARKS, CallForm
 from engine.text.grammar import WHITESPACE, GrammarError, json_grammar, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -24,7 +26,23 @@ class Offered:
     arguments: dict[str, Any] | None  # JSON schema; None: any object
 
 
-def call_grammar(tools: Sequence[Offered], required: bool, single: bool, own_tokens: Collection[str] = ()) -> str:
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """How a model writes calls, and which texts are tokens of its own: the library tells these from the same characters in other
+    tokens, and does not count them as text."""
+
+    form: CallForm = "hermes"
+    has_names: bool = False  # see ChatFormat.has_call_names
+    tokens: Mapping[str, int] = field(default_factory=dict)  # all that stand beside the vocabulary
+    shown: Collection[str] = ()  # of these, texts in angle brackets that are no special tokens: they may stand in text
+
+    def rule(self, mark: str) -> str:
+        """A mark, be it a token or spelled out."""
+        spelled = json.dumps(mark)
+        return f"{spelled} | <[{self.tokens[mark]}]>" if mark in self.tokens else spelled
+
+
+def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: CallMarks | None = None) -> str:
     """Text with calls of tools and of nothing else between the marks, for ``SamplingParams.grammar``.
 
     Example: for the tool ``look`` without parameters, required and single, the text ``<tool_call>{"name": "look", "arguments":
@@ -35,43 +53,114 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, own_tok
         tools: at least one, with schemas that can be enforced.
         required: the answer is one call or more, and no text; otherwise text and calls may take turns.
         single: at most one call.
-        own_tokens: texts in angle brackets, ``<think>`` and the like, that are tokens of their own: the library tells them from
-            the same characters in other tokens, and does not count them as text.
+        marks: of the model.
 
     Raises:
         GrammarError: all schemas together are more than can be enforced.
     """
-    opening, closing = json.dumps(OPENING), json.dumps(CLOSING)
-    marks = [token for token in (OPENING, CLOSING) if token in own_tokens]
-    others = [token for token in own_tokens if token not in (OPENING, CLOSING)]
-    if required:
+    marks = marks or CallMarks()
+    opening = CALL_MARKS[marks.form][0]
+    is_token = opening in marks.tokens
+    others = [f"<[{marks.tokens[token]}]>" for token in marks.shown if token not in CALL_MARKS[marks.form]]
+    if marks.form == "llama3_json":
+        call = "call" if single else 'call (SPACE ";" SPACE call)*'
+        text = r"/(?s:\s*[^\s{].*)?/" + f" & ~/(?s:.*){re.escape(opening)}(?s:.*)/"
+        inner = "(TEXT other)* TEXT" if others else "TEXT"
+        rules = [f"start: calls{'' if required else ' | text'}", f"calls: {call}", f"text: {inner}", f"TEXT: {text}"]
+        if required:
+            rules = rules[:2]
+        elif is_token:
+            rules[1] = f"calls: <[{marks.tokens[opening]}]>? {call}"
+    elif required:
         rules = ["start: mark call" if single else "start: mark call (SPACE mark call)*"]
     else:
-        ahead = "head call | TEXT " + OPENING + " call" if OPENING in marks else "head call"
+        ahead = f"head call | TEXT <[{marks.tokens[opening]}]> call" if is_token else "head call"
         rest = "TEXT other | " if others else ""
         rules = [
             f"start: free* ({ahead})? free* TEXT" if single else f"start: ({rest}{ahead})* TEXT",
             "free: TEXT other" if others else 'free: ""',
-            f"head[suffix={opening}]: /(?s:.*)/",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPENING}(?s:.*)/",
-            *(["other: " + " | ".join(others)] if others else []),
+            f"head[suffix={json.dumps(opening)}]: /(?s:.*)/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(opening)}(?s:.*)/",
         ]
-    rules += [
-        f"mark: {opening}" + (f" | {OPENING}" if OPENING in marks else ""),
-        f"end: {closing}" + (f" | {CLOSING}" if CLOSING in marks else ""),
-        f"SPACE: {_SPACE}",
-        'call: SPACE "{" SPACE "\\"name\\"" SPACE ":" SPACE tool SPACE "}" SPACE end',
-        "tool: " + " | ".join(f"tool_{index}" for index in range(len(tools))),
-    ]
+    if others and not required:
+        rules.append("other: " + " | ".join(others))
+    rules += [f"mark: {marks.rule(opening)}", f"SPACE: {_SPACE}", "tool: " + _either("tool", len(tools))]
+    rules += _CALLS[marks.form](marks, single)
+    has_names = marks.form == "mistral" and marks.has_names
     for index, tool in enumerate(tools):
-        name = json.dumps(json.dumps(tool.name))
-        rules.append(f'tool_{index}: {name} SPACE "," SPACE "\\"arguments\\"" SPACE ":" SPACE arguments_{index}')
-        schema = {**(tool.arguments or _ANY_OBJECT), "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
+        if marks.form == "qwen3_coder":
+            rules += _xml_rules(index, tool)
+            continue
+        key = json.dumps("parameters" if marks.form == "llama3_json" else "arguments")
+        name = json.dumps(tool.name if has_names else json.dumps(tool.name))
+        between = "args" if has_names else f'SPACE "," SPACE {json.dumps(key)} SPACE ":"'
+        rules.append(f"tool_{index}: {name} {between} SPACE arguments_{index}")
+        rules.append(f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}")
     return lark_grammar("\n".join(rules))
 
 
-def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, own_tokens: Collection[str]) -> str:
+_OBJECT = '"{" SPACE "\\"name\\"" SPACE ":" SPACE tool SPACE "}"'
+
+
+def _hermes_calls(marks: CallMarks, _: bool) -> list[str]:
+    return [f"end: {marks.rule(CLOSING)}", f"call: SPACE {_OBJECT} SPACE end"]
+
+
+def _xml_calls(marks: CallMarks, _: bool) -> list[str]:
+    return [f"end: {marks.rule(CLOSING)}", 'call: "\\n" tool "\\n" end']
+
+
+def _mistral_calls(marks: CallMarks, single: bool) -> list[str]:
+    if marks.has_names:
+        return [f"args: {marks.rule('[ARGS]')}", "call: tool"]
+    more = "" if single else ' (SPACE "," SPACE one)*'
+    return [f"one: {_OBJECT}", f'call: SPACE "[" SPACE one{more} SPACE "]"']
+
+
+def _llama_calls(_: CallMarks, __: bool) -> list[str]:
+    return [f"call: {_OBJECT}"]
+
+
+_CALLS: dict[CallForm, Callable[[CallMarks, bool], list[str]]] = {
+    "hermes": _hermes_calls, "qwen3_coder": _xml_calls, "mistral": _mistral_calls, "llama3_json": _llama_calls,
+}  # fmt: skip
+
+
+def _either(name: str, count: int) -> str:
+    return " | ".join(f"{name}_{index}" for index in range(count))
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _xml_rules(index: int, tool: Offered) -> list[str]:
+    """The rules of a call of Qwen3-Coder's: a parameter after the other, in the order of the schema. Texts stand there as they
+    are, and are bound by an ``enum`` alone; other values are JSON."""
+    schema = tool.arguments or _ANY_OBJECT
+    required, definitions = schema.get("required", ()), {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules, parts = [f'value_{index}[suffix="\\n</parameter>\\n"]: /(?s:.*)/'], []
+    for place, (name, value) in enumerate(schema.get("properties", {}).items()):
+        texts = value.get("enum", ()) if isinstance(value, dict) else ()
+        end = json.dumps("\n</parameter>\n")
+        if texts and all(isinstance(text, str) for text in texts):
+            rule = f"({' | '.join(map(json.dumps, texts))}) {end}"
+        elif isinstance(value, dict) and value.get("type") == "string":
+            rule = f"value_{index}"
+        else:
+            found = {**value, **definitions} if isinstance(value, dict) else {}
+            rules.append(f"json_{index}_{place}: {_json_rule(found)}")
+            rule = f"json_{index}_{place} {end}"
+        rules.append(f"parameter_{index}_{place}: {json.dumps(f'<parameter={name}>' + chr(10))} {rule}")
+        parts.append(f"parameter_{index}_{place}" + ("" if name in required else "?"))
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
+        rules.append(f'any_{index}: "<parameter=" /[^<>\\n]+/ ">\\n" value_{index}')
+        parts.append(f"any_{index}*")
+    head = json.dumps(f"<function={tool.name}>\n")
+    return [f'tool_{index}: {head} {" ".join(parts)} "</function>"', *rules]
+
+
+def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single: bool, marks: CallMarks) -> str:
     """The grammar of the calls that a chat asks for.
 
     The schema of a tool is enforced where the tool is strict or the answer has to call one; else its arguments are any object.
@@ -80,7 +169,7 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
         tools: of the request.
         choice: ``required``, the one to call, or else the model decides.
         single: at most one call; always so of a named tool.
-        own_tokens: of the tokenizer, see ``call_grammar``.
+        marks: of the model.
 
     Raises:
         RequestError: naming the tool whose schema cannot be enforced, and why.
@@ -98,7 +187,7 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
                 raise RequestError(f"tools[{index}].function.parameters", str(error)) from error
             offered.append(Offered(function.name, schema))
     try:
-        return call_grammar(offered, required, single or named is not None, own_tokens)
+        return call_grammar(offered, required, single or named is not None, marks)
     except GrammarError as error:
         raise RequestError("tools", str(error)) from error
 

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cluster.http.answers.tool_calls import Call, ToolCallReader
 from cluster.http.api import Service
+from engine.text.chat_format import CallForm
 from tests.cluster.circle import MESSAGES, local_engine, served
 
 LOOK = '{"name": "look", "arguments": {"at": "é"}}'
@@ -30,12 +31,13 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}:{{ call.function.arguments.at }}{% endfor %}"
     "{% if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
+SCHEMAS = {"f": {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def read(pieces: list[str], most: int | None = None) -> list[str | Call]:
+def read(pieces: list[str], most: int | None = None, form: CallForm = "hermes") -> list[str | Call]:
     """What comes of a text, neighbouring pieces joined."""
-    reader = ToolCallReader(most)
+    reader = ToolCallReader(form, most, SCHEMAS)
     found = list(itertools.chain(*map(reader.push, pieces), reader.finish()))
     assert all(found), "an empty piece"
     joined: list[str | Call] = []

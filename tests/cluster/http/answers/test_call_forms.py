@@ -1,0 +1,198 @@
+"""The forms in which models write calls: found in templates, read out of texts cut anywhere, and bound by grammars."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
+from engine.text.chat import bracketed_tokens
+from engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
+from engine.text.grammar import Grammars
+from tests.cluster.circle import build_tokenizer
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "kind": {"enum": ["a", "b"]},
+        "more": {"$ref": "#/$defs/list"},
+    },
+    "required": ["text", "count"],
+    "additionalProperties": False,
+    "$defs": {"list": {"type": "array", "items": {"type": "boolean"}}},
+}
+SCHEMAS = {"f": SCHEMA, "g": {}}
+FULL = Call("f", json.dumps({"text": "x\n<y>", "count": 3, "kind": "a", "more": [True]}))
+BARE = Call("g", "{}")
+
+XML_FULL = (
+    "<tool_call>\n<function=f>\n<parameter=text>\nx\n<y>\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
+    "<parameter=kind>\na\n</parameter>\n<parameter=more>\n[true]\n</parameter>\n</function>\n</tool_call>"
+)
+XML_BARE = "<tool_call>\n<function=g>\n</function>\n</tool_call>"
+HERMES_FULL = f'<tool_call>\n{{"name": "f", "arguments": {FULL.arguments}}}\n</tool_call>'
+ONE, OTHER = f'{{"name": "f", "arguments": {FULL.arguments}}}', '{"name": "g", "arguments": {}}'
+LLAMA_ONE, LLAMA_OTHER = ONE.replace("arguments", "parameters"), OTHER.replace("arguments", "parameters")
+
+# Form, whether names stand before arguments, a text, and what comes of it.
+READ: list[tuple[CallForm, str, list[str | Call]]] = [
+    ("hermes", f"Well. {HERMES_FULL}", ["Well.", FULL]),
+    ("qwen3_coder", f"Well.\n{XML_FULL}\n{XML_BARE}\n", ["Well.", FULL, BARE]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=text>3</parameter><parameter=count>x</parameter></function></tool_call>",
+     [Call("f", '{"text": "3", "count": "x"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\nno\n</function>\n</tool_call>!",
+     ["<tool_call>\n<function=f>\nno\n</function>\n</tool_call>!"]),
+    ("qwen3_coder", XML_BARE[:-1], [XML_BARE[:-1]]),
+    ("mistral", f"[TOOL_CALLS] [{ONE}, {OTHER}]", [FULL, BARE]),
+    ("mistral", f"Well. [TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{{}}", ["Well.", FULL, BARE]),
+    ("mistral", "[TOOL_CALLS] [3] no", ["[TOOL_CALLS] [3] no"]),
+    ("mistral", "[TOOL_CALLS]f is", ["[TOOL_CALLS]f is"]),
+    ("mistral", f"[TOOL_CALLS][{ONE}", [f"[TOOL_CALLS][{ONE}"]),
+    ("llama3_json", f"{LLAMA_ONE}", [FULL]),
+    ("llama3_json", f"\n {LLAMA_ONE}; {LLAMA_OTHER};", [FULL, BARE]),
+    ("llama3_json", f"<|python_tag|>{LLAMA_OTHER}", [BARE]),
+    ("llama3_json", f"Well. <|python_tag|>{LLAMA_OTHER}", ["Well.", BARE]),
+    ("llama3_json", '{"answer": "} is \\" here"} and', ['{"answer": "} is \\" here"} and']),
+    ("llama3_json", f"Well. {LLAMA_ONE}", [f"Well. {LLAMA_ONE}"]),
+    ("llama3_json", "<|python_tag|>print(3)", ["<|python_tag|>print(3)"]),
+    ("llama3_json", '{"name": "f"', ['{"name": "f"']),
+]  # fmt: skip
+
+
+def read(form: CallForm, pieces: list[str], hidden: bool = False) -> list[str | Call]:
+    reader = ToolCallReader(form, schemas=SCHEMAS, hidden=hidden)
+    found = list(itertools.chain(*map(reader.push, pieces), reader.finish()))
+    assert all(found), "an empty piece"
+    joined: list[str | Call] = []
+    for part in found:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+@pytest.mark.parametrize(("form", "text", "parts"), READ)
+def test_calls_are_read(form: CallForm, text: str, parts: list[str | Call]) -> None:
+    assert read(form, [text]) == parts
+    assert read(form, list(text)) == parts
+
+
+PIECES = [*(text for _, text, _ in READ), *(mark for marks in CALL_MARKS.values() for mark in marks), " ", ";", "{", "[", "x"]
+
+
+@given(st.sampled_from(list(CALL_MARKS)), st.lists(st.sampled_from(PIECES), max_size=4), st.data())
+def test_where_a_text_is_cut_does_not_matter(form: CallForm, parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(form, pieces) == read(form, [text])
+    if not any(isinstance(part, Call) for part in read(form, [text])):
+        assert read(form, [text]) == ([text] if text else [])
+
+
+def test_a_hidden_mark_is_no_text() -> None:
+    assert read("llama3_json", ["<|python_tag|>print(3)"], hidden=True) == ["print(3)"]
+    assert read("mistral", ["a [TOOL_CALLS]b"], hidden=True) == ["a b"]
+
+
+def test_mistral_has_ids_that_its_templates_take() -> None:
+    (call,) = read("mistral", [f"[TOOL_CALLS][{OTHER}]"])
+    assert isinstance(call, Call) and len(call.id) == 9 and call.id.isalnum()
+
+
+MARKED = [mark for marks in CALL_MARKS.values() for mark in marks]
+
+
+@pytest.fixture(scope="module", params=["tokens", "text"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """Of bytes, with marks as tokens of their own, special where models have them so; and without any."""
+    made = build_tokenizer()
+    if request.param == "tokens":
+        tokens = sorted({*MARKED, "<think>", "</think>"})
+        made.add_tokens([AddedToken(mark, special=mark[0] == "[" or "|" in mark, normalized=False) for mark in tokens])
+    return made
+
+
+# Form, whether names stand before arguments, texts of the language where a call must come, and texts that are not.
+BOUND: list[tuple[CallForm, bool, list[str], list[str]]] = [
+    ("hermes", False, [HERMES_FULL, f"{HERMES_FULL}\n{HERMES_FULL}"], ["x", HERMES_FULL.replace("3", '"3"'), "<tool_call>{}"]),
+    ("qwen3_coder", False, [XML_FULL, XML_BARE, f"{XML_FULL}\n{XML_BARE}"],
+     [XML_FULL.replace("3", "x"), XML_FULL.replace("=f>", "=h>"), XML_FULL.replace("\na\n", "\nc\n"), f"x{XML_BARE}",
+      "<tool_call>\n<function=f>\n</function>\n</tool_call>"]),
+    ("mistral", False, [f"[TOOL_CALLS] [{ONE}, {OTHER}]", f"[TOOL_CALLS][{ONE}]"],
+     [f"[{ONE}]", f"[TOOL_CALLS]{ONE}", "[TOOL_CALLS][]"]),
+    ("mistral", True, [f"[TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[ARGS]{{}}"],
+     [f"[TOOL_CALLS][{ONE}]", "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]h[ARGS]{}"]),
+    ("llama3_json", False, [LLAMA_ONE, f"{LLAMA_ONE}; {LLAMA_OTHER}"], [ONE, "x", f"x {LLAMA_ONE}", LLAMA_ONE.replace("3", "x")]),
+]  # fmt: skip
+
+
+def accepts(tokenizer: PreTrainedTokenizerFast, grammar: str, text: str) -> bool:
+    """Whether a text, spelled with the tokenizer's own tokens, is of the language."""
+    end = int(tokenizer.eos_token_id)
+    matcher = Grammars(tokenizer, len(tokenizer), [end]).start(grammar)
+    return all(matcher.push(token) for token in [*tokenizer.encode(text), end]) and matcher.fault is None
+
+
+@pytest.mark.parametrize(("form", "has_names", "good", "bad"), BOUND)
+def test_calls_are_bound(
+    tokenizer: PreTrainedTokenizerFast, form: CallForm, has_names: bool, good: list[str], bad: list[str]
+) -> None:
+    marks = CallMarks(form, has_names, added_tokens(tokenizer), bracketed_tokens(tokenizer))
+    offered = [Offered("f", SCHEMA), Offered("g", {"type": "object", "additionalProperties": False})]
+    required = call_grammar(offered, True, False, marks)
+    free = call_grammar(offered, False, False, marks)
+    single = call_grammar(offered, True, True, marks)
+    for text in good:
+        assert accepts(tokenizer, required, text), text
+        assert accepts(tokenizer, free, text), text
+        calls = [part for part in read(form, [text]) if isinstance(part, Call)]
+        assert calls and "".join(part for part in read(form, [text]) if isinstance(part, str)) == ""
+        assert all(call in (FULL, BARE) for call in calls)
+        assert accepts(tokenizer, single, text) is (len(calls) == 1), text
+    for text in bad:
+        assert not accepts(tokenizer, required, text), text
+    for text in ("", "No call at all.", "What? <think> so"):
+        assert accepts(tokenizer, free, text), text
+        assert not accepts(tokenizer, required, text), text
+
+
+def test_any_arguments_where_a_tool_has_no_schema(tokenizer: PreTrainedTokenizerFast) -> None:
+    marks = CallMarks("qwen3_coder", False, added_tokens(tokenizer), bracketed_tokens(tokenizer))
+    grammar = call_grammar([Offered("f", None)], True, True, marks)
+    assert accepts(tokenizer, grammar, XML_FULL) and not accepts(tokenizer, grammar, XML_FULL.replace("=text>", ">"))
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "has_names"),
+    [
+        ("{{ tools }}<tool_call>{}</tool_call>", "hermes", False),
+        ("{{ tools }}<tool_call><function=a><parameter=b>", "qwen3_coder", False),
+        ("{{ tools }}<tool_call>a<arg_key>b", None, False),
+        ("{{ tools }}[TOOL_CALLS] [", "mistral", False),
+        ("{{ tools }}[TOOL_CALLS]a[ARGS]{", "mistral", True),
+        ("{{ tools }}<|python_tag|>", "llama3_json", False),
+        ("{{ messages }}", None, False),
+        (None, None, False),
+    ],
+)
+def test_the_form_is_found_in_the_template(template: str | None, form: CallForm | None, has_names: bool) -> None:
+    made = build_tokenizer()
+    made.chat_template = template
+    made.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
+    found = ChatFormat.of(made)
+    assert (found.calls, found.has_call_names) == (form, has_names)
+    assert found.hidden == ({"[TOOL_CALLS]"} if form == "mistral" else set())
+    made.chat_template = {"default": "{{ messages }}", "tool_use": template or ""}
+    assert ChatFormat.of(made).calls == form
