@@ -111,12 +111,13 @@ def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_w
     if begins_within is False:
         return answer
     opening, closing = tags
+    pattern = re.escape(closing).replace("/", r"\/")
     open_rule = f"<[{tokens[opening]}]>" if opening in tokens else json.dumps(opening)
     if closing in tokens:
         others = sorted({token for token in tokens.values() if token != tokens[closing]})
         rules = [
             f"thought: (TEXT other)* TEXT <[{tokens[closing]}]>" if others else f"thought: TEXT <[{tokens[closing]}]>",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(closing)}(?s:.*)/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
             *([f"other: <[{','.join(map(str, others))}]>"] if others else []),
         ]
     else:

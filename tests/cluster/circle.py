@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import httpx
 import torch
 import uvicorn
 from fastapi import FastAPI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from actors.description import Description, ReplicaError
@@ -89,6 +90,38 @@ def build_model() -> LlamaForCausalLM:
         for token, following in successor.items():
             model.lm_head.weight[following, token] = 0.5
     return model
+
+
+def save_saying(circle_model: Path, path: Path, said: Sequence[str | AddedToken], template: str, after: str = ">") -> Path:
+    """The circle, whose model says some texts behind a character, each a token of its own, and then ends.
+
+    Args:
+        circle_model: the folder of the circle.
+        path: the folder to make.
+        said: texts, each once.
+        template: of chats.
+        after: what the prompt ends with.
+    """
+    shutil.copytree(circle_model, path)
+    content, texts = json.loads((path / "tokenizer.json").read_text()), [str(text) for text in said]
+    vocab: dict[str, int] = content["model"]["vocab"]
+    ids = [vocab[chr(256 + byte)] for byte in range(len(texts))]  # of the first bytes, which no text here holds
+    others = {piece: index for piece, index in vocab.items() if index not in ids}
+    content["model"]["vocab"] = others | dict(zip(texts, ids, strict=True))
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer.add_tokens(list(said))
+    assert tokenizer.convert_tokens_to_ids(texts) == ids
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    model = LlamaForCausalLM.from_pretrained(path)
+    (last,) = tokenizer.encode(after)
+    with torch.no_grad():
+        for before, following in itertools.pairwise([last, *ids, tokenizer.eos_token_id]):
+            model.lm_head.weight[:, before] = 0.0
+            model.lm_head.weight[following, before] = 0.5
+    model.save_pretrained(path)
+    return path
 
 
 class LocalEngine:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from cluster.http.answers.tool_calls import Call, ToolCallReader
 from cluster.http.api import Service
 from engine.text.chat_format import CallForm
-from tests.cluster.circle import MESSAGES, local_engine, served
+from tests.cluster.circle import MESSAGES, local_engine, save_saying, served
 
 LOOK = '{"name": "look", "arguments": {"at": "é"}}'
 CALL = f"<tool_call>{LOOK}</tool_call>"
@@ -89,27 +87,7 @@ def test_where_a_text_is_cut_does_not_matter(parts: list[str], data: st.DataObje
 @pytest.fixture(scope="module")
 def calling_model(circle_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The circle, whose model says a call and then ends where its circle would begin again."""
-    path = tmp_path_factory.mktemp("models") / "calling"
-    shutil.copytree(circle_model, path)
-    content = json.loads((path / "tokenizer.json").read_text())
-    vocab: dict[str, int] = content["model"]["vocab"]
-    marks = [vocab[chr(256 + byte)] for byte in range(len(MARKS))]  # of the first bytes, which no text here holds
-    others = {piece: index for piece, index in vocab.items() if index not in marks}
-    content["model"]["vocab"] = others | dict(zip(MARKS, marks, strict=True))
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    tokenizer.add_tokens(MARKS)
-    assert tokenizer.convert_tokens_to_ids(MARKS) == marks
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    model = LlamaForCausalLM.from_pretrained(path)
-    (last,) = tokenizer.encode(">")
-    with torch.no_grad():
-        for before, after in itertools.pairwise([last, *marks, tokenizer.eos_token_id]):
-            model.lm_head.weight[:, before] = 0.0
-            model.lm_head.weight[after, before] = 0.5
-    model.save_pretrained(path)
-    return path
+    return save_saying(circle_model, tmp_path_factory.mktemp("models") / "calling", MARKS, TEMPLATE)
 
 
 @pytest.fixture(scope="module")
