@@ -34,6 +34,7 @@ class Piece:
     text: str
     drafted: bool = False  # by something else than the model's own step; known only where it was asked for
     tokens: int = 0  # of the answer, once it is known
+    thought: bool = False  # reasoning, which is no part of the message
 
 
 class Partner(Protocol):
@@ -148,8 +149,10 @@ def _answer(partner: Partner, messages: list[Message], shown: MarkdownStream) ->
     try:
         with contextlib.closing(partner.answer(messages)) as answer, shown:
             for piece in answer:
-                shown.write(piece.text, piece.drafted)
-                pieces.append(piece.text)
+                if piece.text:
+                    shown.write(piece.text, piece.drafted, piece.thought)
+                if not piece.thought:
+                    pieces.append(piece.text)
                 tokens = piece.tokens or tokens
                 if interrupted:
                     raise KeyboardInterrupt
@@ -195,8 +198,8 @@ def _pieces(choice: dict[str, Any]) -> list[Piece]:
     steps = (choice.get("speculation") or {}).get("steps")
     if steps:
         return [Piece(token["text"], token["source"] != "model") for step in steps for token in step["tokens"]]
-    content = choice["delta"].get("content")
-    return [Piece(content)] if content else []
+    told = (("reasoning", True), ("content", False))
+    return [Piece(text, thought=thought) for name, thought in told if (text := choice["delta"].get(name))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class MarkdownStream:
         self._plain = marks_drafts or not redraws
         self._block, self._drawn_s = "", 0.0
         self._live: Live | None = None
+        self._thinks = False
 
     def __enter__(self) -> MarkdownStream:
         return self
@@ -91,8 +92,13 @@ class MarkdownStream:
         else:
             self._end_block()
 
-    def write(self, text: str, drafted: bool = False) -> None:
-        """Some more of it."""
+    def write(self, text: str, drafted: bool = False, thought: bool = False) -> None:
+        """Some more of it; reasoning that comes before it is dim, and apart from it."""
+        if thought or self._thinks:
+            typer.echo(typer.style(text, dim=True) if thought else "\n", nl=not thought)
+            self._thinks = thought
+        if thought:
+            return
         if self._plain:
             typer.echo(typer.style(text, fg="green") if drafted else text, nl=False)
             return

@@ -29,7 +29,8 @@ export class Run {
       this.steps.push(step);
       for (const token of step.tokens) shown.push({ ...token, step: this.steps.length, drafted: step.drafted, accepted: step.accepted });
     }
-    if (!steps.length && added) shown.push({ text: added, source: null, step: null });
+    const text = (choice.delta?.reasoning ?? "") + added; // without reports of steps
+    if (!steps.length && text) shown.push({ text, source: null, step: null });
     if (shown.length && this.first === null) this.first = now;
     if (choice.finish_reason) {
       this.reason = choice.finish_reason;

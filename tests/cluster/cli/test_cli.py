@@ -15,11 +15,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from cluster.cli.chat import ServerPartner
 from cluster.cli.client import RefusedError
+from cluster.http.api import Service
 from decoding.jit import NATIVE
-from tests.cluster.circle import Server
+from tests.cluster.circle import Server, local_engine, save_saying, served
 from tests.cluster.commands import COMMAND, ENVIRONMENT, REPOSITORY, error_line, outrider, outrider_apart
 
 
@@ -132,6 +134,19 @@ def test_chat_takes_documents_and_shows_what_was_drafted(api_server: Server, tmp
     assert run.returncode == 0 and "20 characters, goes before the next question" in run.stdout
     assert "<abcdefg" in run.stdout and "[8 tokens, " in run.stderr
     assert "absent: No such file or directory; give a file of text" in run.stderr
+
+
+def test_chat_shows_reasoning_that_is_no_part_of_the_message(circle_model: Path, tmp_path: Path) -> None:
+    said = ["<think>", "four? ", "</think>", "It is four."]
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}>{# <think> </think> #}"
+    path = save_saying(circle_model, tmp_path / "thinking", said, template)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    with local_engine(path, max_model_len=2048) as engine, served(Service(engine, tokenizer)) as url:
+        run = outrider_apart("chat", "--url", url, text="hi\nagain\n/exit\n")
+        prompts = [tokenizer.decode(job.prompt_ids) for job in engine.jobs]
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("four?") == run.stdout.count("It is four.") == 2 and "<think>" not in run.stdout
+    assert prompts == ["hi>", "hiIt is four.again>"]
 
 
 def test_chat_without_a_server_loads_a_model(circle_model: Path) -> None:
