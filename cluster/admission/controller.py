@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from cluster.admission.rate_limits import BUSY_S, Account, Rates, Take, rates_of, too_many
 from cluster.admission.tenancy import Caller, Tenancy
 from cluster.http.errors import ApiError
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.openai import CompletionFields
 from cluster.serving.generation import Deadline, Job, Listener
 from configs.schema import Config
 from configs.server_checks import allowed_names
@@ -216,7 +216,7 @@ class AdmissionController:
         """What the answer says of the limits of its key."""
         return ticket.account.headers(ticket.rates, time.monotonic())
 
-    def admit(self, jobs: Sequence[Job], body: ChatCompletionRequest | CompletionRequest) -> AdmittedRequest:
+    def admit(self, jobs: Sequence[Job], body: CompletionFields) -> AdmittedRequest:
         """The jobs of the request that is being answered in this task, ``n`` of each prompt side by side, if it may have them.
 
         Raises:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.admission.controller import CURRENT, AdmissionController, Ticket
 from cluster.http.errors import ApiError
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/compare"})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _CLOSE = {"Connection": "close"}

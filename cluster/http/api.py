@@ -21,15 +21,18 @@ from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import AnswerBuilder
 from cluster.http.answers.predicted import Predicted
 from cluster.http.answers.respond import Form, respond
+from cluster.http.answers.responses import ResponseBuilder, respond_items
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.compare import Baseline, CompareService, Comparison
 from cluster.http.documents import Authorization, SessionId
+from cluster.http.errors import ApiError, renamed_errors
 from cluster.http.job_planner import Answering
 from cluster.http.playground import add_playground
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from cluster.http.text_api import TextService, Tokens
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.responses import ResponsesRequest
 from cluster.observe.audit import Auditor
 from cluster.observe.metrics import MetricsService
 from cluster.serving.cache_port import CacheAdminPort
@@ -113,7 +116,7 @@ class Service:
         self, body: ChatCompletionRequest, authorization: Authorization = None, session_id: SessionId = None
     ) -> Response:
         """The assistant's next message."""
-        planner = await self._answering.planner("chatcmpl", body, authorization, session_id)
+        planner = await self._answering.planner("chatcmpl-", body, authorization, session_id)
         planned = await planner.chat(body)
         reasoning, calls = planner.reads(body, self._token_bytes)
         form = Form(
@@ -130,11 +133,32 @@ class Service:
         self.metrics.asked(body.n or 1, body.model)
         return await respond(answer, self._answering.generation(self._engine, admitted, body.n or 1), form)
 
+    async def response(
+        self, body: ResponsesRequest, authorization: Authorization = None, session_id: SessionId = None
+    ) -> Response:
+        """The items that follow the input: reasoning, a message, calls of functions."""
+        planner = await self._answering.planner("resp_", body, authorization, session_id)
+        with renamed_errors():
+            planned = await planner.chat(body.chat)
+            reasoning, calls = planner.reads(body.chat, self._token_bytes)
+            form = Form(bool(body.stream), reasoning=reasoning, calls=calls, shape=self._guard.shape(body))
+            admitted = self.admission.admit(planned, body)
+            self.metrics.asked(1, body.model)
+            answer = ResponseBuilder(planner.answer_id, body, planner.info)
+            return await respond_items(answer, self._answering.generation(self._engine, admitted), form)
+
+    async def embeddings(self, authorization: Authorization = None) -> Response:
+        """Refused, with what to do instead. Raises ``ApiError`` (404, as vLLM)."""
+        self._tenancy.tenant_of(authorization)
+        info = await self._answering.model()
+        message = f"the model {info.served_name!r} generates text and does not support the Embeddings API"
+        raise ApiError(404, f"{message}; ask a server of a model made for it", code="not_supported")
+
     async def completion(
         self, body: CompletionRequest, authorization: Authorization = None, session_id: SessionId = None
     ) -> Response:
         """The text that follows each prompt."""
-        planner = await self._answering.planner("cmpl", body, authorization, session_id)
+        planner = await self._answering.planner("cmpl-", body, authorization, session_id)
         admitted = self.admission.admit(await planner.completion(body), body)
         self.metrics.asked(body.n or 1, body.model)
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)
@@ -185,6 +209,8 @@ def create_api(
     app.get("/v1/models/{name:path}", responses=_told(documents.Model))(service.model)
     app.post("/v1/completions", responses=documents.ANSWERS, response_model=None)(service.completion)
     app.post("/v1/chat/completions", responses=documents.ANSWERS, response_model=None)(service.chat)
+    app.post("/v1/responses", responses=documents.RESPONSES, response_model=None)(service.response)
+    app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
     app.post("/tokenize", responses=_told(Tokens), response_model=None)(service.text.tokenize)
     app.post("/detokenize", responses=documents.ERRORS)(service.text.detokenize)
     app.post("/v1/documents/text", responses=documents.ERRORS, openapi_extra=documents.FILE)(service.text.text_of_file)

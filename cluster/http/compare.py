@@ -187,7 +187,7 @@ class CompareService:
         Raises:
             ApiError: the request is refused, or both sides failed: then the error of the accelerated one.
         """
-        planner = await self.answering.planner("cmp", body, authorization, session_id)
+        planner = await self.answering.planner("cmp-", body, authorization, session_id)
         answer_id, info = planner.answer_id, planner.info
         against, other, apart = self._other(body.against)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))

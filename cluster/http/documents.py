@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from cluster.http.answers.openai_shapes import Answer
+from cluster.http.answers.responses import ResponseObject
 from cluster.http.types.strict import MAX_NAME
 
 Authorization = Annotated[str | None, Header(include_in_schema=False)]  # told as the scheme of the whole document
@@ -76,6 +77,13 @@ ANSWERS = ERRORS | {
     200: {
         "model": Answer,
         "description": "The answer; with stream: true, server-sent events, each a chunk as JSON, and [DONE] as the last",
+        "content": {"text/event-stream": {}},
+    }
+}
+RESPONSES = ERRORS | {
+    200: {
+        "model": ResponseObject,
+        "description": "The answer; with stream: true, server-sent events, the last of which holds it",
         "content": {"text/event-stream": {}},
     }
 }

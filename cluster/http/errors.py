@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from cluster.http.types.openai import known_names
+from cluster.http.types.bodies import known_names
+from cluster.http.types.responses import own_name
 from engine.errors import ContextLengthError, QueueFullError, RequestError
 
 _LONGEST = 80  # characters of what a client sent that an error shows
@@ -62,6 +64,18 @@ def api_error(error: Exception) -> ApiError:
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
+@contextlib.contextmanager
+def renamed_errors() -> Iterator[None]:
+    """Has errors about the chat that a request of the Responses API became name the request's own fields."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(own_name(error.field) or "input", error.message) from error
+    except ApiError as error:
+        error.param = own_name(error.param)
+        raise
 
 
 def install(app: FastAPI) -> None:

@@ -77,7 +77,7 @@ class Answering:
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
-        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{prefix}{uuid.uuid4().hex}"
         return Planner(self.threads, self.chat_format, info, answer_id, sharing, self.admission, session)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:

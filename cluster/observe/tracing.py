@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 _NS = 1_000_000_000
 _COUNTED = ("steps", "drafted", "accepted", "cached_tokens")  # of SpecStats
 _EXPORT_TIMEOUT_S = 5.0  # of one batch, and of what is left when the server ends

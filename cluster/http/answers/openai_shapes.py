@@ -260,14 +260,18 @@ def usage_of(generation: Generation) -> Usage:
 
 def _report(choice: Choice, reports: Sequence[StepReport]) -> None:
     """Tells of steps where there are any; else the field is not written."""
-    if not reports:
-        return
+    if reports:
+        choice.speculation = reported(reports)
+
+
+def reported(reports: Sequence[StepReport]) -> Reported:
+    """Steps, as they are told."""
     steps = []
     for report in reports:
         pairs = zip(report.pieces, report.sources, strict=True)
         tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
         steps.append(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
-    choice.speculation = Reported(steps=steps)
+    return Reported(steps=steps)
 
 
 def _called(call: Call) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from engine.text.chat_format import CallForm, Tags
 logger = logging.getLogger(__name__)
 
 # A proxy must not collect chunks before it passes them on.
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 Part = str | Thought | Call  # of an answer
@@ -64,7 +64,7 @@ class Form:
     shape: StreamShape = field(default_factory=StreamShape)  # of a stream
 
 
-class _ChoiceReader:
+class ChoiceReader:
     """One choice while it comes: its reasoning, its text and the calls in it, and what came true of a prediction."""
 
     def __init__(self, form: Form, index: int) -> None:
@@ -111,11 +111,11 @@ class _ChoiceReader:
 async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> Response:
     """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
     choices = range(generation.num_choices)
-    readers = [_ChoiceReader(form, index) for index in choices]
+    readers = [ChoiceReader(form, index) for index in choices]
     if form.stream:
         await generation.__aenter__()
         events = _events(answer, generation, readers, form)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
     pieces: list[list[Part]] = [[] for _ in choices]
     reasons: list[Any] = [None for _ in choices]
     logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
@@ -128,12 +128,12 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
             logprobs[index] += output.logprobs or ()
             if output.report is not None:
                 reports[index].append(output.report)
-    whole = answer.whole(pieces, reasons, logprobs, _usage(generation, readers), reports)
+    whole = answer.whole(pieces, reasons, logprobs, usage_so_far(generation, readers), reports)
     return Response(whole.to_json(), media_type="application/json")
 
 
 async def _events(
-    answer: AnswerBuilder, generation: Generation, readers: Sequence[_ChoiceReader], form: Form
+    answer: AnswerBuilder, generation: Generation, readers: Sequence[ChoiceReader], form: Form
 ) -> AsyncIterator[str]:
     """The server-sent events of a started generation. A failure is an event with the error, and no ``[DONE]`` follows it."""
     include_usage, shape = form.include_usage, form.shape
@@ -163,10 +163,10 @@ async def _events(
             for chunk in chunks:
                 if chunk is not None:
                     if form.reports_usage:
-                        chunk.usage = _usage(generation, readers)
+                        chunk.usage = usage_so_far(generation, readers)
                     yield shape.pad(chunk.to_event(include_usage))
         if include_usage:
-            yield shape.pad(answer.usage(_usage(generation, readers)).to_event(include_usage))
+            yield shape.pad(answer.usage(usage_so_far(generation, readers)).to_event(include_usage))
         yield "data: [DONE]\n\n"
     except Exception as error:
         logger.exception("a stream broke off")
@@ -176,7 +176,7 @@ async def _events(
         await generation.__aexit__()
 
 
-def _usage(generation: Generation, readers: Sequence[_ChoiceReader]) -> Usage:
+def usage_so_far(generation: Generation, readers: Sequence[ChoiceReader]) -> Usage:
     usage = usage_of(generation)
     matches = [reader.match for reader in readers if reader.match is not None]
     reasoned = [reader.reasoned.count for reader in readers if reader.reasoned is not None]

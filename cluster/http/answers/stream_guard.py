@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.http.errors import ApiError
-from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.openai import CompletionFields
 from configs.slices import ServerOptions
 from decoding.step_output import StepOutput, merge_outputs
 
@@ -103,7 +103,7 @@ class StreamGuard:
         self._period_s = server.stream_period_s if guard in ("cadence", "both") else None
         self._pads, self._is_on = guard in ("pad", "both"), guard != "none"
 
-    def shape(self, body: ChatCompletionRequest | CompletionRequest) -> StreamShape:
+    def shape(self, body: CompletionFields) -> StreamShape:
         """How the answer to a request leaves. ``stream_options.include_obfuscation`` decides on the padding, where it is there.
 
         Raises:

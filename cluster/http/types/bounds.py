@@ -9,8 +9,11 @@ from pydantic import TypeAdapter
 
 from cluster.http.compare import CompareRequest
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cluster.http.types.responses import ResponsesRequest
 
-BODIES: tuple[Any, ...] = (ChatCompletionRequest, CompletionRequest, CompareRequest, TokenizeRequest, DetokenizeRequest)
+BODIES: tuple[Any, ...] = (
+    ChatCompletionRequest, CompletionRequest, ResponsesRequest, CompareRequest, TokenizeRequest, DetokenizeRequest,
+)  # fmt: skip
 
 
 class UnboundedError(TypeError):

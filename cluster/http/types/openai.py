@@ -5,8 +5,7 @@ A parameter that is not honoured is an error, see ``cluster.http.types.strict``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -370,32 +369,6 @@ class DetokenizeRequest(Strict):
 
     model: Name | None = None
     tokens: TokenIds
-
-
-BODIES: dict[str, type[Strict]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}  # by the end of the path that they are sent to
-
-
-def known_names(url_path: str, path: Sequence[int | str]) -> list[str]:
-    """The names a field at ``path`` of a request to ``url_path`` may have."""
-    kinds = (kind for ending, kind in BODIES.items() if url_path.endswith(ending))
-    kind: type[Strict] = next(kinds, CompletionRequest)
-    for step in path[:-1]:
-        found = kind.model_fields.get(step) if isinstance(step, str) else None
-        kind = (None if found is None else _model_in(found.annotation)) or kind
-    return [*(field.alias or name for name, field in kind.model_fields.items()), *kind.NO_OPS]
-
-
-def _model_in(annotation: Any) -> type[Strict] | None:
-    """The kind of objects that a field holds, alone or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, Strict):
-        return annotation
-    inner = (_model_in(argument) for argument in get_args(annotation))
-    return next((kind for kind in inner if kind is not None), None)
 
 
 def _token_ids(value: Any) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cluster.http.types import bounds
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
+from cluster.http.types.responses import ResponsesRequest
 from cluster.http.types.strict import Strict
 from tests.cluster.circle import CHAT, TEXT
 
@@ -29,6 +30,9 @@ MANY = 60_000
         (CompletionRequest, TEXT | {"structured_outputs": {"choice": [1] * MANY}}),
         (CompletionRequest, TEXT | {"structured_outputs": {f"name {number}": 1 for number in range(MANY)}}),
         (DetokenizeRequest, {"tokens": [-1] * MANY}),
+        (ResponsesRequest, {"model": "circle", "input": [5] * MANY}),
+        (ResponsesRequest, {"model": "circle", "input": [{"role": "user", "content": [7] * MANY}]}),
+        (ResponsesRequest, {"model": "circle", "input": "hi", "tools": [{}] * MANY}),
     ],
 )
 def test_a_list_of_wrong_items_makes_few_errors(kind: type[Strict], body: dict[str, Any]) -> None:

@@ -109,6 +109,15 @@ def test_streams_of_the_client(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in texts) == "tuvw."
 
 
+def test_responses_of_the_client(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "circle", "input": MESSAGES, "max_output_tokens": LAP, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert (whole.output_text, whole.status) == (CIRCLE, "incomplete")
+    events = list(client.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == CIRCLE
+    assert events[-1].type == "response.incomplete" and events[-1].response.usage == whole.usage
+
+
 def test_tokens_flow_while_the_rest_is_computed(client: OpenAI, api_server: Server) -> None:
     stream = client.completions.create(model="circle", prompt="<", max_tokens=600, stream=True, extra_body={"ignore_eos": True})
     first = next(iter(stream))

@@ -1,0 +1,228 @@
+"""Answers in the shapes of OpenAI's Responses API: one object, or the events by which it comes to be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Literal
+
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel
+
+from cluster.http import errors
+from cluster.http.answers.openai_shapes import Reported, Usage, reported
+from cluster.http.answers.reasoning import Thought
+from cluster.http.answers.respond import STREAM_HEADERS, ChoiceReader, Form, Part, usage_so_far
+from cluster.http.answers.tool_calls import Call
+from cluster.http.types.responses import ResponsesRequest, told
+from cluster.serving.generation import Generation
+from decoding.request import FinishReason, StepReport
+from engine.loading.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+Ending = Literal["completed", "incomplete", "failed"]
+
+
+class ResponseObject(BaseModel):
+    """An answer, as the OpenAPI document tells of it; there are more fields than these."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int  # seconds since 1970
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    lossless: bool  # as in chats
+    output: list[Item]  # of type reasoning, message and function_call
+    incomplete_details: dict[str, str] | None
+    error: dict[str, str] | None
+    usage: dict[str, Any] | None
+    speculation: Reported | None = None  # the steps that it comes from, where the request asks for them
+
+
+class ResponseBuilder:
+    """Builds one answer, part by part. What it gives are the events of the parts; who does not stream leaves them."""
+
+    def __init__(self, answer_id: str, body: ResponsesRequest, info: ModelInfo) -> None:
+        """
+        Args:
+            answer_id: what the client sees, and what its texts are deleted by.
+            body: of the request.
+            info: the model.
+        """
+        self._fields = {
+            "id": answer_id, "object": "response", "created_at": int(time.time()), "model": info.served_name,
+            "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **told(body),
+        }  # fmt: skip
+        self._output: list[Item] = []
+        self._is_open = False  # the last of the output goes on
+        self._texts: list[str] = []  # of the open item
+        self._number = 0  # of the next event
+        self._reports: list[StepReport] = []
+
+    def response(self, status: str, usage: Usage | None = None, error: errors.ApiError | None = None) -> Event:
+        """The answer as it is."""
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        failure = None if error is None else {"code": "server_error", "message": error.body()["error"]["message"]}
+        whole = {**self._fields, "status": status, "error": failure, "incomplete_details": reason, "output": list(self._output)}
+        if self._reports:
+            whole["speculation"] = reported(self._reports).model_dump()
+        return {**whole, "usage": None if usage is None else _usage(usage)}
+
+    def begin(self) -> Iterator[Event]:
+        """The first events."""
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self.response("in_progress"))
+
+    def report(self, step: StepReport | None) -> None:
+        """Takes in what a step reports, if anything."""
+        if step is not None:
+            self._reports.append(step)
+
+    def push(self, part: Part) -> Iterator[Event]:
+        """The events of the next part."""
+        if isinstance(part, Call):
+            yield from self._end_item("completed")
+            yield from self._call(part)
+            return
+        kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
+        if not self._is_open or self._output[-1]["type"] != kind:
+            yield from self._end_item("completed")
+            yield from self._begin_item(kind)
+        self._texts.append(text)
+        name = "reasoning_text" if kind == "reasoning" else "output_text"
+        extra: Event = {} if kind == "reasoning" else {"logprobs": []}
+        yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text, **extra)
+
+    def tick(self) -> Iterator[Event]:
+        """An event where there is nothing new."""
+        if self._is_open:
+            yield from self.push(Thought("") if self._output[-1]["type"] == "reasoning" else "")
+        else:
+            yield self._event("response.in_progress", response=self.response("in_progress"))
+
+    def end(self, ending: Ending, usage: Usage | None, error: errors.ApiError | None = None) -> Iterator[Event]:
+        """The last events. An answer without anything is a message without text."""
+        if not self._output and ending != "failed":
+            yield from self._begin_item("message")
+        yield from self._end_item("completed" if ending == "completed" else "incomplete")
+        yield self._event(f"response.{ending}", response=self.response(ending, usage, error))
+
+    def _begin_item(self, kind: str) -> Iterator[Event]:
+        name = {"reasoning": "rs", "message": "msg"}[kind]
+        item: Item = {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", "content": []}
+        extra: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item |= extra
+        self._output.append(item)
+        self._is_open, self._texts = True, []
+        yield self._event("response.output_item.added", output_index=self._place()["output_index"], item=dict(item))
+        yield self._event("response.content_part.added", **self._place(), content_index=0, part=_content(kind, ""))
+
+    def _end_item(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        item, text = self._output[-1], "".join(self._texts)
+        kind, part = item["type"], _content(item["type"], text)
+        name = "reasoning_text" if kind == "reasoning" else "output_text"
+        extra: Event = {} if kind == "reasoning" else {"logprobs": []}
+        item |= {"status": status, "content": [part]}
+        self._is_open = False
+        yield self._event(f"response.{name}.done", **self._place(), content_index=0, text=text, **extra)
+        yield self._event("response.content_part.done", **self._place(), content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=self._place()["output_index"], item=dict(item))
+
+    def _call(self, call: Call) -> Iterator[Event]:
+        item: Item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        self._output.append(item | {"arguments": call.arguments, "status": "completed"})
+        index, name = self._place()["output_index"], "response.function_call_arguments"
+        begun = item | {"arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"{name}.delta", **self._place(), delta=call.arguments)
+        yield self._event(f"{name}.done", **self._place(), name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=index, item=self._output[-1])
+
+    def _place(self) -> Event:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+async def respond_items(answer: ResponseBuilder, generation: Generation, form: Form) -> Response:
+    """Starts the generation, of one choice, and answers with it; as ``respond`` does."""
+    reader = ChoiceReader(form, 0)
+    if form.stream:
+        await generation.__aenter__()
+        return StreamingResponse(
+            _events(answer, generation, reader, form), media_type="text/event-stream", headers=STREAM_HEADERS
+        )
+    ending: Ending = "completed"
+    async with generation:
+        async for _, output in generation.outputs():
+            answer.report(output.report)
+            for part in reader.read(output):
+                list(answer.push(part))
+            if output.finish_reason is FinishReason.LENGTH:
+                ending = "incomplete"
+    *_, last = answer.end(ending, usage_so_far(generation, [reader]))
+    return Response(_json(last["response"]), media_type="application/json")
+
+
+async def _events(answer: ResponseBuilder, generation: Generation, reader: ChoiceReader, form: Form) -> AsyncIterator[str]:
+    """The server-sent events of a started generation; a failure is the last of them."""
+    outputs = form.shape.outputs(generation.outputs(), 1)
+    ending: Ending = "completed"
+    try:
+        for event in answer.begin():
+            yield form.shape.pad(_sent(event))
+        async for _, output in outputs:
+            answer.report(output.report)
+            parts: Sequence[Part] = reader.read(output)
+            events = [event for part in parts for event in answer.push(part)]
+            if output.finish_reason is FinishReason.LENGTH:
+                ending = "incomplete"
+            if not events and form.shape.has_period:
+                events = list(answer.tick())
+            for event in events:
+                yield form.shape.pad(_sent(event))
+        for event in answer.end(ending, usage_so_far(generation, [reader])):
+            yield form.shape.pad(_sent(event))
+    except Exception as error:
+        logger.exception("a stream broke off")
+        for event in answer.end("failed", usage_so_far(generation, [reader]), errors.api_error(error)):
+            yield form.shape.pad(_sent(event))
+    finally:
+        await outputs.aclose()
+        await generation.__aexit__()
+
+
+def _sent(event: Event) -> str:
+    return f"event: {event['type']}\ndata: {_json(event)}\n\n"
+
+
+def _json(value: Event) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _content(kind: str, text: str) -> Event:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> Event:
+    details = usage.completion_tokens_details
+    found: Event = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": (details.reasoning_tokens if details else None) or 0},
+        "total_tokens": usage.total_tokens,
+    }
+    return found if usage.energy_joules is None else found | {"energy_joules": usage.energy_joules}
