@@ -25,10 +25,10 @@ from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
 from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo
-from engine.loading.progress import tell
 from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
+from engine.measures.progress import tell
 from engine.measures.strategy_counts import CountsByStrategy, StrategyCounts
 from engine.planner import StepPlanner
 from engine.scheduling.placement import SlotPlacement

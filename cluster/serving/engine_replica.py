@@ -17,7 +17,7 @@ from cluster.serving.membership import MembershipClient, MembershipOptions, node
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.tree import Int32Array
 from engine.errors import QueueFullError, RequestError
-from engine.loading.progress import tell
+from engine.measures.progress import tell
 
 if TYPE_CHECKING:
     from actors.ranks import Ranks

@@ -44,7 +44,12 @@ def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"]
     Raises:
         ModelLoadError: with how much it needs.
     """
-    need, free = _bytes(files, dtype), free_bytes()
+    refuse_more_than_free(path, _bytes(files, dtype))
+
+
+def refuse_more_than_free(path: str, need: int) -> None:
+    """As ``refuse_too_large``, of a model the bytes of whose weights are known."""
+    free = free_bytes()
     if need > free:
         raise ModelLoadError(
             f"model {path!r} needs {need / 2**30:.1f} GiB for its weights, and {free / 2**30:.1f} GiB of memory are free: "

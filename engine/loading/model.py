@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +23,13 @@ from configs.slices import ModelOptions
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.loading.gguf import load_gguf_config, load_gguf_model
-from engine.loading.memory import refuse_too_large
+from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import ModelInfo
+from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
+
+logger = logging.getLogger(__name__)
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
 _KEPT_LAYERS = {"full_attention", "sliding_attention"}
@@ -104,26 +108,50 @@ def load_weights(
 
     Args:
         path: as in ``ModelOptions``.
-        dtype: of the weights; auto: as the checkpoint says, bfloat16 for a GGUF file.
+        dtype: of the weights; auto: as the checkpoint says, bfloat16 for a GGUF file. Quantized ones are dequantized to it on a
+            CPU, and stay what they are on a GPU.
         attention: transformers' ``attn_implementation``.
         device: where it goes; the CPU when absent.
 
     Raises:
-        ModelLoadError: no such model, a broken checkpoint, or one that does not fit into memory.
+        ModelLoadError: no such model, a broken checkpoint, one that does not fit into memory, or weights in a format that the
+            device cannot use.
     """
     files = find_files(path)
-    if device is None or device.type == "cpu":
-        refuse_too_large(path, files, dtype)
+    config = None if is_gguf(files) else load_config(path)
+    quantization = None if config is None else quantization_of(config)
+    on_cpu = device is None or device.type == "cpu"
     try:
+        if config is not None and quantization is not None and on_cpu:
+            return _dequantized(QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype), path, attention)
+        if on_cpu:
+            refuse_too_large(path, files, dtype)
         if is_gguf(files):
             model = load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention)
         else:
-            model = AutoModelForCausalLM.from_pretrained(files, dtype=dtype, attn_implementation=attention)
-        return model if device is None else model.to(device)
+            if quantization is not None:
+                refuse_unusable(path, quantization, on_cpu)
+            placed = {} if quantization is None else {"device_map": {"": device}}  # where the package's kernels are
+            model, found = AutoModelForCausalLM.from_pretrained(
+                files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
+            )
+            refuse_missing(path, found)
+        return model if device is None or quantization is not None else model.to(device)
     except ModelLoadError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+
+
+def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str) -> PreTrainedModel:
+    """A model with quantized weights, in 16 bits on the CPU. Raises ``ModelLoadError`` as ``load_weights``."""
+    refuse_more_than_free(path, checkpoint.bytes)
+    logger.warning(
+        "model %r is quantized with %s: dequantized to %s for the CPU, %.2f GiB instead of %.2f",
+        path, checkpoint.method, str(checkpoint.dtype).removeprefix("torch."), checkpoint.bytes / 2**30,
+        checkpoint.stored_bytes / 2**30,
+    )  # fmt: skip
+    return checkpoint.load(attention)
 
 
 def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
@@ -216,7 +244,8 @@ def model_revision(model: PreTrainedModel) -> str:
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     whole = sum(tensor.nbytes for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
-    for name, tensor in model.named_parameters():
+    quantized = getattr(model, "hf_quantizer", None) is not None  # by some packages into buffers
+    for name, tensor in (*model.named_parameters(), *(model.named_buffers() if quantized else ())):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         flat = tensor.detach().reshape(-1)
         chosen = flat if whole else flat[:: max(1, len(flat) // _SAMPLES)]

@@ -27,6 +27,7 @@ PARTS: dict[str, Part] = {
     "energy": Part("energy:measure", "first", 35.0),
     "shares": Part("shares:measure", "first", 20.0),
     "profile": Part("profile:measure", "first", 25.0),
+    "quantized": Part("quantized:measure", "first", 40.0),
 }
 SIZES = ("8b", "7b", "1b", "13b", "tiny")  # keys of ``models.SIZES``, which only workers import
 KINDS = ("graphs", "strict", "eager", "compiled")

@@ -34,7 +34,7 @@ from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
 from engine.loading.model_files import FETCHED, PACKAGED_MODELS
-from engine.loading.progress import PROGRESS_VARIABLE, told
+from engine.measures.progress import PROGRESS_VARIABLE, told
 
 APPLICATION = "outrider"
 NAMESPACE = "outrider"
