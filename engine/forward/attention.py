@@ -7,7 +7,7 @@ sequence and its own ancestors. Nothing of the model is changed or copied.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -19,8 +19,9 @@ from engine.forward.cpu.row_attention import RowAttention, RowStep
 from engine.kv.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
-# Arguments by which a model asks for attention that this function does not compute: sinks, learned biases, chosen keys.
-_UNSUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
+# Arguments by which a model asks for attention that this function does not compute: learned biases, chosen keys.
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
+Range = tuple[int | None, int | None]  # the window and the chunk of a layer
 
 
 class Attending(Protocol):
@@ -29,7 +30,7 @@ class Attending(Protocol):
     windows: dict[int, int | None]  # of the layers that called, by index
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Stores the new keys and values of a layer and attends to what each row sees: [1, rows, heads, head_dim]."""
+        """Stores the new keys and values of a layer and attends to what each row sees: [1, rows, heads, value_dim]."""
         ...
 
 
@@ -63,8 +64,8 @@ class StepContext:
         self._step: RowStep | None = None
         self.positions, self._dtype = positions, dtype
         self.rows = len(batch.token_ids)
-        self._masks: dict[tuple[int, int | None, int, bool], torch.Tensor | None] = {}
-        self._seen: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, Range, int, bool], torch.Tensor | None] = {}
+        self._seen: dict[tuple[int, int, Range], torch.Tensor] = {}
         self.windows: dict[int, int | None] = {}  # of the layers that called, by index
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -75,52 +76,56 @@ class StepContext:
                 self._step = RowStep(self._compiled, self.segments, self.positions)
             return self._step.attend(call)
         query = call.query
-        output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+        output = query.new_empty(1, query.shape[2], query.shape[1], call.value.shape[3])
         if query.shape[2] > self.rows:
             output[:, self.rows :] = 0
-        attend = _attend_by_row if self._by_row else _attend if call.softcap is None else _attend_capped
+        plain = call.softcap is None and call.sinks is None
+        attend = _attend_by_row if self._by_row else _attend if plain else _attend_written_out
         for segment in self.segments:
             rows, at = slice(segment.offset, segment.offset + segment.rows), segment.end - segment.rows
             kept = self.cache.write(call.layer, segment.slot, at, call.key[0, :, rows], call.value[0, :, rows])
             output[:, rows] = attend(self, segment, call, query[:, :, rows], kept[0][None], kept[1][None])
         return output
 
-    def seen(self, segment: Segment, row: int, window: int | None) -> torch.Tensor:
+    def seen(self, segment: Segment, row: int, within: Range) -> torch.Tensor:
         """The entries of the slot that a row of a segment sees, in the order of the text: int64 on the device."""
-        key = segment.offset, row, window
+        key = segment.offset, row, within
         if key not in self._seen:
             own = torch.arange(len(segment.before) + row + 1)
             if segment.mask is not None:
                 own = torch.from_numpy(segment.mask[row].nonzero()[0])
             entries = torch.cat([torch.arange(segment.start), segment.start + own])
-            if window is not None:  # positions rise by one from entry to entry: each row sees a path
+            window, chunk = within  # positions rise by one from entry to entry: each row sees a path, up to itself
+            if chunk is not None:
+                entries = entries[(len(entries) - 1) // chunk * chunk :]
+            if window is not None:
                 entries = entries[-window:]
             self._seen[key] = entries.to(self.positions.device)
         return self._seen[key]
 
-    def mask(self, segment: Segment, window: int | None, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
+    def mask(self, segment: Segment, within: Range, repeats: int = 1, explicit: bool = False) -> torch.Tensor | None:
         """Additive mask [repeats * rows, end] of a segment; None where a row sees everything or plain causality holds.
 
         Args:
             segment: of the batch.
-            window: a row sees only keys less than this many positions before it (sliding-window layers).
+            within: a row sees only keys less than so many positions before it, and only those of its chunk of positions.
             repeats: how often the mask stands below itself.
             explicit: plain causality of several rows is a mask as well.
         """
-        if window is not None and segment.end <= window:
-            window = None
-        key = (segment.offset, window, repeats, explicit)
+        window, chunk = (None if size is None or segment.end <= size else size for size in within)
+        key = (segment.offset, (window, chunk), repeats, explicit)
         if key not in self._masks:
             if repeats == 1:
-                self._masks[key] = self._build(segment, window, explicit)
+                self._masks[key] = self._build(segment, window, chunk, explicit)
             else:
-                once = self.mask(segment, window, 1, explicit)
+                once = self.mask(segment, (window, chunk), 1, explicit)
                 self._masks[key] = None if once is None else once.repeat(repeats, 1)
         return self._masks[key]
 
-    def _build(self, segment: Segment, window: int | None, explicit: bool) -> torch.Tensor | None:
+    def _build(self, segment: Segment, window: int | None, chunk: int | None, explicit: bool) -> torch.Tensor | None:
         start, rows = segment.start, segment.rows
-        if segment.mask is None and window is None and (rows == 1 or (start == 0 and not explicit)):
+        whole = segment.mask is None and window is None and chunk is None
+        if whole and (rows == 1 or (start == 0 and not explicit)):
             return None
         device = self.positions.device
         visible = torch.ones(rows, segment.end, dtype=torch.bool, device=device)
@@ -128,10 +133,13 @@ class StepContext:
             visible[:, start:] = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
         else:
             visible[:, start:] = torch.from_numpy(segment.mask).to(device)
-        if window is not None:
+        if window is not None or chunk is not None:
             own = self.positions[segment.offset : segment.offset + rows]
             keys = torch.cat([torch.arange(start, device=device), torch.tensor(segment.before, device=device).long(), own])
-            visible &= own[:, None] - keys[None, :] < window
+            if window is not None:
+                visible &= own[:, None] - keys[None, :] < window
+            if chunk is not None:
+                visible &= own[:, None] // chunk == keys[None, :] // chunk
         return torch.zeros(visible.shape, dtype=self._dtype, device=device).masked_fill_(~visible, float("-inf"))
 
 
@@ -145,6 +153,7 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     tree_step: Attending | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, as transformers asks for it: see ``AttentionCall``.
@@ -153,9 +162,10 @@ def tree_attention(
         module: the attention module; its ``layer_idx`` names the layer.
         attention_mask: absent; visibility comes from ``tree_step``.
         tree_step: the running step.
+        s_aux: a sink for each head.
 
     Returns:
-        [1, rows, heads, head_dim], and None for the weights.
+        [1, rows, heads, value_dim], and None for the weights.
 
     Raises:
         ModelLoadError: the model does not hand ``tree_step`` down, or asks for attention of another kind.
@@ -166,11 +176,25 @@ def tree_attention(
         )
     if attention_mask is not None:
         raise ModelLoadError(f"{type(module).__name__} masks its attention itself, which tree attention cannot follow")
+    if getattr(module, "is_causal", True) is False:
+        raise ModelLoadError(f"{type(module).__name__} sees what comes behind a token: it is an encoder, and cannot be served")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return tree_step.attend(AttentionCall(layer, query, key, value, scaling, sliding_window, softcap)), None
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ModelLoadError(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads: it cannot be split so")
+    window, chunk = _limits(getattr(module, "config", None), layer, sliding_window)
+    return tree_step.attend(AttentionCall(layer, query, key, value, scaling, window, softcap, chunk, s_aux)), None
+
+
+def _limits(config: Any, layer: int, window: int | None) -> Range:
+    """Window and chunk of a layer. Of some, models tell their masks alone, which are not made here."""
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer < len(kinds) else None
+    if kind == "sliding_attention" and window is None:
+        window = getattr(config, "sliding_window", None)
+    return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
 
 
 def _attend_by_row(
@@ -182,25 +206,33 @@ def _attend_by_row(
     """
     _, heads, rows, size = query.shape
     group, found = heads // keys.shape[1], []
+    sinks = None if call.sinks is None else call.sinks.view(-1, group, 1)
     for row in range(rows):
-        entries = step.seen(segment, row, call.window)
+        entries = step.seen(segment, row, call.within)
         own = query[0, :, row].reshape(-1, group, size)
-        found.append(_eager(call, own, keys[0][:, entries], values[0][:, entries]).reshape(heads, size))
+        found.append(_eager(call, own, keys[0][:, entries], values[0][:, entries], sinks=sinks).reshape(heads, -1))
     return torch.stack(found)[None]
 
 
 def _eager(
-    call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    call: AttentionCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., rows, head_dim], by the operations and in the types of transformers' eager attention, so that half precision rounds
-    alike; only a float64 model has its softmax in float64."""
+    """[..., rows, value_dim], by the operations and in the types of transformers' eager attention, so that half precision rounds
+    alike; only a float64 model has its softmax in float64. Sinks are [kv_heads, rows, 1]: one more key each."""
     scores = torch.matmul(query, keys.transpose(-2, -1)) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-    return torch.matmul(weights, values)
+    return torch.matmul(weights[..., : keys.shape[-2]], values)
 
 
 def _attend(
@@ -213,38 +245,41 @@ def _attend(
     blocks. On a GPU rows behind a context are computed by flash kernels, which take no mask: see
     ``engine.forward.attention_parts``.
     """
-    scaling, window = call.scaling, call.window
+    scaling = call.scaling
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
-    if segment.start > 0 and (window is None or segment.end <= window) and fits(query, keys):
+    whole = all(limit is None or segment.end <= limit for limit in call.within)
+    if segment.start > 0 and whole and fits(query, keys, values):
         if segment.mask is None and rows > 1:
             return attend_causal(query, keys, values, scaling).transpose(1, 2)
         if rows <= MOST_BLOCK_ROWS:
-            own = step.mask(segment, None)
+            own = step.mask(segment, (None, None))
             own = None if own is None else own[:, segment.start :]
             return attend_parts(query, keys, values, segment.start, own, scaling).transpose(1, 2)
-    mask = step.mask(segment, window)
+    mask = step.mask(segment, call.within)
     causal = mask is None and rows > 1
     if group == 1 or causal:
         attended = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
         )
     else:
-        mask = step.mask(segment, window, group)
+        mask = step.mask(segment, call.within, group)
         folded = query.reshape(1, -1, group * rows, size)
         attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-        attended = attended.reshape(1, heads, rows, size)
+        attended = attended.reshape(1, heads, rows, -1)
     return attended.transpose(1, 2)
 
 
-def _attend_capped(
+def _attend_written_out(
     step: StepContext, segment: Segment, call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """As ``_attend``, with bounded scores, which torch's fused attention cannot do."""
+    """As ``_attend``, with bounded scores and sinks, which torch's fused attention cannot do."""
     _, heads, rows, size = query.shape
     group = heads // keys.shape[1]
-    mask = step.mask(segment, call.window, group, explicit=True)
-    return _eager(call, query.reshape(1, -1, group * rows, size), keys, values, mask).reshape(query.shape).transpose(1, 2)
+    mask = step.mask(segment, call.within, group, explicit=True)
+    sinks = None if call.sinks is None else call.sinks.view(-1, group, 1).repeat_interleave(rows, 1)
+    attended = _eager(call, query.reshape(1, -1, group * rows, size), keys, values, mask, sinks)
+    return attended.reshape(1, heads, rows, -1).transpose(1, 2)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)

@@ -26,12 +26,17 @@ _MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8  # of the flash kernels
 _LEAST_CAPABILITY = (8, 0)
 
 
-def fits(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a flash kernel of a GPU takes such inputs, see ``attend_causal``."""
     if not (query.is_cuda and query.dtype == keys.dtype and query.dtype in _HALF):
         return False
     size = query.shape[3]
-    return size % _HEAD_DIM_STEP == 0 and size <= _MOST_HEAD_DIM and keys.shape[3] == size and _has_flash(query.device)
+    return (
+        size % _HEAD_DIM_STEP == 0
+        and size <= _MOST_HEAD_DIM
+        and keys.shape[3] == values.shape[3] == size
+        and _has_flash(query.device)
+    )
 
 
 def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None = None) -> torch.Tensor:

@@ -88,10 +88,17 @@ class AttentionCall:
     layer: int  # its index
     query: torch.Tensor  # [1, heads, rows, head_dim]
     key: torch.Tensor  # [1, kv_heads, rows, head_dim]
-    value: torch.Tensor  # as key
+    value: torch.Tensor  # [1, kv_heads, rows, value_dim]
     scaling: float | None = None  # of the scores; 1 / sqrt(head_dim) when None
     window: int | None = None  # a row sees only keys less than this many positions before it
     softcap: float | None = None  # scores are bounded by it, ``softcap * tanh(score / softcap)``, before they are masked
+    chunk: int | None = None  # a row sees only keys of the chunk of so many positions that it is in
+    sinks: torch.Tensor | None = None  # [heads]: of each head the score of one more key, which has no value
+
+    @property
+    def within(self) -> tuple[int | None, int | None]:
+        """Window and chunk."""
+        return self.window, self.chunk
 
     @property
     def scale(self) -> float:

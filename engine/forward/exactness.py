@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.tree import DraftTree, Int32Array
+from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 
@@ -29,6 +30,10 @@ _TREE_ROWS = 65  # a root and the rows that a request may draft by default
 _MANY = (257, 300)  # rows of a piece of a prompt
 _PIECE = 50
 _LAST = 4  # tokens of the whole model that are computed one by one
+# Part of a row's logits, in the median, that may lie between tree attention and a model's own. In half precision both round, by
+# some hundredths; attention of another kind is off by more, but for models that hardly attend.
+_STRAYING = {torch.float64: 0.02, torch.float32: 0.02}
+_STRAYING_HALF = 0.15
 
 
 @dataclass(slots=True)
@@ -67,6 +72,33 @@ def check(runner: ModelRunner) -> str | None:
     if not found.differing:
         _trees(runner, tokens, found)
     return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
+
+
+@torch.inference_mode()
+def check_attention(runner: ModelRunner) -> str | None:
+    """Computes some tokens with tree attention and with the model's own, as stock ``transformers`` does, on the first layers.
+
+    That finds what a consistent mistake hides from ``check``: positions that a model counts itself, or attention of a kind that
+    is not computed here. What begins beyond these tokens, a window say, it does not see.
+
+    Returns:
+        How far they are apart, for a person; None where it is rounding.
+    """
+    model, count = runner.model, min(_TOKENS, _longest(runner))
+    vocab = int(model.config.get_text_config().vocab_size)
+    tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
+    with first_layers(model):
+        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1)).float()
+        model.set_attn_implementation("eager")
+        try:
+            given = model(input_ids=torch.from_numpy(tokens).long()[None].to(ours.device), use_cache=False)
+        finally:
+            model.set_attn_implementation(TREE_ATTENTION)
+    own = given.logits[0].float()
+    apart = (ours - own).norm(dim=1) / (own - own.mean(1, keepdim=True)).norm(dim=1)
+    straying = float(apart.median())
+    fine = straying <= _STRAYING.get(model.dtype, _STRAYING_HALF)
+    return None if fine else f"logits are off by {straying:.2g} of their size"
 
 
 def _longest(runner: ModelRunner) -> int:
@@ -127,8 +159,8 @@ def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Fou
 
 
 def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.Tensor:
-    """[length, 2, layers, kv_heads, head_dim]: keys and values of the first layers, token by token."""
-    return torch.stack([entries[:layers] for entries in runner.cache.entries(slot, length)]).movedim(3, 0)
+    """[length, layers, kv_heads, head_dim + value_dim]: keys and values of the first layers, token by token."""
+    return torch.cat([entries[:layers] for entries in runner.cache.entries(slot, length)], -1).movedim(2, 0)
 
 
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:

@@ -18,20 +18,13 @@ from engine.forward.cpu.row_model import RowModel
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.loading.memory import free_bytes
+from engine.loading.outline import outline
 from engine.text.grammar import Grammars
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
     """What a model stores per token, by its configuration."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return KVShape(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    return outline(model.config).kv_shape(model.dtype, model.device)
 
 
 class ModelRunner:
@@ -84,10 +77,10 @@ class ModelRunner:
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
-        windows = self._probe(shape)
+        windows = self._probe()
         self._whole = RowModel.over(model, self.cache, windows) if fixed_rows is None else None
 
-    def _probe(self, shape: KVShape) -> dict[int, int | None]:
+    def _probe(self) -> dict[int, int | None]:
         """Runs one row, so that a model that cannot be served fails at start; returns the layers' windows."""
         zero = np.zeros(1, np.int64)
         batch = Batch(zero, zero, (Segment(0, 0, 0, 1, None),), zero, (0,))
@@ -98,22 +91,17 @@ class ModelRunner:
             if isinstance(error, ModelLoadError):
                 raise
             raise ModelLoadError(f"{type(self.model).__name__} cannot be served: a first forward failed: {error}") from error
-        name = type(self.model).__name__
-        layers = range(shape.first_layer, shape.first_layer + shape.layers)
-        skipped = sorted(set(layers) - set(context.windows))
-        if skipped:
-            raise ModelLoadError(f"{name} cannot be served: layers {skipped} do not use attention that can be rolled back")
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
-        pairs = zip(layers, kinds, strict=False)  # a model need not tell the kinds
-        silent = [layer for layer, kind in pairs if kind == "sliding_attention" and context.windows[layer] is None]
-        if silent:
-            raise ModelLoadError(f"{name} cannot be served: layers {silent} do not tell the attention function their window")
         return context.windows
 
     def form(self) -> dict[str, Any]:
         """How forwards are computed, where that changes what they take: as JSON values."""
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
         return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled}
+
+    def _told(self, positions: torch.Tensor) -> dict[str, Any]:
+        """What else a model is given: Llama 4 scales queries by their positions, and takes these from its cache."""
+        scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
+        return {"past_key_values": _Places(positions)} if scales else {}
 
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)
@@ -156,9 +144,25 @@ class ModelRunner:
             use_cache=False,
             logits_to_keep=torch.from_numpy(keep).to(device),
             tree_step=context,
+            **self._told(context.positions),
         )
         logits: torch.Tensor = output.logits[0]
         return logits[: len(logit_rows)] if self.fixed_rows is None else wanted_rows(logits, logit_rows)
+
+
+class _Places:
+    """In place of a cache, for a model that asks one how many tokens are before the first row, and counts rows from there on."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int = 0) -> torch.Tensor:
+        """Of each row, what makes its place in the forward its position."""
+        return self._before
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new ones: attention keeps them."""
+        return keys, values
 
 
 def wanted_rows(logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:

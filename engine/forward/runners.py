@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from configs.slices import EngineOptions
-from engine.errors import ModelLoadError
+from engine.errors import ModelLoadError, one_line
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, tree_attention
 from engine.forward.cuda.static_runner import StaticRunner, has_graphs
@@ -33,8 +33,8 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
         options: of the engine: ``max_running`` slots, ``exact`` and ``compile`` count here.
 
     Raises:
-        ModelLoadError: see ``ModelRunner``; no form is exact; ``rounding`` on a CPU, where nothing is gained by it; or layers are
-            to be compiled and there are no graphs.
+        ModelLoadError: see ``ModelRunner``; its own attention says other things; no form is exact; ``rounding`` on a CPU, where
+            nothing is gained by it; or layers are to be compiled and there are no graphs.
     """
     graphs = has_graphs(model)
     if options.compile and not graphs:
@@ -44,10 +44,14 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
     if options.exact == "rounding":
         if model.device.type == "cpu":
             raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
-        return _made(model, capacity, options, None, graphs)
+        runner = _made(model, capacity, options, None, graphs)
+        _refuse_strays(runner)
+        return runner
     forms = _FORMS[model.device.type]
     for number, rows in enumerate(forms, start=1):
         runner = _made(model, capacity, options, rows, graphs)
+        if number == 1:
+            _refuse_strays(runner)
         fault = exactness.check(runner)
         if fault is None:
             runner.exact = True
@@ -61,6 +65,18 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
             )  # fmt: skip
     advice = " Set engine.exact=rounding, where near-ties may fall either way" if model.device.type != "cpu" else ""
     raise ModelLoadError(f"{type(model).__name__} cannot be served exactly on {model.device}: {fault}.{advice}")
+
+
+def _refuse_strays(runner: ModelRunner) -> None:
+    """Raises ``ModelLoadError`` where a model says other things here than by its own code."""
+    name = type(runner.model).__name__
+    try:
+        fault = exactness.check_attention(runner)
+    except (RuntimeError, TypeError, ValueError) as error:
+        why = "its own attention, to compare with, does not run"
+        raise ModelLoadError(f"{name} cannot be served: {why} ({one_line(error)})") from error
+    if fault is not None:
+        raise ModelLoadError(f"{name} cannot be served: with tree attention it does not say what it says with its own ({fault})")
 
 
 def _made(model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, graphs: bool) -> ModelRunner:

@@ -107,9 +107,7 @@ def thin_modules(model: PreTrainedModel) -> int:
     Some models look in every forward whether to warn of padding, which there is none of, and on a GPU wait for the answer: they
     no longer do.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _unwarned
+    do_not_warn(model)
     replaced: dict[str, torch.nn.Module] = {}
     layers = model.config.get_text_config().num_hidden_layers
     held = {id(module.activation) for module in model.modules() if isinstance(module, RowActivation)}
@@ -126,6 +124,13 @@ def thin_modules(model: PreTrainedModel) -> int:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
     return len(replaced)
+
+
+def do_not_warn(model: PreTrainedModel) -> None:
+    """Has a model not look for padding."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _unwarned
 
 
 def _unwarned(*_: object) -> None:

@@ -25,25 +25,39 @@ class KVShape:
     first_layer: int = 0  # index of the first of the layers, where another process has those before it
     padding: int = 0  # numbers behind those of a head in each entry, which compiled code wants to be whole vectors
     panel: int = 1  # entries whose keys lie side by side, number by number, as compiled code reads them; 1: as values do
+    value_dim: int | None = None  # numbers of a head's value, where they are not as many as those of its key
+    value_padding: int = 0  # as ``padding``
+    ragged: bool = False  # some layers have fewer heads, or smaller ones: the other places stay zeros
 
     @property
     def entry_size(self) -> int:
-        """Numbers of an entry of one head."""
+        """Numbers of a key of one head."""
         return self.head_dim + self.padding
+
+    @property
+    def values(self) -> int:
+        """Numbers of a value of one head, without padding."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value of one head."""
+        return self.values + self.value_padding
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.entry_size * self.dtype.itemsize
+        return self.layers * self.kv_heads * (self.entry_size + self.value_size) * self.dtype.itemsize
 
 
 class SlotLayout(NamedTuple):
     """How the entries of all slots lie in memory, for compiled code."""
 
     layers: int
-    layer_bytes: int  # from one layer to the next
+    layer_entries: int  # from one layer to the next, each of one head
     heads: int  # KV heads
     room: int  # entries of a slot
-    wide: int  # bytes of an entry of one head
+    wide: int  # bytes of a key of one head
+    value_wide: int  # bytes of a value of one head
     panel: int  # entries whose keys lie side by side
     piece: int  # bytes of a key that do
 
@@ -58,19 +72,20 @@ class SlotCache:
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:
         """``capacity`` are the entries of one slot: the longest sequence and the draft rows behind it."""
         self.room = -(-capacity // shape.panel) * shape.panel  # entries of a slot that there is memory for
-        size = (shape.layers, slots, shape.kv_heads, self.room, shape.entry_size)
-        empty = torch.zeros if shape.padding else torch.empty  # what is behind a head's numbers is read
-        self._keys = empty(size, dtype=shape.dtype, device=shape.device)
-        self._values = empty(size, dtype=shape.dtype, device=shape.device)
+        size = (shape.layers, slots, shape.kv_heads, self.room)
+        # What is behind a head's numbers is read.
+        empty = torch.zeros if shape.padding or shape.value_padding or shape.ragged else torch.empty
+        self._keys = empty((*size, shape.entry_size), dtype=shape.dtype, device=shape.device)
+        self._values = empty((*size, shape.value_size), dtype=shape.dtype, device=shape.device)
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
         # [layers, slots, kv_heads, panels, panel, numbers], or pairs of numbers, of keys in panels
         of_pairs = self._keys.view(torch.int32) if shape.dtype == torch.bfloat16 else self._keys
         self._in_panels = of_pairs.view(*size[:3], -1, of_pairs.shape[-1], shape.panel).transpose(-1, -2)
-        wide, layer_bytes = shape.entry_size * shape.dtype.itemsize, self._keys.stride(0) * shape.dtype.itemsize
-        piece = self._in_panels.element_size()
-        self.layout = SlotLayout(shape.layers, layer_bytes, shape.kv_heads, self.room, wide, shape.panel, piece)
+        wide, value_wide = (each * shape.dtype.itemsize for each in (shape.entry_size, shape.value_size))
+        entries, piece = slots * shape.kv_heads * self.room, self._in_panels.element_size()
+        self.layout = SlotLayout(shape.layers, entries, shape.kv_heads, self.room, wide, value_wide, shape.panel, piece)
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -81,23 +96,24 @@ class SlotCache:
             layer: index of the layer.
             slot: of the sequence.
             start: entries that are valid.
-            keys: [kv_heads, rows, head_dim].
-            values: as keys.
+            keys: [kv_heads, rows, head_dim], of a layer that may have fewer and smaller heads than others.
+            values: as keys, or with ``value_dim`` numbers.
 
         Returns:
             Views of keys and values, [kv_heads, start + rows, head_dim].
         """
-        end, at = start + keys.shape[1], layer - self._first
-        size = self.shape.head_dim
-        slot_values = self._values[at, slot, ..., :size]
+        heads, rows, size = keys.shape
+        end, at = start + rows, layer - self._first
+        slot_values = self._values[at, slot, :heads, :, : values.shape[2]]
         slot_values[:, start:end] = values
         if self.shape.panel == 1:
-            slot_keys = self._keys[at, slot, ..., :size]
+            slot_keys = self._keys[at, slot, :heads, :, :size]
             slot_keys[:, start:end] = keys
             return slot_keys[:, :end], slot_values[:, :end]
-        entries = torch.nn.functional.pad(keys, (0, self.shape.padding)).contiguous()
-        self._in_panels[at, slot][:, *self._places(start, end)] = entries.view(self._in_panels.dtype)
-        return self._panel_entries(self._in_panels[at, slot], end), slot_values[:, :end]
+        entries = torch.nn.functional.pad(keys, (0, self.shape.entry_size - size)).contiguous()
+        panels = self._in_panels[at, slot, :heads]
+        panels[:, *self._places(start, end)] = entries.view(self._in_panels.dtype)
+        return self._panel_entries(panels, end)[..., :size], slot_values[:, :end]
 
     def _places(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Panels and places in them of some entries."""
@@ -114,9 +130,8 @@ class SlotCache:
         return self._keys[layer - self._first], self._values[layer - self._first]
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """Of a layer's keys and values, each of [slots, kv_heads, room, entry_size] numbers."""
-        behind = (layer - self._first) * self._keys.stride(0) * self._keys.element_size()
-        return self._keys.data_ptr() + behind, self._values.data_ptr() + behind
+        """Of a layer's keys, [slots, kv_heads, room, entry_size] numbers, and of its values."""
+        return self._keys[layer - self._first].data_ptr(), self._values[layer - self._first].data_ptr()
 
     def compact(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Moves accepted rows together: entry ``start + rows[i]`` becomes entry ``start + i``, in all layers.
@@ -132,8 +147,7 @@ class SlotCache:
             return
         from engine.forward.cpu.native_attention import move_entries  # needs numba, as slots with panels do
 
-        behind = slot * self._keys.stride(1) * self._keys.element_size()
-        keys, values = (entries.data_ptr() + behind for entries in (self._keys, self._values))
+        keys, values = (entries[:, slot].data_ptr() for entries in (self._keys, self._values))
         move_entries(keys, values, self.layout, start, np.array(rows, np.int64))
 
     def place(self, tokens: Int32Array, scope: str | None, free: Sequence[int]) -> tuple[int, int]:
@@ -165,5 +179,5 @@ class SlotCache:
 
     def entries(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of a slot's first entries, [layers, kv_heads, length, head_dim] each: for tests and inspection."""
-        values = self._values[:, slot, :, :length, : self.shape.head_dim].clone()
+        values = self._values[:, slot, :, :length, : self.shape.values].clone()
         return self._panel_entries(self._in_panels[:, slot], length).clone(), values

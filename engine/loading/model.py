@@ -27,12 +27,13 @@ from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import ModelInfo
 from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
+from engine.loading.outline import outline
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 logger = logging.getLogger(__name__)
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
-_KEPT_LAYERS = {"full_attention", "sliding_attention"}
+_KEPT_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
 _SAMPLES = 4096  # elements of each larger tensor that are hashed
 
@@ -160,13 +161,13 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
         raise ModelLoadError(f"model {path!r} is of type {config.model_type!r}, which is not a causal language model")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = architecture.__name__
-    if not getattr(architecture, "_supports_attention_backend", False):
-        raise ModelLoadError(f"{name} cannot be served: its attention does not go through transformers' AttentionInterface")
     text = config.get_text_config()
-    others = set(getattr(text, "layer_types", None) or ()) - _KEPT_LAYERS
-    if getattr(architecture, "_is_stateful", False) or others:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    others = kinds - _KEPT_LAYERS
+    if others or (getattr(architecture, "_is_stateful", False) and not kinds):  # of some kinds of layers only some have a state
         layers = ", ".join(sorted(others)) or "recurrent state"
         raise ModelLoadError(f"{name} cannot be served: it has layers that cannot roll back refused drafts ({layers})")
+    outline(config)
 
 
 def _device(name: str) -> torch.device:

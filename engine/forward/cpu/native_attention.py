@@ -86,14 +86,18 @@ class Layer(ctypes.Structure):
         ("value", ctypes.c_int64),
         ("value_head", ctypes.c_int64),
         ("value_row", ctypes.c_int64),
-        ("output", ctypes.c_int64),  # [rows, heads, head_dim], contiguous
+        ("output", ctypes.c_int64),  # [rows, heads, value_dim], contiguous
         ("keys", ctypes.c_int64),  # of each slot and KV head, panels as those of ``linear``: an entry is an output
-        ("values", ctypes.c_int64),  # [slots, kv_heads, capacity, head_dim], contiguous
+        ("values", ctypes.c_int64),  # [slots, slot_heads, capacity, value_dim], contiguous
         ("capacity", ctypes.c_int64),  # a multiple of ``PANEL``
         ("kv_heads", ctypes.c_int64),
+        ("slot_heads", ctypes.c_int64),  # KV heads that a slot has room for, ``kv_heads`` or more
         ("group", ctypes.c_int64),  # heads that share a KV head
-        ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
+        ("head_dim", ctypes.c_int64),  # of queries and keys, a multiple of ``WIDTH``
+        ("value_dim", ctypes.c_int64),  # of values and outputs, likewise
         ("window", ctypes.c_int64),  # 0 without one
+        ("chunk", ctypes.c_int64),  # a row sees keys of the chunk of positions that it is in; 0 without
+        ("sinks", ctypes.c_int64),  # address of [heads] float32: scores of keys without a value; 0 without
         ("requests", ctypes.c_int64),  # address of ``NativeRows``
         ("num_requests", ctypes.c_int64),
         ("scale", ctypes.c_double),
@@ -187,6 +191,13 @@ def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> 
 
 
 @compiled
+def _first_seen(position: int, layer: Any) -> int:
+    """The least position that a row may see; there may be none below it."""
+    first = position - layer.window + 1 if layer.window else 0
+    return max(first, position // layer.chunk * layer.chunk) if layer.chunk else first
+
+
+@compiled
 def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) -> None:
     """Hides from one row what it must not see; there are the keys from ``low`` on and ``count`` behind ``start``."""
     start = rows.start
@@ -199,12 +210,12 @@ def _hide(scores: Any, row: int, low: int, count: int, rows: Any, layer: Any) ->
     for other in range(first, count):
         if rows.mask == 0 or byte_at(rows.mask + row * count + other) == 0:
             scores[start + other - low] = _HIDDEN
-    if layer.window:
-        position = int_at(rows.positions + (rows.before + row) * 8)
-        for key in range(low, min(start, position - layer.window + 1)):
+    if layer.window or layer.chunk:
+        seen = _first_seen(int_at(rows.positions + (rows.before + row) * 8), layer)
+        for key in range(low, min(start, seen)):
             scores[key - low] = _HIDDEN
         for other in range(count):
-            if position - int_at(rows.positions + other * 8) >= layer.window:
+            if int_at(rows.positions + other * 8) < seen:
                 scores[start + other - low] = _HIDDEN
 
 
@@ -230,11 +241,11 @@ def _weigh(row: Any) -> np.float32:
 @compiled
 def _lowest(rows: Any, layer: Any) -> int:
     """The first key that any row of a request sees, rounded down so that blocks of keys lie alike whatever the window."""
-    if not layer.window:
+    if not layer.window and not layer.chunk:
         return 0
     low = rows.start
     for row in range(rows.before, rows.before + rows.rows):
-        low = min(low, int_at(rows.positions + row * 8) - layer.window + 1)
+        low = min(low, _first_seen(int_at(rows.positions + row * 8), layer))
     return max(low, 0) // PANEL * PANEL
 
 
@@ -293,26 +304,30 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
 
     Place ``p`` is row ``p % rows`` of head ``p // rows`` of the group.
     """
-    size, low = layer.head_dim, _lowest(rows, layer)
+    low = _lowest(rows, layer)
     own = rows.before + rows.rows
     if rows.mask == 0 and first % rows.rows + count <= rows.rows:  # rows of one head: none sees what is behind the last of them
         own = first % rows.rows + count
-    entry = ((rows.slot * layer.kv_heads + head) * layer.capacity + low) * size * bytes_of(like)
+    entry = ((rows.slot * layer.slot_heads + head) * layer.capacity + low) * bytes_of(like)
     num_keys = rows.start + own - low
     padded = (num_keys + PANEL - 1) // PANEL * PANEL
-    queries, mixed = np.empty((count, size), np.float32), np.zeros((count, size), np.float32)
-    scores, shares = scratch[: count * padded].reshape((count, padded)), np.empty(count, np.float32)
+    wide = padded + WIDTH if layer.sinks else padded  # a sink is one more score
+    queries, mixed = np.empty((count, layer.head_dim), np.float32), np.zeros((count, layer.value_dim), np.float32)
+    scores, shares = scratch[: count * wide].reshape((count, wide)), np.empty(count, np.float32)
     _read(queries, count, layer, rows, head, first, like)
     sums = np.empty(TILE_ROWS * PANEL, np.float32)
-    _score_all(queries, sums, layer.keys + entry, num_keys, scores, np.float32(layer.scale), like)
+    _score_all(queries, sums, layer.keys + entry * layer.head_dim, num_keys, scores, np.float32(layer.scale), like)
     if layer.softcap:
         _bound(scores, np.float32(layer.softcap))
     for place in range(count):
         scores[place, num_keys:] = _HIDDEN
-        if own > 1 or layer.window:
+        if layer.sinks:
+            at = layer.sinks + (head * layer.group + (first + place) // rows.rows) * 4
+            scores[place, padded] = largest(load_splat(at))
+        if own > 1 or layer.window or layer.chunk:
             _hide(scores[place], (first + place) % rows.rows, low, own, rows, layer)
         shares[place] = _weigh(scores[place])
-    _mix_all(scores, layer.values + entry, num_keys, mixed, like)
+    _mix_all(scores, layer.values + entry * layer.value_dim, num_keys, mixed, like)
     _write(mixed, shares, layer, rows, head, first, like)
 
 
@@ -328,13 +343,14 @@ def keep_key(source: int, keys: int, entry: int, size: int, like: Any) -> None:
 @compiled
 def _keep(layer: Any, rows: Any, head: int, like: Any) -> None:
     """Stores the new keys and values of one KV head of a request."""
-    wide = layer.head_dim * bytes_of(like)
-    slot, first = (rows.slot * layer.kv_heads + head) * layer.capacity * wide, rows.start + rows.before
+    wide, first = layer.value_dim * bytes_of(like), rows.start + rows.before
+    entry = (rows.slot * layer.slot_heads + head) * layer.capacity
+    keys, values = layer.keys + entry * layer.head_dim * bytes_of(like), layer.values + entry * wide
     for row in range(rows.rows):
         source = layer.key + head * layer.key_head + (rows.offset + row) * layer.key_row
-        keep_key(source, layer.keys + slot, first + row, layer.head_dim, like)
+        keep_key(source, keys, first + row, layer.head_dim, like)
         source = layer.value + head * layer.value_head + (rows.offset + row) * layer.value_row
-        copy_bytes(source, layer.values + slot + (first + row) * wide, wide)
+        copy_bytes(source, values + (first + row) * wide, wide)
 
 
 @compiled
@@ -347,14 +363,15 @@ def move_entries(keys: int, values: int, slots: Any, start: int, rows: Any) -> N
         start: entries before the rows.
         rows: [n] int64.
     """
-    wide, panel, piece = slots.wide, slots.panel, slots.piece
+    wide, value_wide, panel, piece = slots.wide, slots.value_wide, slots.panel, slots.piece
     for part in range(slots.layers * slots.heads):
-        slot = part // slots.heads * slots.layer_bytes + part % slots.heads * slots.room * wide
+        entries = part // slots.heads * slots.layer_entries + part % slots.heads * slots.room
+        own_keys, own_values = keys + entries * wide, values + entries * value_wide
         for row in range(len(rows)):
             entry, to = start + rows[row], start + row
-            copy_bytes(values + slot + entry * wide, values + slot + to * wide, wide)
-            source = keys + slot + entry // panel * panel * wide + entry % panel * piece
-            target = keys + slot + to // panel * panel * wide + to % panel * piece
+            copy_bytes(own_values + entry * value_wide, own_values + to * value_wide, value_wide)
+            source = own_keys + entry // panel * panel * wide + entry % panel * piece
+            target = own_keys + to // panel * panel * wide + to % panel * piece
             for at in range(0, wide * panel, piece * panel):
                 copy_bytes(source + at, target + at, piece)
 

@@ -27,7 +27,7 @@ def laid_out(shape: KVShape) -> KVShape:
     """How the slots of a model lie for compiled code, where there is such code."""
     if not has_kernels(shape.device, shape.dtype):
         return shape
-    return replace(shape, padding=-shape.head_dim % ENTRY_STEP, panel=PANEL)
+    return replace(shape, padding=-shape.head_dim % ENTRY_STEP, value_padding=-shape.values % ENTRY_STEP, panel=PANEL)
 
 
 class RowAttention:
@@ -52,11 +52,11 @@ class RowAttention:
         return RowAttention(cache, Kernel(entry_point(DTYPES[shape.dtype]).address))
 
     def fits(self, call: AttentionCall) -> bool:
-        """Whether a layer's inputs are of the type and the shape of the slots."""
+        """Whether a layer's inputs are of the type of the slots, and have room in them."""
         shape, query, key, value = self.cache.shape, call.query, call.key, call.value
-        entry = (1, shape.kv_heads, query.shape[2], shape.head_dim)
-        sizes = key.shape == entry and value.shape == entry and query.shape[3] == shape.head_dim
-        return sizes and query.dtype == key.dtype == value.dtype == shape.dtype
+        sizes = key.shape[3] == query.shape[3] <= shape.head_dim and value.shape[3] <= shape.values
+        same = key.shape[:3] == value.shape[:3] == (1, key.shape[1], query.shape[2]) and key.shape[1] <= shape.kv_heads
+        return same and sizes and query.dtype == key.dtype == value.dtype == shape.dtype
 
 
 def request_rows(
@@ -100,7 +100,8 @@ class RowStep:
         self._attention = attention
         self._rows, self._kept = request_rows(attention.cache, segments, positions.numpy())
         shape = attention.cache.shape
-        self._layer: Layer = Layer(capacity=attention.cache.room, kv_heads=shape.kv_heads, head_dim=shape.entry_size)
+        self._layer: Layer = Layer(capacity=attention.cache.room, slot_heads=shape.kv_heads)
+        self._layer.head_dim, self._layer.value_dim = shape.entry_size, shape.value_size
         self._layer.requests = ctypes.addressof(self._rows)
         self._layer.num_requests = len(segments)
         self._count = sum(segment.rows for segment in segments)
@@ -109,14 +110,11 @@ class RowStep:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``; rows that are in no segment are zeros."""
         query, key, value = call.query, call.key, call.value
-        job, size = self._layer, query.shape[3]
+        job, size = self._layer, value.shape[3]
         job.scale = call.scale
-        if size < job.head_dim:
-            query, key, value = (torch.nn.functional.pad(each, (0, job.head_dim - size)) for each in (query, key, value))
-        elif any(each.stride(3) != 1 for each in (query, key, value)):  # the elements of a head do not lie side by side
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        query, key, value = _wide(query, job.head_dim), _wide(key, job.head_dim), _wide(value, job.value_dim)
         _, heads, rows, _ = query.shape
-        output = query.new_empty(1, rows, heads, job.head_dim)
+        output = query.new_empty(1, rows, heads, job.value_dim)
         if rows > self._count:
             output[:, self._count :] = 0
         wide = query.element_size()
@@ -124,10 +122,21 @@ class RowStep:
         job.query, job.query_head, job.query_row = query.data_ptr(), of_query[1] * wide, of_query[2] * wide
         job.key, job.key_head, job.key_row = key.data_ptr(), of_key[1] * wide, of_key[2] * wide
         job.value, job.value_head, job.value_row = value.data_ptr(), of_value[1] * wide, of_value[2] * wide
+        job.kv_heads = key.shape[1]
         job.output, job.group = output.data_ptr(), heads // job.kv_heads
-        job.window, job.softcap = call.window or 0, call.softcap or 0.0
+        job.window, job.chunk, job.softcap = call.window or 0, call.chunk or 0, call.softcap or 0.0
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        assert sinks is None or sinks.shape == (heads,), sinks
+        job.sinks = 0 if sinks is None else sinks.data_ptr()
         job.keys, job.values = self._attention.cache.addresses(call.layer)
         job.taken = job.stored = job.blocks = 0
         threads = torch.get_num_threads() if self._pairs * heads >= _WORTH_THREADS else 1
         self._attention.kernel(job, threads)
         return output[..., :size]
+
+
+def _wide(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """With zeros behind each head's, up to ``size``, and a head's side by side."""
+    if numbers.shape[3] < size:
+        return torch.nn.functional.pad(numbers, (0, size - numbers.shape[3]))
+    return numbers if numbers.stride(3) == 1 else numbers.contiguous()

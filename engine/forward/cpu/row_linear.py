@@ -41,8 +41,10 @@ class PanelWeight(torch.Tensor):
     order, which is written back where it was changed in place.
     """
 
-    @staticmethod
-    def of(weight: torch.Tensor) -> PanelWeight:
+    _float32: PanelWeight | None = None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> PanelWeight:
         """The same numbers, [..., outputs, size] of a type in ``DTYPES``, in memory of their own."""
         outputs, size = weight.shape[-2:]
         multiple = STEPS * _pair(weight.dtype)
@@ -86,14 +88,18 @@ class PanelWeight(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.__getitem__ and args[0].dim() > 2 and _is_number(args[1]):
             return super().__torch_function__(func, types, (args[0], int(args[1])), kwargs)
+        if func in _CASTS and args[1:] == (torch.float32,) and not kwargs:  # of a router's weight, in every forward
+            return args[0]._in_float32()
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.nn.functional.linear and type(args[1]) is PanelWeight:
                 return linear(*args, **kwargs)
             if func is torch.nn.functional.embedding and type(args[1]) is PanelWeight:
                 return args[1].rows(args[0])
+            if func in _PRODUCTS and type(args[1]) is TurnedWeight and args[1].dim() == 2:
+                return linear(args[0], args[1])
             if func in _OF_THE_SHAPE:
                 return func(*args, **kwargs)
-            changed = [each for each in args[:1] if type(each) is PanelWeight and _in_place(func)]
+            changed = [each for each in args[:1] if isinstance(each, PanelWeight) and _in_place(func)]
             found = func(*map(_usual, args), **{name: _usual(each) for name, each in kwargs.items()}) if not changed else None
             for weight in changed:
                 usual = weight.plain()
@@ -102,18 +108,45 @@ class PanelWeight(torch.Tensor):
                 found = weight
             return found
 
+    def _in_float32(self) -> PanelWeight:
+        """The same numbers as float32: made once, and kept."""
+        if self.dtype == torch.float32:
+            return self
+        if self._float32 is None:
+            self._float32 = type(self).of(self.plain().float())
+        return self._float32
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Torch's own keeps the shape and not the memory."""
-        memo[id(self)] = copied = _parameter(self.plain())
+        memo[id(self)] = copied = _parameter(self.plain(), type(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """As ``__deepcopy__``."""
-        return _parameter, (self.plain(),)
+        return _parameter, (self.plain(), type(self))
 
 
-def _parameter(weight: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(PanelWeight.of(weight), requires_grad=False)
+class TurnedWeight(PanelWeight):
+    """A matrix, or several, that rows are multiplied with from the left, [..., size, outputs]: it lies as its transpose does.
+
+    What torch says of its shape is that of the memory, [..., outputs, size].
+    """
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> TurnedWeight:
+        """See ``PanelWeight``."""
+        return PanelWeight.of(weight.mT).as_subclass(cls)
+
+    def _write(self, weight: torch.Tensor) -> None:
+        super()._write(weight.mT)
+
+    def plain(self) -> torch.Tensor:
+        """See ``PanelWeight``."""
+        return super().plain().mT
+
+
+def _parameter(weight: torch.Tensor, kind: type[PanelWeight]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(kind.of(weight), requires_grad=False)
 
 
 def _pair(dtype: torch.dtype) -> int:
@@ -126,7 +159,7 @@ def _is_number(index: Any) -> bool:
 
 
 def _usual(value: Any) -> Any:
-    return value.plain() if type(value) is PanelWeight else value
+    return value.plain() if isinstance(value, PanelWeight) else value
 
 
 def _in_place(func: Callable[..., Any]) -> bool:
@@ -134,6 +167,8 @@ def _in_place(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+_CASTS = (torch.Tensor.type, torch.Tensor.to)
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _SAME_KIND = (torch.Tensor.detach, torch.Tensor.requires_grad_)
 _OF_THE_SHAPE = {
     *(getattr(torch.Tensor, name) for name in (
@@ -222,7 +257,8 @@ def row_linears(model: PreTrainedModel) -> int:
         _, (parameter, places) = holders.popitem()
         if all(isinstance(module, _NO_PRODUCTS) for module, _ in places):
             continue
-        panels = _parameter(parameter.detach())
+        turned = all(getattr(module, "is_transposed", False) for module, _ in places) and parameter.dim() == 3
+        panels = _parameter(parameter.detach(), TurnedWeight if turned else PanelWeight)
         for module, name in places:
             setattr(module, name, panels)
         made += 1

@@ -176,7 +176,8 @@ class RowModel:
         size = shape.head_dim * self._model.dtype.itemsize
         job = Layer(query=self._at("query"), query_head=size, query_row=heads * size, output=self._at("mixed"))
         job.keys, job.values = self._cache.addresses(layer)
-        job.capacity, job.kv_heads, job.head_dim = self._cache.room, shape.kv_heads, shape.head_dim
+        job.capacity, job.head_dim, job.value_dim = self._cache.room, shape.head_dim, shape.head_dim
+        job.kv_heads = job.slot_heads = shape.kv_heads
         job.group = heads // shape.kv_heads
         job.window, job.scale = self._windows[layer] or 0, attention.scaling
         return self._keep(job)
@@ -193,6 +194,7 @@ def _is_known(model: PreTrainedModel, cache: SlotCache) -> bool:
     if angles.get("rope_type", "default") not in _ANGLES or angles.get("partial_rotary_factor", 1.0) != 1.0:
         return False
     whole = (config.num_hidden_layers, config.num_key_value_heads, 0) == (shape.layers, shape.kv_heads, shape.first_layer)
+    whole = whole and shape.values == shape.head_dim and not shape.ragged
     if not whole or shape.head_dim % (2 * ENTRY_STEP) or config.hidden_size % ENTRY_STEP:
         return False
     norms, linears = [model.model.norm], [model.lm_head]

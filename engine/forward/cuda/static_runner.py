@@ -22,6 +22,7 @@ from engine.forward.cuda.slot_kernels import kernel_errors
 from engine.forward.cuda.step_buffers import StepBuffers, longest_path
 from engine.forward.runner import ModelRunner, kv_shape, wanted_rows
 from engine.kv.kv_cache import KVShape, SlotCache
+from engine.loading.outline import outline
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ def has_graphs(model: PreTrainedModel) -> bool:
     """Whether steps of a model can be captured: where ``SlotAttention`` is ``available``, for few query heads to a KV head."""
     shape = kv_shape(model)
     group = model.config.get_text_config().num_attention_heads // shape.kv_heads
-    return available(shape) and group <= best_block_rows(shape)
+    plain = outline(model.config).is_plain and not getattr(model.config.get_text_config(), "attn_temperature_tuning", None)
+    return available(shape) and plain and group <= best_block_rows(shape)
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:
@@ -62,6 +64,7 @@ class StaticStep:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``."""
+        assert call.sinks is None and call.chunk is None, call.layer
         self.windows[call.layer], query = call.window, call.query
         output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
         self._attention.attend(call, *self._cache.layer(call.layer), self.buffers.step_rows, output)

@@ -96,7 +96,7 @@ def test_refuses_entries_that_are_not_those_of_the_rows() -> None:
 def test_nothing_fits_on_a_processor() -> None:
     for dtype in TOLERANCE:
         query, keys, _ = tensors(np.random.default_rng(4), 1, 1, 2, dtype, "cpu")
-        assert not fits(query, keys)
+        assert not fits(query, keys, keys)
 
 
 @pytest.mark.gpu
@@ -104,8 +104,8 @@ def test_what_fits_on_a_gpu() -> None:
     for dtype in TOLERANCE:
         query, keys, _ = tensors(np.random.default_rng(4), 1, 1, 2, dtype, "cuda")
         half = dtype in (torch.bfloat16, torch.float16)
-        assert fits(query, keys) == (half and torch.cuda.get_device_capability() >= (8, 0))
-        assert not fits(query[..., :12], keys[..., :12])
+        assert fits(query, keys, keys) == (half and torch.cuda.get_device_capability() >= (8, 0))
+        assert not fits(query[..., :12], keys[..., :12], keys[..., :12])
 
 
 def by_segment(runner: ModelRunner, batch: Batch) -> StepContext:
@@ -142,7 +142,7 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
     expected = logits()
     counted("attend_parts")
     counted("attend_causal")
-    monkeypatch.setattr(attention, "fits", lambda query, keys: True)
+    monkeypatch.setattr(attention, "fits", lambda query, keys, values: True)
     for ours, plain in zip(logits(), expected, strict=True):
         assert torch.allclose(ours, plain, atol=1e-10, rtol=0)
     layers = model.runner.model.config.num_hidden_layers
@@ -151,7 +151,7 @@ def test_a_model_in_parts_gives_the_logits_of_the_masked_path(family: str, monke
 
 def test_large_trees_keep_the_masked_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "_context", by_segment)
-    monkeypatch.setattr(attention, "fits", lambda query, keys: True)
+    monkeypatch.setattr(attention, "fits", lambda query, keys, values: True)
     monkeypatch.setattr(attention, "attend_parts", lambda *args: pytest.fail("a block of too many rows"))
     monkeypatch.setattr(attention, "MOST_BLOCK_ROWS", 8)
     assert MOST_BLOCK_ROWS > 64

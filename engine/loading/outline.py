@@ -1,0 +1,150 @@
+"""What a model's layers ask of attention and how many weights it has, from its configuration alone.
+
+The stock model is built without memory, on torch's meta device, and computes one row: what its attention is called with tells
+more than any list of names, and in a fraction of a second, before weights are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from engine.errors import ModelLoadError, first_line
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.batch import AttentionCall
+from engine.forward.thin_modules import do_not_warn
+from engine.kv.kv_cache import KVShape
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutline:
+    """What one layer asks of its attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int  # numbers of a query and of a key
+    value_dim: int  # numbers of a value
+    window: int | None
+    chunk: int | None
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without its weights."""
+
+    layers: tuple[LayerOutline, ...]
+    parameters: int
+
+    def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
+        shapes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in self.layers}
+        kv_heads, head_dim, value_dim = (max(sizes) for sizes in zip(*shapes, strict=True))
+        return KVShape(
+            len(self.layers), kv_heads, head_dim, dtype, device,
+            value_dim=None if value_dim == head_dim else value_dim, ragged=len(shapes) > 1,
+        )  # fmt: skip
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all layers are alike, without sinks and chunks, and values are as long as keys: for the kernels of GPUs."""
+        alike = len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in self.layers}) == 1
+        odd = any(layer.sinks or layer.chunk or layer.value_dim != layer.head_dim for layer in self.layers)
+        return alike and not odd
+
+
+def outline(config: PreTrainedConfig) -> Outline:
+    """See the module.
+
+    Raises:
+        ModelLoadError: the model cannot be served; the message says why.
+    """
+    return _outline(_Key(config))
+
+
+class _Key:
+    """A configuration that is looked up by its contents."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self._contents = config, (type(config), config.to_json_string(use_diff=False))
+
+    def __hash__(self) -> int:
+        return hash(self._contents)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._contents == other._contents
+
+
+class _Listener:
+    """A step that computes nothing and takes down what layers ask for."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, int | None] = {}
+        self.calls: list[tuple[int, LayerOutline]] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See ``engine.forward.attention.Attending``."""
+        (_, heads, rows, size), (_, kv_heads, _, value_dim) = call.query.shape, call.value.shape
+        found = LayerOutline(heads, kv_heads, size, value_dim, call.window, call.chunk, call.sinks is not None)
+        self.calls.append((call.layer, found))
+        return call.query.new_empty(1, rows, heads, value_dim)
+
+
+@lru_cache(16)
+def _outline(key: _Key) -> Outline:
+    config, listener = _still(key.config), _Listener()
+    name = _architecture(config).__name__
+    row = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION).eval()
+        do_not_warn(model)
+        model.set_experts_implementation("batched_mm")  # whose shapes are no matter of what a router says
+        with torch.inference_mode():
+            model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=listener)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the code of any model, with any configuration
+        elsewhere = (isinstance(error, KeyError) and TREE_ATTENTION in str(error)) or (
+            not listener.calls and not getattr(_architecture(config), "_supports_attention_backend", False)
+        )
+        why = _NOT_THROUGH if elsewhere else f"a first forward failed: {first_line(error)}"
+        raise ModelLoadError(f"{name} cannot be served: {why}") from error
+    if not listener.calls:
+        raise ModelLoadError(f"{name} cannot be served: {_NOT_THROUGH}")
+    count = config.get_text_config().num_hidden_layers
+    times = Counter(layer for layer, _ in listener.calls)
+    skipped = sorted(set(range(count)) - set(times))
+    if skipped:
+        raise ModelLoadError(f"{name} cannot be served: layers {skipped} do not use attention that can be rolled back")
+    several = sorted(layer for layer, calls in times.items() if calls > 1 or layer >= count)
+    if several:
+        kept = "and one pair of keys and values is kept"
+        raise ModelLoadError(f"{name} cannot be served: layers {several} attend more than once, {kept}")
+    layers = dict(listener.calls)
+    return Outline(tuple(layers[layer] for layer in range(count)), model.num_parameters())
+
+
+_NOT_THROUGH = "its attention does not go through transformers' AttentionInterface"
+
+
+def _architecture(config: PreTrainedConfig) -> Any:
+    return AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _still(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy whose rotations look at no position: those that do need numbers, and shapes are no matter of theirs."""
+    copied = deepcopy(config)
+    if hasattr(copied, "quantization_config"):
+        del copied.quantization_config
+    rope = getattr(copied.get_text_config(), "rope_parameters", None)
+    for each in (rope, *(rope or {}).values()):
+        if isinstance(each, dict) and each.get("rope_type") == "dynamic":
+            each["rope_type"] = "default"
+    return copied
