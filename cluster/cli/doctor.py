@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import typer
 
 from cluster.cli.launch.preflight import ray_folder
-from cluster.cli.terminal import fail_input
+from cluster.cli.terminal import fail, fail_input
 from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
 
 GIB = 2**30
@@ -47,14 +47,18 @@ def doctor(
         bool,
         typer.Option("--calibrate", help="Time the steps of a model on this machine instead, and keep the result for servers."),
     ] = False,
-    model: Annotated[str | None, typer.Option(help="With --calibrate: folder of the model, .gguf file, or name.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="With --calibrate: auto, float32, bfloat16, float16 or float64.")] = None,
-    device: Annotated[str | None, typer.Option(help="With --calibrate: auto, cpu, cuda, cuda:1, ...")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of a model, .gguf file, or name: tell whether it runs here, and in how much memory."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --model: auto, float32, bfloat16, float16 or float64.")] = None,
+    device: Annotated[str | None, typer.Option(help="With --model: auto, cpu, cuda, cuda:1, ...")] = None,
     threads: Annotated[
         int | None, typer.Option(help="With --calibrate: torch threads on a CPU; when absent as many as a server's replica has.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="With --calibrate: a yaml file as of `outrider serve`. The other options win over it.")
+        Path | None,
+        typer.Option(help="With --model or --calibrate: a yaml file as of `outrider serve`. The other options win over it."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="With --calibrate: folder of the figure; the working directory when absent.")
@@ -63,18 +67,24 @@ def doctor(
 ) -> None:
     """Tell what this machine has and what is missing. Exit code 1 when the server cannot run.
 
+    With --model: whether that model is served and fits into memory, without reading its weights; exit code 1 where not.
     With --calibrate: how long a step of a model takes here, by rows, requests and context, as a table and a figure.
     """
     settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
+    overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
     if calibrate:
         from cluster.cli.calibrate import calibrate as measure  # with its imports it takes a moment
 
-        overrides = [f"{key}={value}" for key, value in settings.items() if value is not None]
         measure(config, overrides, out or Path(), as_json)
         return
-    for name in ("model", "dtype", "device", "threads", "config", "out"):
+    for name in ("threads", "out"):
         if context.params[name] is not None:
             fail_input(f"--{name} is of --calibrate, which was not given")
+    if model is not None:
+        raise typer.Exit(_examine_model(config, overrides, as_json))
+    for name in ("dtype", "device", "config"):
+        if context.params[name] is not None:
+            fail_input(f"--{name} is of --model or --calibrate, and neither was given")
     findings = examine()
     healthy = all(finding.status != "missing" for finding in findings)
     if as_json:
@@ -82,6 +92,50 @@ def doctor(
     else:
         _print_table(findings)
     raise typer.Exit(0 if healthy else 1)
+
+
+def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> int:
+    """Tells whether a model runs here and what it takes; the exit code."""
+    from configs.schema import REPOSITORY, ConfigError, load_config
+
+    try:
+        settings = load_config(config or REPOSITORY / "configs" / "local.yaml", overrides)
+    except ConfigError as error:
+        fail_input(str(error))
+    from transformers.utils import logging  # with the next one it takes a moment
+
+    from engine.errors import ModelLoadError
+    from engine.loading.footprint import footprint, shown_bytes
+
+    logging.set_verbosity_error()  # what a model's own code warns of is not asked for
+    try:
+        found = footprint(settings.model, settings.engine, settings.speculation, settings.parallelism)
+    except ModelLoadError as error:
+        if not as_json:
+            fail(str(error))
+        typer.echo(json.dumps({"ok": False, "reason": str(error)}, indent=2))
+        return 1
+    need, free = shown_bytes(found.need_bytes), shown_bytes(found.free_bytes)
+    reason = "" if found.fits else f"it needs {need} on {found.device}, of which {free} are free"
+    if as_json:
+        typer.echo(json.dumps({"ok": found.fits, "reason": reason, **found.to_json()}, indent=2))
+        return 0 if found.fits else 1
+    per_rank = f", on each of {found.ranks} ranks" if found.ranks > 1 else ""
+    kv, slot = shown_bytes(found.kv_bytes_per_token * 1000), shown_bytes(found.slot_bytes)
+    rows = [
+        Finding("model", "ok", f"{found.architecture}, {found.parameters:,} parameters"),
+        Finding("type", "ok", f"{found.dtype} on {found.device}"),
+        Finding("weights", "ok", f"{shown_bytes(found.weight_bytes)}{per_rank}"),
+        Finding("keys and values", "ok", f"{kv} per 1,000 tokens{per_rank}"),
+        Finding("a request", "ok", f"{slot} for {found.max_model_len:,} tokens and {found.draft_rows} drafted ones"),
+        Finding("memory", "ok" if found.fits else "missing", f"{need} for {found.max_running} requests, {free} are free"),
+        Finding("requests that fit", "ok" if found.slots_that_fit else "missing", f"{found.slots_that_fit:,}"),
+        *(Finding("smaller", "optional", "", advice) for advice in found.advice),
+    ]
+    if not found.has_weights:
+        rows.insert(1, Finding("files", "optional", "no weights in the folder: what follows is of the configuration alone"))
+    _print_table(rows, "to make it smaller")
+    return 0 if found.fits else 1
 
 
 def examine() -> list[Finding]:
@@ -234,13 +288,13 @@ def _disk(name: str, folder: Path, needed_gib: int) -> Finding:
     return Finding(name, "ok", found) if free_gib >= needed_gib else Finding(name, "missing", found, f"free {needed_gib} GiB")
 
 
-def _print_table(findings: list[Finding]) -> None:
+def _print_table(findings: list[Finding], remedies: str = "to get it") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     styles = {"ok": "green", "optional": "yellow", "missing": "bold red"}
-    table = Table("what", "", "found", "to get it")
+    table = Table("what", "", "found", remedies)
     for finding in findings:
         status = Text(finding.status, styles[finding.status])
         name, found, remedy = (Text(text, overflow="fold") for text in (finding.name, finding.found, finding.remedy))

@@ -15,6 +15,7 @@ from engine.errors import ModelLoadError
 from engine.loading.gguf import read_header
 from engine.loading.model_files import is_gguf
 
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 _MACHINE = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")  # as a container sees its own limits; elsewhere nothing is limited there
 
@@ -68,6 +69,18 @@ def _bytes(files: str, dtype: torch.dtype | Literal["auto"]) -> int:
             return sum(part.stat().st_size for part in parts)
         return sum(map(_elements, parts)) * wide
     return 0
+
+
+def stored_type(files: str) -> torch.dtype | None:
+    """The type of the first weight in a folder that is of floating point; None where the files do not tell."""
+    with contextlib.suppress(OSError, ValueError, SafetensorError):
+        for part in sorted(Path(files).expanduser().glob("*.safetensors")):
+            with safe_open(part, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    kind = _TYPES.get(tensors.get_slice(name).get_dtype())
+                    if kind is not None:
+                        return kind
+    return None
 
 
 def _elements(part: Path) -> int:

@@ -79,13 +79,19 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    config = load_config(options.path)
-    _refuse_unsupported(config, options.path)
-    device = _device(options.device)
+    config = served_config(options.path)
+    device = device_of(options.device)
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     model = load_weights(options.path, dtype, TREE_ATTENTION, device).eval()
     tokenizer = load_tokenizer(options.path)
-    return LoadedModel(model, tokenizer, options.name, _context(config, options), _end_tokens(model, tokenizer))
+    return LoadedModel(model, tokenizer, options.name, context_length(config, options), _end_tokens(model, tokenizer))
+
+
+def served_config(path: str) -> PreTrainedConfig:
+    """As ``load_config``, of a model that can be served. Raises ``ModelLoadError`` for others, before any weight is read."""
+    config = load_config(path)
+    _refuse_unsupported(config, path)
+    return config
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -170,7 +176,8 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
     outline(config)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a setting. Raises ``ModelLoadError`` where there is none such."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -182,7 +189,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _context(config: PreTrainedConfig, options: ModelOptions) -> int:
+def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
+    """Tokens of prompt and output together. Raises ``ModelLoadError`` where more are wanted than the model has."""
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     constant = _constant_positions(config)
     if options.max_model_len is None:

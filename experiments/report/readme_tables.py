@@ -68,6 +68,21 @@ def configuration() -> Table:
     return table_of("", ("key", "default", "what it is"), rows)
 
 
+def families(served: bool) -> Table:
+    """The model families of ``tests/lossless/families.json``, all of which a test tries: those that are served, or the others."""
+    found = json.loads((_ROOT / "tests" / "lossless" / "families.json").read_text(encoding="utf-8"))
+    rows = []
+    for each in found:
+        if served and "refused" not in each:
+            kind = each["config"].removesuffix("Config").removesuffix("Text")
+            call = "yes" if each.get("one_call") else ""
+            rows.append([Cell(text) for text in (each["family"], f"`{kind}`", each["models"], call, each.get("remark", ""))])
+        elif not served and "refused" in each:
+            rows.append([Cell(text) for text in (each["family"], each["models"], each["refused"])])
+    header = ("family", "class", "models", "one call", "remarks") if served else ("family", "models", "why it is refused")
+    return table_of("", header, rows)
+
+
 def _comment(kind: type, name: str) -> str:
     """What the source of a class says of a field: behind it, or in the lines of comment above it."""
     above: list[str] = []
@@ -147,6 +162,7 @@ EXACTNESS = {
     "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
 }
 CONFIGURATION = {"configuration": Source((), configuration)}
+MODELS = {"families": Source((), partial(families, served=True)), "refused": Source((), partial(families, served=False))}
 ARCHITECTURE = {"rooms": Source((), rooms)}
 OPERATIONS = {
     "node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults),
@@ -162,6 +178,7 @@ DOCUMENTS = {
     "docs/benchmarks.md": BENCHMARKS,
     "docs/configuration.md": CONFIGURATION,
     "docs/architecture.md": ARCHITECTURE,
+    "docs/models.md": MODELS,
 }
 
 

@@ -56,7 +56,9 @@ def test_json_without_matplotlib_and_what_servers_read(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "demo_model"], "--model is of --calibrate, which was not given"),
+        (["--dtype", "float32"], "--dtype is of --model or --calibrate, and neither was given"),
+        (["--model", "demo_model", "--out", "x"], "--out is of --calibrate, which was not given"),
+        (["--model", "demo_model", "--dtype", "int3"], "model.dtype"),
         (["--threads", "2", "--json"], "--threads is of --calibrate"),
         (["--calibrate", "--dtype", "int3"], "model.dtype"),
         (["--calibrate", "--threads", "0"], "model.threads"),

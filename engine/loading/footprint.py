@@ -1,0 +1,147 @@
+"""What serving a model takes of this machine's memory, from its configuration and the headers of its files."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from engine.errors import ModelLoadError
+from engine.forward.cpu.row_attention import laid_out
+from engine.loading.memory import free_bytes, stored_type
+from engine.loading.model import context_length, device_of, served_config
+from engine.loading.model_files import PACKAGED_MODELS, find_files, is_gguf, is_whole, kept_models
+from engine.loading.outline import Outline, outline
+
+_SLICED = ("tensor", "pipeline")  # modes whose ranks share one copy of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one rank needs, in bytes, and what there is."""
+
+    model: str
+    architecture: str
+    parameters: int
+    has_weights: bool  # whether the folder holds any
+    dtype: str
+    device: str
+    ranks: int  # that share one copy of the weights and the KV
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    draft_rows: int  # entries of a slot behind those of the longest text
+    max_running: int
+    slot_bytes: int
+    free_bytes: int
+    advice: tuple[str, ...] = ()  # what would make it smaller
+
+    @property
+    def need_bytes(self) -> int:
+        """Weights and all slots."""
+        return self.weight_bytes + self.max_running * self.slot_bytes
+
+    @property
+    def slots_that_fit(self) -> int:
+        """Requests of ``max_model_len`` for which there is memory beside the weights."""
+        return max(0, self.free_bytes - self.weight_bytes) // self.slot_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a server starts with these settings."""
+        return self.need_bytes <= self.free_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return asdict(self) | {"need_bytes": self.need_bytes, "slots_that_fit": self.slots_that_fit, "fits": self.fits}
+
+
+def footprint(
+    model: ModelOptions,
+    engine: EngineOptions,
+    speculation: SpeculationOptions,
+    parallelism: ParallelismOptions,
+) -> Footprint:
+    """See the module. No weight is read, and nothing is fetched but a configuration.
+
+    Raises:
+        ModelLoadError: the model cannot be served; the message says why.
+    """
+    known = PACKAGED_MODELS.get(model.path)
+    if known is not None and not is_whole(kept_models() / model.path, known):
+        raise ModelLoadError(f"model {model.path!r} is not here yet: `outrider generate --model {model.path}` fetches it")
+    config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
+    found, dtype = outline(config), _dtype(model, config, files)
+    sliced = parallelism.mode in _SLICED and isinstance(parallelism.world_size, int)
+    ranks = int(parallelism.world_size) if sliced else 1
+    length, rows = context_length(config, model), speculation.most_draft_tokens * (1 if sliced else _width(parallelism))
+    per_token = -(-_per_token(found, dtype, device) // ranks)
+    has_weights = is_gguf(files) or any(any(Path(files).expanduser().glob(f"*.{end}")) for end in ("safetensors", "bin"))
+    made = Footprint(
+        model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
+        parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."), device=str(device),
+        ranks=ranks, weight_bytes=-(-found.parameters * dtype.itemsize // ranks), kv_bytes_per_token=per_token,
+        max_model_len=length, draft_rows=rows, max_running=engine.max_running, slot_bytes=per_token * (length + rows),
+        free_bytes=_free(device),
+    )  # fmt: skip
+    return replace(made, advice=tuple(_advice(made, found, dtype, device)))
+
+
+def _dtype(model: ModelOptions, config: PreTrainedConfig, files: str) -> torch.dtype:
+    if model.dtype != "auto":
+        return getattr(torch, model.dtype)
+    if is_gguf(files):
+        return torch.bfloat16
+    stated = config.dtype or config.get_text_config().dtype
+    return stated if isinstance(stated, torch.dtype) else stored_type(files) or torch.float32
+
+
+def _width(parallelism: ParallelismOptions) -> int:
+    """Ranks that each have the whole model and widen a step's trees."""
+    return parallelism.world_size if parallelism.mode == "lookahead" and isinstance(parallelism.world_size, int) else 1
+
+
+def _per_token(found: Outline, dtype: torch.dtype, device: torch.device) -> int:
+    return laid_out(found.kv_shape(dtype, device)).bytes_per_token()
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return free_bytes()
+    with contextlib.suppress(RuntimeError):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return 0
+
+
+def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.device) -> list[str]:
+    advice = []
+    if dtype.itemsize > 2:
+        weights = found.parameters * torch.bfloat16.itemsize / made.ranks
+        kv = _per_token(found, torch.bfloat16, device) * 1000 / made.ranks
+        advice.append(f"model.dtype=bfloat16: {shown_bytes(weights)} of weights, {shown_bytes(kv)} per 1,000 tokens")
+    room = made.free_bytes - made.weight_bytes
+    if made.fits or room <= 0:
+        return advice
+    if made.slots_that_fit:
+        advice.append(f"engine.max_running={made.slots_that_fit}: so many requests of {made.max_model_len:,} tokens fit")
+    tokens = room // (made.max_running * made.kv_bytes_per_token) - made.draft_rows
+    if tokens >= 2:
+        advice.append(f"model.max_model_len={tokens}: {made.max_running} requests of so many tokens fit")
+    return advice
+
+
+def shown_bytes(count: float) -> str:
+    """In the largest unit of which there is one at least.
+
+    >>> shown_bytes(0), shown_bytes(1536), shown_bytes(5 * 2**30)
+    ('0 B', '1.5 KiB', '5.0 GiB')
+    """
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.1f} {unit}"
+    return f"{count:.0f} B"
