@@ -26,14 +26,15 @@ from engine.loading.gguf import load_gguf_config, load_gguf_model
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import ModelInfo
-from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
 from engine.loading.outline import outline
+from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 logger = logging.getLogger(__name__)
 
 # All other layers keep a state that cannot be rolled back once drafts were refused, or attend in ways that are not computed here.
 _KEPT_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_UNPACKED = "mxfp4"  # packed weights, those of GPT-OSS, that transformers makes bfloat16 where there is no GPU
 _HASH_WHOLE_BYTES = 2**26  # weights up to this size are hashed whole, in a fraction of a second; larger ones are sampled
 _SAMPLES = 4096  # elements of each larger tensor that are hashed
 
@@ -128,6 +129,9 @@ def load_weights(
     config = None if is_gguf(files) else load_config(path)
     quantization = None if config is None else quantization_of(config)
     on_cpu = device is None or device.type == "cpu"
+    if config is not None and quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED:
+        refuse_more_than_free(path, outline(config).parameters * torch.bfloat16.itemsize)
+        quantization = None
     try:
         if config is not None and quantization is not None and on_cpu:
             return _dequantized(QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype), path, attention)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from configs.slices import EngineOptions, ModelOptions
@@ -27,8 +28,20 @@ from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cpu.row_linear import has_kernels
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
+from engine.loading import memory
 from engine.loading.model import load_model
-from tests.helpers.models import CONTEXT, MAX_DRAFT, SLOTS, VOCAB, TinyTarget, engine_over, nearly, run
+from tests.helpers.models import (
+    CONTEXT,
+    MAX_DRAFT,
+    SLOTS,
+    VOCAB,
+    TinyTarget,
+    engine_over,
+    llama_config,
+    nearly,
+    run,
+    save_model,
+)
 
 FAMILIES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
 MAX_TOKENS = 32
@@ -128,3 +141,36 @@ def test_what_cannot_be_served_is_refused_from_its_configuration(family: dict[st
     with pytest.raises(ModelLoadError, match=family["refused"]) as raised:  # nothing else is in the folder
         load_model(ModelOptions(str(tmp_path)))
     assert "\n" not in str(raised.value)
+
+
+def test_packed_experts_of_gpt_oss_are_unpacked_and_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint as OpenAI's: experts in MXFP4, which transformers makes bfloat16 where there is no GPU."""
+    (family,) = [each for each in FAMILIES if each["family"] == "GPT-OSS"]
+    config = config_of(family)
+    config.hidden_size = config.intermediate_size = 64
+    weights = models_of(config, torch.bfloat16)[0].state_dict()
+    random = torch.Generator().manual_seed(0)
+    packed: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name.endswith(("gate_up_proj", "down_proj")):  # of each output 32 numbers to a block of 16 bytes and a scale
+            experts, size, outputs = weight.shape
+            blocks = (experts, outputs, size // 32)
+            packed[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, generator=random)
+            packed[f"{name}_scales"] = torch.randint(118, 123, blocks, dtype=torch.uint8, generator=random)
+        else:
+            packed[name] = weight.contiguous()
+    save_model(tmp_path, llama_config())  # its tokenizer stays
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    stated = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    told = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "dtype": "bfloat16", "quantization_config": stated}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    loaded = load_model(ModelOptions(str(tmp_path), device="cpu"))
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+    runner = make_runner(loaded.model, CONTEXT + MAX_DRAFT, EngineOptions(max_running=SLOTS))
+    plain = run(engine_over(runner, build_drafter("autoregressive", {}), 1), *requests())
+    assert len({tuple(output) for output in plain}) == len(PROMPTS)
+    assert run(engine_over(runner, drafter(runner, "llma")), *requests(plain)) == plain
+    monkeypatch.setattr(memory, "free_bytes", lambda: (tmp_path / "model.safetensors").stat().st_size + 10_000)
+    with pytest.raises(ModelLoadError, match="GiB for its weights"):
+        load_model(ModelOptions(str(tmp_path), device="cpu"))

@@ -144,6 +144,49 @@ def test_a_prompt_at_once_and_in_pieces_has_the_same_bits(dtype: torch.dtype, wi
 
 
 @pytest.mark.parametrize("dtype", COMPILED)
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (None, 32), (9, 20), (50, None)])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_sinks_chunks_and_layers_with_less_than_a_slot_has_room_for(
+    dtype: torch.dtype, window: int | None, chunk: int | None, sunk: bool
+) -> None:
+    """Slots have room for three KV heads of 24 and 40 numbers; the layer has two, of 20 and 12."""
+    torch.manual_seed(4)
+    length, heads, kv_heads, size, value_size = 83, 4, 2, 20, 12
+    shape = KVShape(2, 3, 24, dtype, torch.device("cpu"), value_dim=40, ragged=True)
+    query, key = (torch.randn(1, number, length, size).to(dtype) for number in (heads, kv_heads))
+    value, sinks = torch.randn(1, kv_heads, length, value_size).to(dtype), torch.randn(heads).to(dtype) * 3 if sunk else None
+    found = []
+    for cuts in ((), (1, 40), tuple(range(1, length))):
+        attention, outputs = RowAttention.over(SlotCache(laid_out(shape), 2, length)), []
+        assert attention is not None
+        for start, end in pairwise((0, *cuts, length)):
+            rows = [each[:, :, start:end] for each in (query, key, value)]
+            call = AttentionCall(1, *rows, scaling=0.3, window=window, chunk=chunk, sinks=sinks)
+            assert attention.fits(call)
+            outputs.append(RowStep(attention, [Segment(1, start, 0, end - start, None)], torch.arange(start, end)).attend(call))
+        found.append(torch.cat(outputs, 1)[0])
+        kept = attention.cache.entries(1, length)
+        for entries, given in zip(kept, (key, value), strict=True):
+            assert torch.equal(entries[1, :kv_heads, :, : given.shape[3]], given[0])
+            assert not entries[0].any() and not entries[1, kv_heads:].any() and not entries[..., given.shape[3] :].any()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    at = torch.arange(length)
+    visible = at[:, None] >= at
+    if window is not None:
+        visible &= at[:, None] - at < window
+    if chunk is not None:
+        visible &= at[:, None] // chunk == at // chunk
+    scores = torch.matmul(query[0].double(), key[0].double().repeat_interleave(heads // kv_heads, 0).mT) * 0.3
+    columns = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        columns = torch.cat([columns, sinks.double()[:, None, None].expand(-1, length, 1)], -1)
+    weights = columns.softmax(-1)[..., :length]
+    expected = torch.matmul(weights, value[0].double().repeat_interleave(heads // kv_heads, 0)).transpose(0, 1)
+    error = UNIT[dtype] * (size if dtype == torch.float32 else 2)
+    assert torch.allclose(found[0].double(), expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
 def test_trees_of_many_requests_have_the_bits_of_their_paths(dtype: torch.dtype, threads: None) -> None:
     """Each row of each tree against its own path in a slot of its own, row behind row."""
     rng, requests, size, context = np.random.default_rng(3), 9, 16, (0, 1, 15, 16, 40, 63, 64, 90, 100)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.row_linear import PanelWeight, has_kernels, linear, row_linears
+from engine.forward.cpu.row_linear import PanelWeight, TurnedWeight, has_kernels, linear, row_linears
 from engine.forward.runner import ModelRunner
 from tests.helpers.models import COMPILED, CONTEXT, FAMILIES
 
@@ -86,6 +86,33 @@ def test_panels_hold_what_a_weight_holds(dtype: torch.dtype, size: int, outputs:
     with torch.inference_mode():
         made[0].copy_(several[2])
     assert torch.equal(made.plain()[0], several[2])
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
+def test_weights_that_stand_behind_the_rows_are_compiled_products(dtype: torch.dtype) -> None:
+    """As GPT-OSS's experts have them."""
+    torch.manual_seed(1)
+    several, inputs = torch.randn(3, 47, 40).to(dtype), torch.randn(6, 47).to(dtype)
+    made = TurnedWeight.of(several)
+    assert torch.equal(made.plain(), several) and torch.equal(made * 2, several * 2)
+    for number in range(3):
+        expected = linear(inputs, PanelWeight.of(several[number].mT.contiguous()))
+        assert torch.equal(inputs @ made[torch.tensor(number)], expected)
+        assert torch.equal(inputs[:1] @ made[number], expected[:1])
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert type(copied) is TurnedWeight and torch.equal(copied.plain(), several)
+    made.mul_(-2)
+    assert torch.equal(made.plain(), several * -2)
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
+def test_a_router_computes_in_float32_with_a_copy_that_is_kept(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight, inputs = torch.randn(40, 47).to(dtype), torch.randn(6, 47)
+    made = PanelWeight.of(weight)
+    turned = made.type(torch.float32)
+    assert turned is made.to(torch.float32) and turned.dtype == torch.float32 and torch.equal(turned.plain(), weight.float())
+    assert torch.equal(torch.nn.functional.linear(inputs, turned), linear(inputs, PanelWeight.of(weight.float())))
 
 
 @pytest.mark.parametrize("dtype", COMPILED)
