@@ -199,6 +199,11 @@ def check_values(config: Config) -> None:
     if not _PREFIX.fullmatch(config.cache.prefix):
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
     _check_parallelism(config)
+    for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
+        if mode in ("tensor", "pipeline") and config.model.weights in ("int8", "int4"):
+            raise ConfigError(
+                f"{key} is {mode}, where model.weights={config.model.weights} is not supported; leave one of them out"
+            )
     for fault in (*server_faults(config.server), *upload_faults(config.limits)):
         raise ConfigError(fault)
 

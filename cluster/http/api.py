@@ -175,6 +175,7 @@ class Service:
             "created": self._started,
             "owned_by": "outrider",
             "max_model_len": info.max_model_len,
+            "weights": info.weights,  # formats of those that are quantized, else their type
             "lossless": info.lossless,  # whatever is asked for
             "reasoning": form.reasoning and list(form.reasoning),  # the tags around it, by the chat template
             "tool_calls": form.calls,  # the form of calls, by vLLM's name of its parser

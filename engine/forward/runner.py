@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
 from engine.forward.batch import Batch, Segment, cut
+from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_attention import RowAttention, laid_out
 from engine.forward.cpu.row_linear import row_linears
 from engine.forward.cpu.row_model import RowModel
@@ -96,7 +97,8 @@ class ModelRunner:
     def form(self) -> dict[str, Any]:
         """How forwards are computed, where that changes what they take: as JSON values."""
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
-        return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled}
+        kinds = sorted({weight.kind for weight in self.model.parameters() if type(weight) is PackedWeight})
+        return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled} | ({"packed": kinds} if kinds else {})
 
     def _told(self, positions: torch.Tensor) -> dict[str, Any]:
         """What else a model is given: Llama 4 scales queries by their positions, and takes these from its cache."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from configs.slices import Dtype, ModelOptions
+from configs.slices import SELF, Dtype, ModelOptions
 from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 from engine.errors import ModelLoadError
@@ -177,7 +177,7 @@ def load_draft_model(
     """A draft model with the type and on the device of its target.
 
     Args:
-        path: folder or name on the hub.
+        path: folder or name on the hub, or a key of ``SELF``.
         options: of the target, as are ``slots``.
         target: that it drafts for.
         slots: sequences held at once.
@@ -188,7 +188,11 @@ def load_draft_model(
         ModelLoadError: it cannot be used, or its tokens are not the target's.
     """
     dtype = cast(Dtype, str(target.model.dtype).removeprefix("torch."))
-    own = replace(options, path=path, served_name=None, dtype=dtype, device=str(target.model.device), max_model_len=None)
+    weights = SELF.get(path)
+    own = replace(
+        options, path=path if weights is None else options.path, served_name=None, dtype=dtype, device=str(target.model.device),
+        max_model_len=None, weights=weights or "auto",
+    )  # fmt: skip
     loaded = load_model(own)
     vocab_size = int(target.model.config.get_text_config().vocab_size)
     most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))

@@ -1,17 +1,19 @@
 """Models in a ``.gguf`` file, as llama.cpp takes them: weights, tokenizer and chat template, all out of the one file.
 
-transformers reads them, dequantized: what runs is an ordinary model in the type that was asked for. It wants a folder beside the
-file and takes what lies there (a ``tokenizer.json``, an adapter) for the model's; here it gets an empty one.
+transformers reads them: what runs is an ordinary model in the type that was asked for, whose matrices may stay quantized. It
+wants a folder beside the file and takes what lies there (a ``tokenizer.json``, an adapter) for the model's; here it gets an empty
+one.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,11 +21,16 @@ from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
+from engine.forward.cpu.block_formats import FORMATS
+from engine.loading.packing import keep_blocks, packable
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("gguf", "accelerate")  # by which transformers reads such files
 # How byte-level tokenizers cut texts before merging, by llama.cpp's names (llama-vocab.cpp): as GPT-2's does, or so with each
@@ -33,6 +40,7 @@ _DIGITS_APART = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "sm
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # of the tensors, where the file says nothing
 _STRING, _LIST = 8, 9
+_UNQUANTIZED = {"F16", "F32", "F64", "BF16"}
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of single values
 
 
@@ -46,6 +54,7 @@ class GgufHeader:
 
     metadata: dict[str, Any]  # single values by key; of lists their lengths
     tensors: dict[str, int]  # elements by name
+    kinds: dict[str, str]  # types by name, as ggml names them
     file_bytes: int  # that a whole file has at least
 
 
@@ -61,8 +70,8 @@ def load_gguf_config(path: str) -> PreTrainedConfig:
     return config
 
 
-def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model in a file, dequantized.
+def load_gguf_model(path: str, dtype: torch.dtype, attention: str, packed: bool = False) -> PreTrainedModel:
+    """The model in a file.
 
     Its end tokens are the file's end of sequence and, where it names one, end of turn.
 
@@ -70,18 +79,24 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str) -> PreTrained
         path: of the file.
         dtype: of the weights, once dequantized.
         attention: transformers' ``attn_implementation``.
+        packed: matrices stay as quantized as the file has them, where there are products for that on a CPU: they say what the
+            dequantized ones say, to the last bit.
 
     Raises:
         ModelLoadError: as ``load_gguf_config``, or weights are missing or left over.
     """
     header = _header(path)
-    with _readable(path, "model"), _read_once(), tempfile.TemporaryDirectory() as empty:
+    kept: dict[str, tuple[str, Any, Any]] = {}
+    with _readable(path, "model"), _read_once(kept if packed else None), tempfile.TemporaryDirectory() as empty:
         from transformers import GgufConfig
 
         model, found = AutoModelForCausalLM.from_pretrained(
             empty, gguf_file=_absolute(path), dtype=dtype, attn_implementation=attention, output_loading_info=True,
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
+        if packed:
+            keep_blocks(model, kept)
+            _tell_unpacked(path, header, dtype)
     _refuse_unread(path, model, header, sorted(found["missing_keys"]))
     ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = list(dict.fromkeys(number for number in ends if number is not None))
@@ -136,11 +151,14 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _read_once() -> Iterator[None]:
+def _read_once(kept: dict[str, tuple[str, Any, Any]] | None = None) -> Iterator[None]:
     """Has transformers read a file once, and draw how far it is on a terminal alone.
 
     It does so for the configuration, the weights and the tokenizer, seconds each time, and makes the names of all weights anew
     for each module of the model.
+
+    Args:
+        kept: where there is one, what can stay quantized goes here instead of into the model: see ``keep_blocks``.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
@@ -149,7 +167,61 @@ def _read_once() -> Iterator[None]:
         patched.enter_context(mock.patch.object(reading, "tqdm", partial(reading.tqdm, disable=None)))
         for name in ("GGUFReader", "get_tensor_name_map"):
             patched.enter_context(mock.patch.object(gguf, name, cache(getattr(gguf, name))))
+        if kept is not None:
+            reads = partial(_read_tensors, reading.load_gguf_checkpoint, kept)
+            patched.enter_context(mock.patch.object(reading, "load_gguf_checkpoint", reads))
         yield
+
+
+def _read_tensors(
+    read: Callable[..., dict[str, Any]],
+    kept: dict[str, tuple[str, Any, Any]],
+    path: str,
+    return_tensors: bool = False,
+    model_to_load: PreTrainedModel | None = None,
+    torch_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """As transformers' ``load_gguf_checkpoint``, one tensor after another; those that stay quantized take no memory here.
+
+    What is done to a tensor of theirs is done to the numbers of its rows, and tells whether it is rows that change places.
+    """
+    from gguf import GGUFReader, dequantize
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    found = read(path, return_tensors=False)
+    if not return_tensors:
+        return found
+    assert model_to_load is not None
+    reader = GGUFReader(path)
+    architecture = reading.read_field(reader, "general.architecture")[0]
+    processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)(config=found["config"])
+    names, allowed = reading.get_gguf_hf_weights_map(model_to_load, processor), packable(model_to_load)
+    tensors = found["tensors"] = {}
+
+    def processed(numbers: Any, name: str) -> Any:
+        return processor.process(weights=numbers, name=name, tensor_key_mapping=names, parsed_parameters=found)
+
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name in FORMATS and names.get(tensor.name) in allowed:
+            size, rows = (int(number) for number in tensor.shape)
+            order = processed(np.arange(rows, dtype=np.int64)[:, None], tensor.name)
+            if order.weights.shape == (rows, 1) and (np.sort(order.weights[:, 0]) == np.arange(rows)).all():
+                name = names[order.name]
+                kept[name] = tensor.tensor_type.name, tensor.data, order.weights[:, 0]
+                tensors[name] = torch.empty((), dtype=torch_dtype).expand(rows, size)
+                continue
+        done = processed(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+        if done.name in names:
+            tensors[names[done.name]] = torch.from_numpy(np.copy(done.weights)).to(torch_dtype)
+    return found
+
+
+def _tell_unpacked(path: str, header: GgufHeader, dtype: torch.dtype) -> None:
+    """One line where quantized weights of a file are held in a type of more bits."""
+    others = sorted({kind for kind in header.kinds.values() if kind not in FORMATS and kind not in _UNQUANTIZED})
+    if others:
+        held = str(dtype).removeprefix("torch.")
+        logger.warning("%s: weights in %s are held in %s, for which there are no products", path, ", ".join(others), held)
 
 
 def _absolute(path: str) -> str:
@@ -230,17 +302,19 @@ def read_header(path: Path) -> GgufHeader:
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}, and {' and '.join(map(str, _VERSIONS))} are known")
         metadata = {_string(file): _value(file, *_take(file, "I")) for _ in range(num_values)}
-        tensors, end = {}, 0
+        tensors, kinds, end = {}, {}, 0
         for _ in range(num_tensors):
             name = _string(file)
             dims = _take(file, f"{_take(file, 'I')[0]}Q")
             kind, offset = _take(file, "IQ")
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-            tensors[name] = math.prod(dims)
+            tensors[name], kinds[name] = math.prod(dims), GGMLQuantizationType(kind).name
+            if dims and dims[0] % block:
+                raise ValueError(f"{name} has rows of {dims[0]} numbers, and {kinds[name]} blocks of {block}")
             end = max(end, offset + tensors[name] // block * block_bytes)
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         start = -(-file.tell() // alignment) * alignment
-    return GgufHeader(metadata, tensors, start + end)
+    return GgufHeader(metadata, tensors, kinds, start + end)
 
 
 def _take(file: IO[bytes], form: str) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelLoadError
+from engine.forward.cpu.block_formats import FORMATS, PANEL
 from engine.loading.gguf import read_header
 from engine.loading.model_files import is_gguf
 
@@ -34,18 +35,19 @@ def free_bytes() -> int:
     return free
 
 
-def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"]) -> None:
+def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False) -> None:
     """Refuses a model whose weights do not fit into memory, before they are read; of files on a hub loading decides.
 
     Args:
         path: what the model is called.
         files: a folder or a GGUF file.
         dtype: of the weights in memory; auto: as in the files, bfloat16 for a GGUF file.
+        packed: those of a GGUF file stay quantized. What is quantized at load is there in the type of the files first.
 
     Raises:
         ModelLoadError: with how much it needs.
     """
-    refuse_more_than_free(path, _bytes(files, dtype))
+    refuse_more_than_free(path, _bytes(files, dtype, packed))
 
 
 def refuse_more_than_free(path: str, need: int) -> None:
@@ -58,12 +60,17 @@ def refuse_more_than_free(path: str, need: int) -> None:
         )
 
 
-def _bytes(files: str, dtype: torch.dtype | Literal["auto"]) -> int:
+def _bytes(files: str, dtype: torch.dtype | Literal["auto"], packed: bool) -> int:
     """Of the weights in memory; 0 where the files do not tell."""
     wide = torch.bfloat16.itemsize if dtype == "auto" else dtype.itemsize
     with contextlib.suppress(OSError, ValueError, SafetensorError):  # loading says what is wrong with them
         if is_gguf(files):
-            return sum(read_header(Path(files).expanduser()).tensors.values()) * wide
+            header = read_header(Path(files).expanduser())
+            forms = {name: FORMATS.get(kind) if packed else None for name, kind in header.kinds.items()}
+            return sum(
+                count * wide if (form := forms[name]) is None else count * form.block_bytes // (form.block * PANEL)
+                for name, count in header.tensors.items()
+            )
         parts = list(Path(files).expanduser().glob("*.safetensors"))
         if dtype == "auto":
             return sum(part.stat().st_size for part in parts)

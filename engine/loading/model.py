@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,14 +20,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from configs.slices import ModelOptions
+from configs.slices import ModelOptions, Weights
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
+from engine.forward.cpu.packed_weight import PackedWeight
+from engine.forward.cpu.row_linear import has_kernels
 from engine.loading.gguf import load_gguf_config, load_gguf_model
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import ModelInfo
 from engine.loading.outline import outline
+from engine.loading.packing import ROUNDED, described, refuse_unpackable, round_model
 from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
@@ -48,6 +52,7 @@ class LoadedModel:
     served_name: str
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    weights: str = ""  # what they are held as: see ``engine.loading.packing.described``
 
     @property
     def vocab_size(self) -> int:
@@ -61,6 +66,7 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             dtype=str(self.model.dtype).removeprefix("torch."),
+            weights=self.weights,
             device=str(self.model.device),
             num_parameters=self.model.num_parameters(),
             eos_token_ids=self.eos_token_ids,
@@ -83,9 +89,11 @@ def load_model(options: ModelOptions) -> LoadedModel:
     config = served_config(options.path)
     device = device_of(options.device)
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
-    model = load_weights(options.path, dtype, TREE_ATTENTION, device).eval()
+    refuse_unpackable(options.weights, device, dtype)
+    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights).eval()
     tokenizer = load_tokenizer(options.path)
-    return LoadedModel(model, tokenizer, options.name, context_length(config, options), _end_tokens(model, tokenizer))
+    held = described(model, options.weights)
+    return LoadedModel(model, tokenizer, options.name, context_length(config, options), _end_tokens(model, tokenizer), held)
 
 
 def served_config(path: str) -> PreTrainedConfig:
@@ -110,7 +118,11 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def load_weights(
-    path: str, dtype: torch.dtype | Literal["auto"], attention: str, device: torch.device | None = None
+    path: str,
+    dtype: torch.dtype | Literal["auto"],
+    attention: str,
+    device: torch.device | None = None,
+    weights: Weights = "dequantized",
 ) -> PreTrainedModel:
     """The model alone, whatever it is.
 
@@ -120,6 +132,7 @@ def load_weights(
             CPU, and stay what they are on a GPU.
         attention: transformers' ``attn_implementation``.
         device: where it goes; the CPU when absent.
+        weights: as in ``ModelOptions``.
 
     Raises:
         ModelLoadError: no such model, a broken checkpoint, one that does not fit into memory, or weights in a format that the
@@ -128,30 +141,43 @@ def load_weights(
     files = find_files(path)
     config = None if is_gguf(files) else load_config(path)
     quantization = None if config is None else quantization_of(config)
-    on_cpu = device is None or device.type == "cpu"
+    target = torch.device("cpu") if device is None else device
+    known, on_cpu = torch.bfloat16 if dtype == "auto" else dtype, target.type == "cpu"
+    packed = weights == "auto" and is_gguf(files) and has_kernels(target, known)
     if config is not None and quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED:
         refuse_more_than_free(path, outline(config).parameters * torch.bfloat16.itemsize)
         quantization = None
     try:
         if config is not None and quantization is not None and on_cpu:
-            return _dequantized(QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype), path, attention)
-        if on_cpu:
-            refuse_too_large(path, files, dtype)
-        if is_gguf(files):
-            model = load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention)
+            model = _dequantized(QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype), path, attention)
         else:
-            if quantization is not None:
-                refuse_unusable(path, quantization, on_cpu)
-            placed = {} if quantization is None else {"device_map": {"": device}}  # where the package's kernels are
-            model, found = AutoModelForCausalLM.from_pretrained(
-                files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
-            )
-            refuse_missing(path, found)
-        return model if device is None or quantization is not None else model.to(device)
+            if on_cpu:
+                refuse_too_large(path, files, dtype, packed)
+            model = _as_stored(path, files, quantization, target, dtype, attention, packed)
+        if weights in ROUNDED:
+            round_model(model, weights)
+        return model
     except ModelLoadError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+
+
+def _as_stored(
+    path: str, files: str, quantization: dict[str, Any] | None, device: torch.device, dtype: torch.dtype | Literal["auto"],
+    attention: str, packed: bool,
+) -> PreTrainedModel:  # fmt: skip
+    """A model as transformers reads it, on its device. ``packed``: the weights of a GGUF file stay what they are."""
+    if is_gguf(files):
+        return load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention, packed).to(device)
+    if quantization is not None:
+        refuse_unusable(path, quantization, device.type == "cpu")
+    placed = {} if quantization is None else {"device_map": {"": device}}  # where the package's kernels are
+    model, found = AutoModelForCausalLM.from_pretrained(
+        files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
+    )
+    refuse_missing(path, found)
+    return model if quantization is not None else model.to(device)
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str) -> PreTrainedModel:
@@ -249,18 +275,27 @@ def model_revision(model: PreTrainedModel) -> str:
     """32 hexadecimal digits that stand for the weights and the configuration.
 
     Names, types and shapes of all weights count, and their contents: whole up to ``_HASH_WHOLE_BYTES``, of larger models evenly
-    spaced elements of each tensor.
+    spaced elements of each tensor. Weights that stay quantized count as what they say: whether they do is no other model.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):  # where it came from is not what it is
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    whole = sum(tensor.nbytes for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()) <= _HASH_WHOLE_BYTES
     quantized = getattr(model, "hf_quantizer", None) is not None  # by some packages into buffers
     for name, tensor in (*model.named_parameters(), *(model.named_buffers() if quantized else ())):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.detach().reshape(-1)
-        chosen = flat if whole else flat[:: max(1, len(flat) // _SAMPLES)]
-        digest.update(chosen.contiguous().view(torch.uint8).cpu().numpy().data)
+        parts = _chosen(tensor, 1 if whole else max(1, tensor.numel() // _SAMPLES))
+        for part in parts:
+            digest.update(part.contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _chosen(tensor: torch.Tensor, step: int) -> Iterator[torch.Tensor]:
+    """Every so manieth element of a tensor, in parts; of weights that stay quantized only a part is unpacked at a time."""
+    if type(tensor) is not PackedWeight:
+        yield tensor.detach().reshape(-1)[::step]
+        return
+    for first, rows in tensor.parts():
+        yield rows.reshape(-1)[-(first * tensor.shape[1]) % step :: step]

@@ -25,6 +25,7 @@ class ModelInfo:
     model_revision: str  # hexadecimal digits that stand for the weights, and for what the tokenizer makes of a text
     tokenizer_revision: str
     strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
+    weights: str = ""  # what they are held as: formats, or the type
     exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
 
     @property

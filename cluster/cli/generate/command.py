@@ -228,6 +228,7 @@ def _circumstances(settings: Settings, engine: OfflineEngine | OfflineGroup) -> 
         "strategy": settings.speculation.strategy,
         "lossless": engine.info.lossless,
         "dtype": engine.info.dtype,
+        "weights": engine.info.weights,
         "device": engine.info.device,
         "batch_size": settings.engine.max_running,
         "threads": engine.threads,

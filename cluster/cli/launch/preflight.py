@@ -17,7 +17,7 @@ from cache_service.store.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
 from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address
-from configs.slices import ParallelismOptions, ServerOptions, SpeculationOptions
+from configs.slices import SELF, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import key_is_required
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
@@ -134,7 +134,7 @@ def check_speculation(options: SpeculationOptions, shared: bool = False) -> None
     from decoding.drafters import STRATEGIES, build_drafters, check_drafters
     from decoding.strategy_choice import parse_strategy
 
-    if options.draft_model is not None:
+    if options.draft_model is not None and options.draft_model not in SELF:
         check_model(options.draft_model, "speculation.draft_model")
     once = len(set(options.strategies)) == len(options.strategies)
     if not options.options and once and STRATEGIES.keys() >= {options.strategy, *options.strategies}:

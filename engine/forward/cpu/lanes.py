@@ -15,11 +15,15 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 from decoding.jit import compiled
 
 WIDTH = 16
+FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))  # of the processor that is compiled for
+TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
+PAIRS = "+avx512bf16" in FEATURES  # it multiplies pairs of bfloat16, and rounds to it
 
 FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
@@ -101,6 +105,13 @@ def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -
         emit(number)
         builder.branch(end)
     builder.position_at_end(end)
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Asks for a line that is read once: it passes by the caches that hold what is done between steps."""
+    pointer = builder.inttoptr(address, BYTE.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(0), INT(1)))
 
 
 @primitive(types.int64, LIKE)

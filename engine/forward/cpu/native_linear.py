@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, from_dtype, types
-from numba.core.registry import cpu_target
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
-    BYTE,
     FLOAT,
     FLOATS,
     INT,
     INTS,
     LIKE,
     LONG,
+    PAIRS,
+    TILE_ROWS,
     TYPES,
     WIDTH,
     add,
@@ -40,17 +40,16 @@ from engine.forward.cpu.lanes import (
     load,
     multiply,
     multiply_add,
+    prefetch,
     primitive,
     silu,
     spread,
     store,
     stored,
 )
+from engine.forward.cpu.native_blocks import Forms, packed_bytes, packed_products, packed_rows, unpack
 from engine.forward.cpu.row_linear import COUNTER, PANEL, STEPS
 
-FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))  # of the processor that is compiled for
-TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # with their sums in registers
-_PAIRS = "+avx512bf16" in FEATURES
 _AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 _FLOAT = np.float32(0)  # names the type
@@ -74,6 +73,9 @@ class Linear(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("taken", ctypes.c_int64),  # address of ``threads + 1`` counters, all 0, the last of which numbers the threads
+        ("form", ctypes.c_int64),  # number of the format of the weight's panels; 0 where they are of the type
+        ("up_form", ctypes.c_int64),
+        ("scratch", ctypes.c_int64),  # for each thread room for two unpacked panels, where there are packed ones
     )
 
 
@@ -99,7 +101,7 @@ def _emit_products(
     for offset in range(STEPS):
         place = b.add(weight, LONG(offset * step_bytes))
         for line in range(0, step_bytes, 64):
-            _prefetch(b, b.add(ahead, LONG(line)))
+            prefetch(b, b.add(ahead, LONG(line)))
         ahead = b.add(ahead, ahead_step)
         weights = [_weights(b, like, b.add(place, LONG(half * step_bytes // 2))) for half in range(2)]
         for row, address in enumerate(inputs):
@@ -116,13 +118,6 @@ def _emit_products(
         b.store(total, b.inttoptr(b.add(sums_at, LONG(place * WIDTH * 4)), FLOATS.as_pointer()), align=4)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    """Asks for a line that is read once: it passes by the caches that hold what is done between steps."""
-    pointer = builder.inttoptr(address, BYTE.as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
-    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(0), INT(1)))
-
-
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
     """Half a panel's numbers of a step: one register of float32, or of pairs of bfloat16 as they are or as two registers."""
     b = builder
@@ -133,7 +128,7 @@ def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
 
 def _parts(builder: Any, pairs: Any) -> tuple[Any, ...]:
     """Pairs of bfloat16 as they are multiplied."""
-    if _PAIRS:
+    if PAIRS:
         return (pairs,)
     low = builder.shl(pairs, ir.Constant(INTS, [16] * WIDTH))
     high = builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * WIDTH))
@@ -151,7 +146,7 @@ def _spread(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
 
 
 def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[Any, ...], addend: Any) -> Any:
-    if like == types.uint16 and _PAIRS:
+    if like == types.uint16 and PAIRS:
         kind = ir.FunctionType(FLOATS, (FLOATS, INTS, INTS))
         multiply = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind)
         return builder.call(multiply, (addend, left[0], right[0]))
@@ -222,18 +217,20 @@ def panels(job: Any) -> int:
 
 
 @compiled
-def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, like: Any) -> int:
+def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, forms: Any, like: Any) -> int:
     """What every thread does: its own part of the panels, then what is left of the others'; returns how many it computed."""
-    return _take_panels(job, rows, thread, threads, taken, np.empty(2 * TILE_ROWS * PANEL, np.float32), like)
+    return _take_panels(job, rows, thread, threads, taken, np.empty(2 * TILE_ROWS * PANEL, np.float32), forms, like)
 
 
 @compiled
-def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, like: Any) -> int:
+def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, forms: Any, like: Any) -> int:
     """See ``multiply_rows``. An array lives as long as a call that has it; who takes its address and no more loses it."""
     count, done, sums = panels(job), 0, scratch.ctypes.data
     ups = sums + TILE_ROWS * _PANEL_BYTES
-    blocks = max(1, (rows + TILE_ROWS - 1) // TILE_ROWS)
-    panel_bytes, ahead_step = job.size * PANEL * bytes_of(like), PANEL * piece_of(like) // blocks
+    blocks, room = max(1, (rows + TILE_ROWS - 1) // TILE_ROWS), job.size * PANEL * bytes_of(like)
+    unpacked = job.scratch + 2 * thread * room
+    at_once = rows <= packed_rows(forms, like)
+    weight_bytes, up_bytes = _panel_bytes(job.form, job.size, forms, like), _panel_bytes(job.up_form, job.size, forms, like)
     for turn in range(threads):
         part = (thread + turn) % threads
         first, last = part * count // threads, (part + 1) * count // threads
@@ -241,36 +238,66 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
             panel = first + claim(taken + COUNTER * part)
             if panel >= last:
                 break
-            weight, up = job.weight + panel * panel_bytes, job.up + panel * panel_bytes
+            weight, up = job.weight + panel * weight_bytes, job.up + panel * up_bytes
+            if not at_once:
+                if job.form:
+                    unpack(forms, job.form, weight, unpacked, job.size, like)
+                if job.up_form:
+                    unpack(forms, job.up_form, up, unpacked + room, job.size, like)
             for block in range(blocks):
                 row, end = block * rows // blocks, (block + 1) * rows // blocks
-                source, stride = job.input + row * job.input_stride, job.input_stride
-                further = _AHEAD if blocks == 1 else panel_bytes + block * panel_bytes // blocks  # a part of the next panel
-                products(end - row, source, stride, weight, job.size, sums, weight + further, ahead_step, like)
+                source, own = job.input + row * job.input_stride, end - row
+                _products_of(
+                    job, weight, job.form, weight_bytes, source, own, block, blocks, unpacked, at_once, sums, forms, like
+                )
                 if job.up:
-                    products(end - row, source, stride, up, job.size, ups, up + further, ahead_step, like)
-                _finish(job, row, end - row, panel * PANEL, sums, ups, like)
+                    _products_of(
+                        job, up, job.up_form, up_bytes, source, own, block, blocks, unpacked + room, at_once, ups, forms, like
+                    )
+                _finish(job, row, own, panel * PANEL, sums, ups, like)
             done += 1
     return done
 
 
 @compiled
-def _run(jobs: Any, like: Any) -> None:
+def _panel_bytes(form: int, size: int, forms: Any, like: Any) -> int:
+    """Of a panel as it lies in memory."""
+    return packed_bytes(forms, form, size) if form else size * PANEL * bytes_of(like)
+
+
+@compiled
+def _products_of(
+    job: Any, panel: int, form: int, panel_bytes: int, source: int, rows: int, block: int, blocks: int, unpacked: int,
+    at_once: bool, sums: int, forms: Any, like: Any,
+) -> None:  # fmt: skip
+    """Products of some rows with a panel, and of the next panel a part is asked for."""
+    if form and at_once:
+        packed_products(forms, form, rows, source, job.input_stride, panel, job.size, sums, like)
+        return
+    further = _AHEAD if blocks == 1 and not form else panel_bytes + block * panel_bytes // blocks
+    ahead_step = panel_bytes * piece_of(like) // (job.size * bytes_of(like)) // blocks
+    lies = unpacked if form else panel
+    products(rows, source, job.input_stride, lies, job.size, sums, panel + further, ahead_step, like)
+
+
+@compiled
+def _run(jobs: Any, forms: Any, like: Any) -> None:
     job = carray(jobs, 1)[0]
     thread = claim(job.taken + COUNTER * job.threads)
-    multiply_rows(job, job.rows, thread, job.threads, job.taken, like)
+    multiply_rows(job, job.rows, thread, job.threads, job.taken, forms, like)
 
 
 _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Linear))))
 
 
 @cache
-def entry_point(dtype: str) -> Any:
-    """The C function ``void (Linear *)`` that every thread calls, with its ``address``; see ``native_attention.entry_point``."""
-    like = TYPES[dtype]
+def entry_point(dtype: str, names: tuple[str, ...] = ()) -> Any:
+    """The C function ``void (Linear *)`` that every thread calls, for weights of a type and in some formats; it has its
+    ``address``. See ``native_attention.entry_point``."""
+    like, forms = TYPES[dtype], Forms(names)
 
     def run(job: Any) -> None:
-        _run(job, like)
+        _run(job, forms, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
     return compiled_callback(_SIGNATURE)(run)

@@ -35,6 +35,7 @@ from engine.forward.cpu.lanes import (
     wait_for,
 )
 from engine.forward.cpu.native_attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
+from engine.forward.cpu.native_blocks import Forms, packed_bytes, unpack
 from engine.forward.cpu.native_linear import Linear, multiply_rows, panels, piece_of
 from engine.forward.cpu.native_norm import Norm, normalise
 from engine.forward.cpu.row_linear import COUNTER, PANEL
@@ -50,6 +51,8 @@ class Embed(ctypes.Structure):
         ("panels", ctypes.c_int64),  # whether it is panels
         ("size", ctypes.c_int64),
         ("output", ctypes.c_int64),  # [rows, size]
+        ("form", ctypes.c_int64),  # as ``Linear``, and the next one
+        ("scratch", ctypes.c_int64),
     )
 
 
@@ -111,7 +114,7 @@ _OPERATION = np.dtype(Operation)
 
 
 @compiled
-def _embed(job: Any, token: int, row: int, like: Any) -> None:
+def _embed(job: Any, token: int, row: int, thread: int, forms: Any, like: Any) -> None:
     """A token's row of the table; in panels its numbers, or pairs of them, lie a panel's width apart."""
     wide = job.size * bytes_of(like)
     target = job.output + row * wide
@@ -119,7 +122,12 @@ def _embed(job: Any, token: int, row: int, like: Any) -> None:
         copy_bytes(job.weight + token * wide, target, wide)
         return
     piece = piece_of(like)
-    source = job.weight + token // PANEL * PANEL * wide + token % PANEL * piece
+    source = job.weight + token // PANEL * PANEL * wide
+    if job.form:
+        packed = job.weight + token // PANEL * packed_bytes(forms, job.form, job.size)
+        source = job.scratch + 2 * thread * PANEL * wide
+        unpack(forms, job.form, packed, source, job.size, like)
+    source += token % PANEL * piece
     for at in range(0, wide, piece):
         copy_bytes(source + at * PANEL, target + at, piece)
 
@@ -167,13 +175,13 @@ def _rotate_rows(step: Any, job: Any, first: int, last: int, requests: Any, like
 
 
 @compiled
-def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, like: Any) -> None:
+def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, thread: int, forms: Any, like: Any) -> None:
     """Some rows of an operation that computes each row by itself."""
     kind, wide = operation.kind, bytes_of(like)
     if kind == EMBED:
         embed = carray(address_of(operation.job), 1, _EMBED)[0]
         for row in range(first, last):
-            _embed(embed, int_at(step.tokens + row * 8), row, like)
+            _embed(embed, int_at(step.tokens + row * 8), row, thread, forms, like)
     elif kind == ROTATE:
         _rotate_rows(step, carray(address_of(operation.job), 1, _ROTATE)[0], first, last, requests, like)
     else:
@@ -185,7 +193,7 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, li
 
 
 @compiled
-def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, like: Any) -> int:
+def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, thread: int, forms: Any, like: Any) -> int:
     """What every thread does of an operation by rows, some rows at a time; returns how many it has computed."""
     together, done = rows // (4 * step.threads) + 1, 0
     while True:
@@ -193,12 +201,12 @@ def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, 
         if first >= rows:
             return done
         last = min(first + together, rows)
-        _by_rows(step, operation, first, last, requests, like)
+        _by_rows(step, operation, first, last, requests, thread, forms, like)
         done += last - first
 
 
 @compiled
-def _run(steps: Any, like: Any) -> None:
+def _run(steps: Any, forms: Any, like: Any) -> None:
     """What every thread does. ``expected`` parts are done once all operations up to here are."""
     step = carray(steps, 1)[0]
     operations = carray(address_of(step.operations), step.count, _OPERATION)
@@ -214,14 +222,14 @@ def _run(steps: Any, like: Any) -> None:
         if operation.kind == LINEAR or operation.kind == PICKED_LINEAR:
             linear = carray(address_of(operation.job), 1, _LINEAR)[0]
             expected += panels(linear)
-            done = multiply_rows(linear, rows, thread, step.threads, taken, like)
+            done = multiply_rows(linear, rows, thread, step.threads, taken, forms, like)
         elif operation.kind == ATTEND:
             layer = carray(address_of(operation.job), 1, LAYER)[0]
             expected += blocks_of(requests, layer)
             done = attend_blocks(layer, requests, taken, like)
         else:
             expected += rows
-            done = _take_rows(step, operation, rows, taken, requests, like)
+            done = _take_rows(step, operation, rows, taken, requests, thread, forms, like)
         if done:
             count_on(finished, done)
 
@@ -230,12 +238,13 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 
 @cache
-def entry_point(dtype: str) -> Any:
-    """The C function ``void (NativeStep *)`` that every thread calls; see ``native_attention.entry_point``."""
-    like = TYPES[dtype]
+def entry_point(dtype: str, names: tuple[str, ...] = ()) -> Any:
+    """The C function ``void (NativeStep *)`` that every thread calls, for weights of a type and in some formats; see
+    ``native_attention.entry_point``."""
+    like, forms = TYPES[dtype], Forms(names)
 
     def run(job: Any) -> None:
-        _run(job, like)
+        _run(job, forms, like)
 
-    run.__qualname__ = f"run_{dtype}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
     return compiled_callback(_SIGNATURE)(run)

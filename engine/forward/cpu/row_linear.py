@@ -7,17 +7,20 @@ import math
 import platform
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decoding.jit import NATIVE
+from engine.forward.cpu.block_formats import PANEL
 from engine.forward.cpu.threads import Kernel
 
+if TYPE_CHECKING:
+    from engine.forward.cpu.packed_weight import PackedWeight
+
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-PANEL = 32  # outputs side by side: two vectors of ``engine.forward.cpu.lanes``
 STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pairs
 COUNTER = 64  # bytes from one counter of threads to the next: they lie in cache lines of their own
 _WORTH_THREADS = 1 << 18  # products: some microseconds on one thread, as much as it takes to wake another
@@ -28,7 +31,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is compiled code for a model of a type on a device."""
     if not NATIVE or device.type != "cpu" or dtype not in DTYPES:
         return False
-    from engine.forward.cpu.native_linear import FEATURES
+    from engine.forward.cpu.lanes import FEATURES
 
     return dtype != torch.float16 or "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
 
@@ -47,7 +50,7 @@ class PanelWeight(torch.Tensor):
     def of(cls, weight: torch.Tensor) -> PanelWeight:
         """The same numbers, [..., outputs, size] of a type in ``DTYPES``, in memory of their own."""
         outputs, size = weight.shape[-2:]
-        multiple = STEPS * _pair(weight.dtype)
+        multiple = STEPS * pair_of(weight.dtype)
         whole = -(-outputs // PANEL) * PANEL, -(-max(size, 1) // multiple) * multiple
         made = weight.new_empty(*weight.shape[:-2], *whole)[..., :outputs, :size].as_subclass(PanelWeight)
         made._write(weight)
@@ -57,7 +60,7 @@ class PanelWeight(torch.Tensor):
         """[..., panels, size / pair, 32, pair], of all that is in the memory."""
         plain = self.as_subclass(torch.Tensor)
         *leading, wide, _ = plain.stride()
-        pair, count = _pair(plain.dtype), -(-plain.shape[-2] // PANEL)
+        pair, count = pair_of(plain.dtype), -(-plain.shape[-2] // PANEL)
         shape = (*plain.shape[:-2], count, wide // pair, PANEL, pair)
         return plain.as_strided(shape, (*leading, PANEL * wide, PANEL * pair, pair, 1))
 
@@ -97,7 +100,7 @@ class PanelWeight(torch.Tensor):
                 return args[1].rows(args[0])
             if func in _PRODUCTS and type(args[1]) is TurnedWeight and args[1].dim() == 2:
                 return linear(args[0], args[1])
-            if func in _OF_THE_SHAPE:
+            if func in SHAPE_FUNCTIONS:
                 return func(*args, **kwargs)
             changed = [each for each in args[:1] if isinstance(each, PanelWeight) and _in_place(func)]
             found = func(*map(_usual, args), **{name: _usual(each) for name, each in kwargs.items()}) if not changed else None
@@ -149,7 +152,7 @@ def _parameter(weight: torch.Tensor, kind: type[PanelWeight]) -> torch.nn.Parame
     return torch.nn.Parameter(kind.of(weight), requires_grad=False)
 
 
-def _pair(dtype: torch.dtype) -> int:
+def pair_of(dtype: torch.dtype) -> int:
     """Numbers of an output that lie side by side."""
     return 2 if dtype == torch.bfloat16 else 1
 
@@ -170,7 +173,7 @@ def _in_place(func: Callable[..., Any]) -> bool:
 _CASTS = (torch.Tensor.type, torch.Tensor.to)
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _SAME_KIND = (torch.Tensor.detach, torch.Tensor.requires_grad_)
-_OF_THE_SHAPE = {
+SHAPE_FUNCTIONS = {
     *(getattr(torch.Tensor, name) for name in (
         "dim", "size", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr", "untyped_storage",
         "is_floating_point", "is_complex", "__len__",
@@ -185,7 +188,7 @@ _OF_THE_SHAPE = {
 _NO_PRODUCTS = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 
 
-def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(input: torch.Tensor, weight: PanelWeight | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As ``torch.nn.functional.linear``; each row has the same bits whatever rows are computed with it.
 
     Args:
@@ -197,9 +200,9 @@ def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None =
         [..., outputs].
     """
     memory = weight.as_subclass(torch.Tensor)
-    (outputs, size), wide = memory.shape, memory.stride(0)
+    (outputs, size), wide = memory.shape, memory.stride(0) or weight.shape[1]
     assert input.dtype == memory.dtype and input.shape[-1] == size, (input.dtype, memory.dtype, input.shape, memory.shape)
-    kernel, job_type = _kernel(DTYPES[input.dtype])
+    kernel, job_type = _kernel(DTYPES[input.dtype], getattr(weight, "kind", None))
     if not size:  # of what has no numbers torch tells no address
         return torch.nn.functional.linear(input, weight.plain(), bias)
     rows = input.reshape(math.prod(input.shape[:-1]), size)
@@ -212,12 +215,26 @@ def linear(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None =
     bias = None if bias is None else filled_up(bias)
     threads = torch.get_num_threads() if count * outputs * size >= _WORTH_THREADS else 1
     taken = ctypes.create_string_buffer(COUNTER * (threads + 1))
+    address, form = where_it_lies(weight)
+    scratch = rows.new_empty(unpacked_numbers(wide, threads) if form else 0)
     job = job_type(
-        rows.data_ptr(), rows.stride(0) * of_number, memory.data_ptr(), 0 if bias is None else bias.data_ptr(), 0, 0, 0,
-        output.data_ptr(), outputs * of_number, count, wide, outputs, threads, ctypes.addressof(taken),
+        rows.data_ptr(), rows.stride(0) * of_number, address, 0 if bias is None else bias.data_ptr(), 0, 0, 0,
+        output.data_ptr(), outputs * of_number, count, wide, outputs, threads, ctypes.addressof(taken), form, 0,
+        scratch.data_ptr(),
     )  # fmt: skip
     kernel(job, threads)
     return output.view(*input.shape[:-1], outputs)
+
+
+def where_it_lies(weight: torch.Tensor) -> tuple[int, int]:
+    """The address of a weight's panels, and the number of their format: 0 where they are of its type."""
+    panels = getattr(weight, "panels", None)
+    return (weight.data_ptr(), 0) if panels is None else (panels.data_ptr(), weight.form.number)  # type: ignore[attr-defined]
+
+
+def unpacked_numbers(size: int, threads: int) -> int:
+    """What threads need room for that unpack panels of rows of a size, and those of a gate."""
+    return 2 * threads * PANEL * size
 
 
 def filled_up(bias: torch.Tensor) -> torch.Tensor:
@@ -227,11 +244,11 @@ def filled_up(bias: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _kernel(dtype: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
+def _kernel(dtype: str, kind: str | None) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
     from engine.forward.cpu.native_linear import Linear, entry_point  # needs numba
 
-    return Kernel(entry_point(dtype).address), Linear
+    return Kernel(entry_point(dtype, () if kind is None else (kind,)).address), Linear
 
 
 @torch.no_grad()

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.forward.batch import Batch
+from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_attention import ENTRY_STEP, request_rows
-from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels
+from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels, unpacked_numbers, where_it_lies
 from engine.forward.cpu.threads import Kernel
 from engine.forward.thin_modules import CompiledNorm
 from engine.kv.kv_cache import SlotCache
@@ -35,7 +36,8 @@ class RowModel:
         from engine.forward.cpu import native_step as step
 
         self._native, self._model, self._cache, self._windows = step, model, cache, windows
-        self._kernel = Kernel(step.entry_point(DTYPES[model.dtype]).address)
+        kinds = {weight.kind for weight in model.parameters() if type(weight) is PackedWeight}
+        self._kernel = Kernel(step.entry_point(DTYPES[model.dtype], tuple(sorted(kinds))).address)
         self._angles = _angles(model, cache.capacity)
         self._vocab = model.lm_head.weight.shape[0]
         self._make_room(_ROWS)
@@ -55,8 +57,9 @@ class RowModel:
             IndexError: a token is none of the vocabulary, or a position none of a slot. Compiled code does not look again.
         """
         native, count, picked = self._native, len(batch.token_ids), len(batch.logit_rows)
-        if max(count, picked) > self._room:
-            self._make_room(max(count, picked))
+        threads = torch.get_num_threads()
+        if max(count, picked) > self._room or threads > self._threads:
+            self._make_room(max(count, picked, self._room))
         tokens, positions, wanted = (
             np.ascontiguousarray(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logit_rows)
         )
@@ -69,7 +72,6 @@ class RowModel:
         requests, kept = request_rows(self._cache, batch.segments, positions)
         operations = self._operations_of(len(self._model.model.layers))
         self._head.output = logits.data_ptr()
-        threads = torch.get_num_threads()
         counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
         job = native.NativeStep(
             ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
@@ -88,7 +90,8 @@ class RowModel:
             "value": shape.kv_heads * shape.head_dim, "mixed": config.num_attention_heads * shape.head_dim,
         }  # fmt: skip
         self._buffers = {name: torch.empty(rows, size, dtype=self._model.dtype) for name, size in sizes.items()}
-        self._room, self._kept = rows, list[object]()
+        self._room, self._threads, self._kept = rows, torch.get_num_threads(), list[object]()
+        self._scratch: dict[int, torch.Tensor] = {}  # by the size of rows: threads may be in different operations
         self._prepared: dict[int, ctypes.Array[Operation]] = {}
         self._head = self._linear(self._model.lm_head, "normed", "normed")  # its output is set in each forward
 
@@ -103,8 +106,10 @@ class RowModel:
         """Their kinds, whether they wait, and the addresses of what they do."""
         native, model = self._native, self._model.model
         table = model.embed_tokens.weight
-        panels = type(table) is PanelWeight
-        yield native.EMBED, False, self._keep(native.Embed(self._address_of(table), panels, table.shape[1], self._at("hidden")))
+        (address, form), size = self._panels_of(table), table.shape[1]
+        panels = isinstance(table, PanelWeight | PackedWeight)
+        embed = native.Embed(address, panels, size, self._at("hidden"), form, self._scratch_of(size) if form else 0)
+        yield native.EMBED, False, self._keep(embed)
         for number in range(layers):
             layer = model.layers[number]
             attention, mlp = layer.self_attn, layer.mlp
@@ -153,11 +158,23 @@ class RowModel:
         outputs, size = layer.weight.shape
         wide = layer.weight.element_size()
         bias, up_bias = (None if each is None or each.bias is None else filled_up(each.bias) for each in (layer, up))
+        (address, form), (up_address, up_form) = (self._panels_of(None if one is None else one.weight) for one in (layer, up))
+        scratch = self._scratch_of(size) if form or up_form else 0
         return Linear(
-            self._at(source), size * wide, self._address_of(layer.weight), self._address_of(bias),
-            self._address_of(None if up is None else up.weight), self._address_of(up_bias),
-            self._at(added) if added else 0, self._at(target), outputs * wide, 0, size, outputs,
+            self._at(source), size * wide, address, self._address_of(bias), up_address, self._address_of(up_bias),
+            self._at(added) if added else 0, self._at(target), outputs * wide, 0, size, outputs, 0, 0, form, up_form, scratch,
         )  # fmt: skip
+
+    def _scratch_of(self, size: int) -> int:
+        """Where threads unpack panels of rows of a size."""
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(unpacked_numbers(size, self._threads), dtype=self._model.dtype)
+        return self._scratch[size].data_ptr()
+
+    def _panels_of(self, weight: torch.Tensor | None) -> tuple[int, int]:
+        """See ``where_it_lies``; they stay there."""
+        self._kept.append(weight)
+        return (0, 0) if weight is None else where_it_lies(weight)
 
     def _rotate(self, attention: Any, layer: int) -> int:
         shape, kinds = self._cache.shape, ("q_norm", "k_norm")
@@ -211,7 +228,7 @@ def _is_known(model: PreTrainedModel, cache: SlotCache) -> bool:
 
 
 def _lies_whole(weight: torch.Tensor) -> bool:
-    return type(weight) is PanelWeight and weight.stride(0) == weight.shape[1]
+    return type(weight) is PackedWeight or (type(weight) is PanelWeight and weight.stride(0) == weight.shape[1])
 
 
 def _angles(model: PreTrainedModel, positions: int) -> torch.Tensor:

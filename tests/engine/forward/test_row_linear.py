@@ -218,7 +218,7 @@ import torch
 from engine.forward.cpu import native_linear as native
 from engine.forward.cpu.row_linear import has_kernels
 from tests.engine.forward import test_row_linear as tests
-assert native.TILE_ROWS == 2 and not native._PAIRS
+assert native.TILE_ROWS == 2 and not native.PAIRS
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     assert has_kernels(torch.device("cpu"), dtype) == (str(dtype).split(".")[1] in {dtypes})
     if str(dtype).split(".")[1] in {dtypes}:

@@ -1,0 +1,237 @@
+"""Weights of 4 to 8 bits in blocks, as GGUF files have them: what they say, and how their bits lie for compiled code.
+
+A weight is ``scale * (code - offset)``, or ``scale * code + minimum``, with a scale, and a minimum, for each group of numbers
+that lie side by side in a row. What is read is that value rounded to the type of the model, which is what dequantizing says
+(github.com/ggml-org/llama.cpp, gguf-py/gguf/quants.py): a product of packed weights has the bits of the product of the same
+weights unpacked, on every processor and for any number of rows.
+
+In memory there are panels of ``PANEL`` outputs, as of ``PanelWeight``, and in each of them the blocks of its numbers in order:
+
+    scales       PANEL float16, then as many minima where there are such
+    for each group: where scales are bytes, PANEL of them, then those of the minima; then for each 16 numbers of a row (a set)
+        codes        in vectors of 16 numbers, in the order in which unpacked panels have them, 32 vectors in a set. Of 8 bits as
+                     they are; of others, words of 32 bits that hold the low 4 bits of vectors w, w + 4, w + 8, ..., four words a
+                     lane, and then two (one) whose two bits (bit) above those are of vectors w, w + 2, ... (of each vector)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PANEL = 32  # outputs side by side: two vectors of ``engine.forward.cpu.lanes``
+SET = 16  # numbers of a row whose codes share words
+_LANES, _VECTORS = 16, 32  # of a set
+
+Codes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Quantized rows, taken apart: codes [rows, size], and scales and minima for each group or block."""
+
+    codes: Codes
+    scales: npt.NDArray[np.float16]  # [rows, size / block]
+    minima: npt.NDArray[np.float16] | None = None  # as the scales
+    scale_bytes: Codes | None = None  # [rows, size / group]: times the block's scale it is the group's
+    minimum_bytes: Codes | None = None  # as ``scale_bytes``
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A way to quantize."""
+
+    number: int  # by which compiled code knows it
+    bits: int  # of a code
+    offset: int = 0  # of the codes; those of 8 bits have a sign
+    minimum: bool = False
+    block: int = 32  # numbers of a row
+    group: int = 32
+    byte_scales: bool = False  # groups' scales are a block's times a byte; its minima are subtracted
+    signed: bool = False  # of such bytes
+
+    @property
+    def high_bits(self) -> int:
+        """Those above the low four."""
+        return 0 if self.bits == 8 else self.bits - 4
+
+    @property
+    def set_bytes(self) -> int:
+        """Of the codes of a set and a panel."""
+        return SET * PANEL * self.bits // 8
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group and a panel."""
+        return PANEL * (1 + self.minimum) * self.byte_scales + self.group // SET * self.set_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block and a panel."""
+        return 2 * PANEL * (1 + self.minimum) + self.block // self.group * self.group_bytes
+
+
+FORMATS = {
+    "Q4_0": BlockFormat(1, 4, offset=8),
+    "Q4_1": BlockFormat(2, 4, minimum=True),
+    "Q5_0": BlockFormat(3, 5, offset=16),
+    "Q5_1": BlockFormat(4, 5, minimum=True),
+    "Q8_0": BlockFormat(5, 8),
+    "Q4_K": BlockFormat(6, 4, minimum=True, block=256, byte_scales=True),
+    "Q5_K": BlockFormat(7, 5, minimum=True, block=256, byte_scales=True),
+    "Q6_K": BlockFormat(8, 6, offset=32, block=256, group=16, byte_scales=True, signed=True),
+}
+
+
+def packed(blocks: Blocks, form: BlockFormat, pair: int) -> Codes:
+    """[panels, size / block, ``form.block_bytes``]: how rows lie in memory.
+
+    Args:
+        blocks: of a number of rows; what is missing of the last panel is filled up with zeros.
+        form: theirs.
+        pair: numbers of an output that lie side by side in unpacked panels.
+    """
+    rows, size = blocks.codes.shape
+    count, made = size // form.block, []
+
+    def halves(numbers: Numbers) -> Codes:
+        return _by_panel(numbers).view(np.uint8)
+
+    made.append(halves(blocks.scales))
+    if blocks.minima is not None:
+        made.append(halves(blocks.minima))
+    panels = made[0].shape[0]
+    groups = form.block // form.group
+    per_group = []
+    for numbers in (blocks.scale_bytes, blocks.minimum_bytes):
+        if numbers is not None:
+            per_group.append(_by_panel(numbers).reshape(panels, count, groups, PANEL))
+    codes = _words(_vectors(blocks.codes, pair), form)  # [panels, sets, bytes]
+    per_group.append(codes.reshape(panels, count, groups, -1))
+    made.append(np.concatenate(per_group, axis=-1).reshape(panels, count, -1))
+    found = np.concatenate(made, axis=-1)
+    assert found.shape == (panels, count, form.block_bytes), (found.shape, form, rows)
+    return found
+
+
+def _filled(numbers: Numbers) -> Numbers:
+    """[rows, n] to [panels, PANEL, n]."""
+    missing = -len(numbers) % PANEL
+    filled = np.concatenate((numbers, np.zeros((missing, *numbers.shape[1:]), numbers.dtype))) if missing else numbers
+    return filled.reshape(-1, PANEL, numbers.shape[1])
+
+
+def _by_panel(numbers: Numbers) -> Numbers:
+    """[rows, n] to [panels, n, PANEL]."""
+    return np.ascontiguousarray(_filled(numbers).swapaxes(1, 2))
+
+
+def _vectors(codes: Codes, pair: int) -> Codes:
+    """[rows, size] to [panels, sets, vectors, lanes], in the order of unpacked panels: [size / pair, PANEL, pair]."""
+    panels = _filled(codes).view(np.dtype(f"u{pair}"))  # what lies side by side is moved as one
+    return np.ascontiguousarray(panels.swapaxes(1, 2)).view(np.uint8).reshape(len(panels), -1, _VECTORS, _LANES)
+
+
+def _words(vectors: Codes, form: BlockFormat) -> Codes:
+    """[panels, sets, ``form.set_bytes``]."""
+    panels, sets = vectors.shape[:2]
+    if form.bits == 8:
+        return vectors.reshape(panels, sets, -1)
+    parts = [_word(vectors & 15, 4)]
+    if form.high_bits:
+        parts.append(_word(vectors >> 4, form.high_bits))
+    return np.concatenate(parts, axis=-1)
+
+
+def _word(numbers: Codes, bits: int) -> Codes:
+    """Vectors of numbers of some bits in words of 32: vector ``t * bits + w`` in the bits ``t * bits`` and up of word ``w``."""
+    panels, sets = numbers.shape[:2]
+    several = numbers.reshape(panels, sets, 4, 8 // bits, bits * _LANES)  # of each byte of a word, its numbers
+    octets = several[:, :, :, 0].copy()
+    for turn in range(1, 8 // bits):
+        octets |= several[:, :, :, turn] << np.uint8(turn * bits)
+    return np.ascontiguousarray(octets.swapaxes(2, 3)).reshape(panels, sets, -1)
+
+
+def taken_apart(raw: Codes, name: str) -> Blocks:
+    """What a GGUF file has of a matrix: [rows, bytes of a row]."""
+    form = FORMATS[name]
+    rows = len(raw)
+    of_block = _FILE_BYTES[name]
+    blocks = raw.reshape(rows, -1, of_block)
+    count = blocks.shape[1]
+
+    def half(at: int) -> npt.NDArray[np.float16]:
+        return np.ascontiguousarray(blocks[:, :, at : at + 2]).view(np.float16)[..., 0]
+
+    def nibbles(at: int, run: int) -> Codes:
+        """Low halves of ``run`` bytes, then their high halves, and so on, of half a block's bytes."""
+        own = blocks[:, :, at : at + form.block // 2].reshape(rows, count, -1, 1, run)
+        return np.concatenate((own & 15, own >> 4), axis=3).reshape(rows, count, form.block)
+
+    def codes(numbers: Codes) -> Codes:
+        return numbers.reshape(rows, count * form.block)
+
+    if name == "Q8_0":
+        return Blocks(codes(blocks[:, :, 2:]), half(0))
+    if name in ("Q4_0", "Q5_0", "Q4_1", "Q5_1"):
+        at, minima = (4, half(2)) if form.minimum else (2, None)
+        if form.bits == 4:
+            return Blocks(codes(nibbles(at, 16)), half(0), minima)
+        high = np.unpackbits(blocks[:, :, at : at + 4], axis=-1, bitorder="little")
+        return Blocks(codes(nibbles(at + 4, 16) | high << np.uint8(4)), half(0), minima)
+    if name in ("Q4_K", "Q5_K"):
+        scales, minima = _k_scales(blocks[:, :, 4:16])
+        low = nibbles(16 if form.bits == 4 else 48, 32)
+        if form.bits == 5:
+            bits = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+            low = low | bits.reshape(rows, count, form.block) << np.uint8(4)
+        return Blocks(codes(low), half(0), half(2), scales.reshape(rows, -1), minima.reshape(rows, -1))
+    assert name == "Q6_K", name
+    low = blocks[:, :, :128].reshape(rows, count, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
+    high = blocks[:, :, 128:192].reshape(rows, count, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    merged = low.reshape(rows, count, form.block) | high.reshape(rows, count, form.block) << np.uint8(4)
+    scales = np.ascontiguousarray(blocks[:, :, 192:208]).reshape(rows, -1)
+    return Blocks(codes(merged), half(208), None, scales)
+
+
+def _k_scales(taken: Codes) -> tuple[Codes, Codes]:
+    """[..., 12] bytes to 8 scales and 8 minima of six bits each."""
+    a, b, c = (taken[..., at : at + 4] for at in (0, 4, 8))
+    scales = np.concatenate((a & 63, c & 15 | a >> 6 << np.uint8(4)), axis=-1)
+    minima = np.concatenate((b & 63, c >> 4 | b >> 6 << np.uint8(4)), axis=-1)
+    return scales, minima
+
+
+_FILE_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
+def quantized(numbers: npt.NDArray[np.float32], name: str) -> Blocks:
+    """Rows [rows, size] rounded to the nearest, each group by its own scale: Q8_0, Q4_0 or Q4_1.
+
+    The scale is rounded to half precision first, so that codes are the nearest for the scale that is kept.
+    """
+    form = FORMATS[name]
+    groups = numbers.reshape(len(numbers), -1, form.group)
+    if form.minimum:
+        lowest, highest = groups.min(-1), groups.max(-1)
+        minima = lowest.astype(np.float16)
+        scales = ((highest - minima.astype(np.float32)) / np.float32(15)).astype(np.float16)
+    else:
+        at = np.abs(groups).argmax(-1)[..., None]
+        extreme = np.take_along_axis(groups, at, -1)[..., 0]
+        scales = (np.abs(extreme) / np.float32(127) if form.bits == 8 else extreme / np.float32(-8)).astype(np.float16)
+        minima = None
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales.astype(np.float32))[..., None]
+    above = groups if minima is None else groups - minima.astype(np.float32)[..., None]
+    rounded = np.rint(above * inverse)
+    if form.bits == 8:
+        codes = rounded.clip(-127, 127).astype(np.int8).view(np.uint8)
+    else:
+        codes = (rounded + np.float32(form.offset)).clip(0, 15).astype(np.uint8)
+    return Blocks(codes.reshape(numbers.shape), scales, minima)

@@ -1,0 +1,323 @@
+"""Unpacks panels of weights in blocks, sixteen numbers at a time: see ``engine.forward.cpu.block_formats``."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, from_dtype, types
+from numba.core import cgutils
+from numba.core.imputils import lower_constant
+from numba.extending import models, register_model, typeof_impl
+
+from decoding.jit import compiled, compiled_callback
+from engine.forward.cpu.block_formats import FORMATS, PANEL, SET, BlockFormat
+from engine.forward.cpu.lanes import (
+    BYTE,
+    FEATURES,
+    FLOAT16S,
+    FLOATS,
+    HALVES,
+    INT,
+    INTS,
+    LIKE,
+    LONG,
+    PAIRS,
+    TYPES,
+    WIDTH,
+    by_count,
+    bytes_of,
+    int_at,
+    multiply_add,
+    prefetch,
+    primitive,
+    spread,
+    store,
+)
+
+_LOOKS_UP = "+avx512f" in FEATURES
+_HALVES = "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
+_VECTORS = SET * PANEL // WIDTH
+_PACKED_ROWS = 4  # that are multiplied with a panel as it is unpacked
+_AHEAD = 2048  # bytes: what is asked for before it is needed
+
+
+class Forms:
+    """Formats that code is compiled for: each takes time. What is passed on as a constant has nothing but its type."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Keys of ``FORMATS``."""
+        self.names = names
+
+    def __str__(self) -> str:
+        return "_".join(self.names)
+
+
+class FormsType(types.Opaque):
+    """numba's type of formats: another one for others."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """See ``Forms``."""
+        self.names = names
+        super().__init__(name=f"Forms{names}")
+
+
+@typeof_impl.register(Forms)
+def _type_of(forms: Forms, _: Any) -> FormsType:
+    return FormsType(forms.names)
+
+
+register_model(FormsType)(models.OpaqueModel)
+
+
+@lower_constant(FormsType)
+def _as_constant(context: Any, builder: Any, kind: Any, forms: Any) -> Any:
+    return context.get_dummy_value()
+
+
+def _constant(value: float, kind: ir.VectorType) -> ir.Constant:
+    return ir.Constant(kind, [value] * WIDTH)
+
+
+def _at(b: Any, address: Any, offset: int, kind: ir.Type) -> Any:
+    """What is at an address, of any alignment."""
+    return b.load(b.inttoptr(b.add(address, LONG(offset)), kind.as_pointer()), align=1)
+
+
+def _halves(b: Any, address: Any, offset: int) -> Any:
+    """Sixteen numbers in half precision."""
+    if _HALVES:
+        return b.fpext(_at(b, address, offset, FLOAT16S), FLOATS)
+    bits = b.zext(_at(b, address, offset, HALVES), INTS)
+    size = b.bitcast(b.shl(b.and_(bits, _constant(0x7FFF, INTS)), _constant(13, INTS)), FLOATS)
+    sign = b.shl(b.and_(bits, _constant(0x8000, INTS)), _constant(16, INTS))
+    scaled = b.bitcast(b.fmul(size, _constant(2.0**112, FLOATS)), INTS)
+    return b.bitcast(b.or_(scaled, sign), FLOATS)
+
+
+def _octets(b: Any, address: Any, offset: int, signed: bool) -> Any:
+    """Sixteen bytes as numbers."""
+    octets = _at(b, address, offset, ir.VectorType(BYTE, WIDTH))
+    return b.sitofp((b.sext if signed else b.zext)(octets, INTS), FLOATS)
+
+
+def _as_lanes(b: Any, numbers: list[Any], pair: int) -> list[Any]:
+    """A panel's numbers, one for each output, as the lanes of its vectors have them."""
+    if pair == 1:
+        return numbers
+    turned = []
+    for own in numbers:
+        for half in range(pair):
+            order = ir.Constant(INTS, [half * WIDTH // pair + lane // pair for lane in range(WIDTH)])
+            turned.append(b.shuffle_vector(own, own, order))
+    return turned
+
+
+def _looked_up(b: Any, word: Any, table: list[float], bits: int) -> Any:
+    """The table's entry for the lowest bits of each lane."""
+    if _LOOKS_UP:  # by four bits
+        kind = ir.FunctionType(FLOATS, (FLOATS, INTS))
+        look_up = b.module.declare_intrinsic("llvm.x86.avx512.permvar.sf.512", fnty=kind)
+        return b.call(look_up, (ir.Constant(FLOATS, table * (WIDTH // len(table))), word))
+    number = b.sitofp(b.and_(word, _constant((1 << bits) - 1, INTS)), FLOATS)
+    if table[1] - table[0] != 1:
+        number = b.fmul(number, _constant(table[1] - table[0], FLOATS))
+    return b.fadd(number, _constant(table[0], FLOATS)) if table[0] else number
+
+
+def _emit_set(b: Any, form: BlockFormat, codes: Any, scales: list[Any], minima: list[Any]) -> list[Any]:
+    """The 32 vectors of a set, unrounded."""
+    low = 0 if form.high_bits else -form.offset
+    tables = {4: [float(low + code) for code in range(16)], form.high_bits: []}
+    if form.high_bits:
+        tables[form.high_bits] = [float(16 * code - form.offset) for code in range(1 << form.high_bits)]
+    words: dict[tuple[int, int], Any] = {}
+
+    def part(bits: int, first: int, vector: int) -> Any:
+        key = bits, vector % bits
+        if key not in words:
+            words[key] = _at(b, codes, first + 64 * (vector % bits), INTS)
+        turn = vector // bits * bits
+        word = b.lshr(words[key], _constant(turn, INTS)) if turn else words[key]
+        return _looked_up(b, word, tables[bits], bits)
+
+    found = []
+    for vector in range(_VECTORS):
+        if form.bits == 8:
+            code = _octets(b, codes, vector * WIDTH, True)
+        else:
+            code = part(4, 0, vector)
+            if form.high_bits:
+                code = b.fadd(code, part(form.high_bits, SET * PANEL // 2, vector))
+        scale = scales[vector % len(scales)]
+        found.append(multiply_add.emit(b, code, scale, minima[vector % len(minima)]) if minima else b.fmul(code, scale))
+    return found
+
+
+def _emit_blocks(b: Any, form: BlockFormat, source: Any, size: Any, pair: int, use: Callable[[Any, list[Any]], None]) -> None:
+    """Code for a panel; ``use(number, vectors)`` takes each set, by its number in the panel."""
+    heads_bytes, sets = 2 * PANEL * (1 + form.minimum), form.group // SET
+    own = PANEL * (1 + form.minimum) * form.byte_scales
+    groups = form.block // form.group
+    with cgutils.for_range(b, b.udiv(size, LONG(form.block)), intp=LONG) as outer:
+        start = b.add(source, b.mul(outer.index, LONG(form.block_bytes)))
+        heads = [[_halves(b, start, 2 * (PANEL * part + half)) for half in (0, WIDTH)] for part in range(1 + form.minimum)]
+
+        def group(number: Any) -> None:
+            at = b.add(b.add(start, LONG(heads_bytes)), b.mul(number, LONG(form.group_bytes)))
+            for line in range(0, form.group_bytes, 64):
+                prefetch(b, b.add(at, LONG(_AHEAD + line)))
+            lanes = []
+            for part, numbers in enumerate(heads):
+                if form.byte_scales:
+                    octets = [_octets(b, at, PANEL * part + half, form.signed) for half in (0, WIDTH)]
+                    numbers = [b.fmul(one, other) for one, other in zip(numbers, octets, strict=True)]
+                    if part:
+                        numbers = [b.fneg(one) for one in numbers]
+                lanes.append(_as_lanes(b, numbers, pair))
+            first = b.mul(b.add(b.mul(outer.index, LONG(groups)), number), LONG(sets))
+            with cgutils.for_range(b, LONG(sets), intp=LONG) as each:  # code for one set: it takes long to compile
+                codes = b.add(at, b.add(LONG(own), b.mul(each.index, LONG(form.set_bytes))))
+                use(b.add(first, each.index), _emit_set(b, form, codes, lanes[0], lanes[1] if form.minimum else []))
+
+        with cgutils.for_range(b, LONG(groups), intp=LONG) as inner:
+            group(inner.index)
+
+
+def _emit_unpack(b: Any, form: BlockFormat, source: Any, target: Any, size: Any, like: Any) -> None:
+    pair, wide = (2 if like == types.uint16 else 1), (4 if like == types.float32 else 2)
+
+    def write(place: Any, vectors: list[Any]) -> None:
+        at = b.add(target, b.mul(place, LONG(SET * PANEL * wide)))
+        if like == types.uint16 and PAIRS:
+            for place, two in enumerate(_rounded_pairs(b, vectors)):
+                b.store(two, b.inttoptr(b.add(at, LONG(64 * place)), INTS.as_pointer()), align=4)
+            return
+        for place, vector in enumerate(vectors):
+            store.emit(b, b.add(at, LONG(place * WIDTH * wide)), vector, like)
+
+    _emit_blocks(b, form, source, size, pair, write)
+
+
+def _rounded_pairs(b: Any, vectors: list[Any]) -> list[Any]:
+    """Each two vectors as one of twice as many bfloat16. None of the numbers is below 2 ** -126, where this would round to 0."""
+    kind = ir.FunctionType(ir.VectorType(ir.IntType(16), 2 * WIDTH), (FLOATS, FLOATS))
+    convert = b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", fnty=kind)
+    return [b.bitcast(b.call(convert, (high, low)), INTS) for low, high in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+def _emit_products(b: Any, form: BlockFormat, rows: int, input: Any, stride: Any, source: Any, size: Any, sums_at: Any) -> None:
+    """Code for ``packed_products`` of so many rows."""
+    inputs = [b.add(input, b.mul(stride, LONG(row))) for row in range(rows)]
+    zero = ir.Constant(FLOATS, [0.0] * WIDTH)
+    totals = [cgutils.alloca_once_value(b, zero) for _ in range(2 * rows)]
+    for total in totals:
+        b.store(zero, total)
+    kind = ir.FunctionType(FLOATS, (FLOATS, INTS, INTS))
+    multiply = b.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind)
+
+    def use(place: Any, vectors: list[Any]) -> None:
+        at = b.mul(place, LONG(2 * SET))
+        weights = _rounded_pairs(b, vectors)
+        for row, address in enumerate(inputs):
+            for half in range(2):
+                total = b.load(totals[2 * row + half])
+                for step in range(SET // 2):
+                    pair = b.load(b.inttoptr(b.add(b.add(address, at), LONG(4 * step)), INT.as_pointer()), align=2)
+                    total = b.call(multiply, (total, spread(b, pair, INTS), weights[2 * step + half]))
+                b.store(total, totals[2 * row + half])
+
+    _emit_blocks(b, form, source, size, 2, use)
+    for place, total in enumerate(totals):
+        b.store(b.load(total), b.inttoptr(b.add(sums_at, LONG(place * WIDTH * 4)), FLOATS.as_pointer()), align=4)
+
+
+def _by_form(b: Any, forms: Any, number: Any, emit: Callable[[BlockFormat], None]) -> None:
+    """Code for each of some formats, of which that of a number is run."""
+    end = b.append_basic_block("unpacked")
+    choice = b.switch(number, end)
+    for name in forms.names:
+        block = b.append_basic_block(name)
+        choice.add_case(LONG(FORMATS[name].number), block)
+        b.position_at_end(block)
+        emit(FORMATS[name])
+        b.branch(end)
+    b.position_at_end(end)
+
+
+@primitive(types.void, LIKE, *[types.int64] * 4, LIKE)
+def unpack(builder: Any, forms: Any, number: Any, source: Any, target: Any, size: Any, like: Any) -> None:
+    """A panel of rows of a size, in the format of a number, to a panel of numbers of a type."""
+    _by_form(builder, forms, number, lambda form: _emit_unpack(builder, form, source, target, size, like))
+
+
+@primitive(types.int64, LIKE, LIKE)
+def packed_rows(builder: Any, forms: Any, like: Any) -> Any:
+    """Rows for which there are ``packed_products``; it takes no longer to unpack a panel first for more."""
+    return LONG(_PACKED_ROWS if forms.names and like == types.uint16 and PAIRS else 0)
+
+
+@primitive(types.void, LIKE, *[types.int64] * 7, LIKE)
+def packed_products(
+    builder: Any, forms: Any, number: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, like: Any
+) -> None:
+    """As ``native_linear.products``, of one to ``_PACKED_ROWS`` rows with a packed panel, in pairs of bfloat16."""
+    if like != types.uint16 or not PAIRS:
+        return
+    _by_form(
+        builder, forms, number,
+        lambda form: by_count(
+            builder, rows, _PACKED_ROWS,
+            lambda count: _emit_products(builder, form, count, input, stride, panel, size, sums),
+        ),
+    )  # fmt: skip
+
+
+@primitive(types.int64, LIKE, types.int64, types.int64)
+def packed_bytes(builder: Any, forms: Any, number: Any, size: Any) -> Any:
+    """Of a panel of rows of a size, in the format of a number."""
+    found = LONG(0)
+    for form in (FORMATS[name] for name in forms.names):
+        own = builder.mul(builder.udiv(size, LONG(form.block)), LONG(form.block_bytes))
+        found = builder.select(builder.icmp_unsigned("==", number, LONG(form.number)), own, found)
+    return found
+
+
+class Unpacking(ctypes.Structure):
+    """Several panels of one matrix."""
+
+    _fields_ = (
+        ("form", ctypes.c_int64),
+        ("sources", ctypes.c_int64),  # [count] int64: addresses
+        ("count", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("target", ctypes.c_int64),  # [count, unpacked panel]
+    )
+
+
+@compiled
+def _run(jobs: Any, forms: Any, like: Any) -> None:
+    job = carray(jobs, 1)[0]
+    panel_bytes = job.size * PANEL * bytes_of(like)
+    for panel in range(job.count):
+        unpack(forms, job.form, int_at(job.sources + panel * 8), job.target + panel * panel_bytes, job.size, like)
+
+
+_SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Unpacking))))
+
+
+@cache
+def entry_point(dtype: str, names: tuple[str, ...]) -> Any:
+    """The C function ``void (Unpacking *)``, for some formats; see ``native_attention.entry_point``."""
+    like, forms = TYPES[dtype], Forms(names)
+
+    def run(job: Any) -> None:
+        _run(job, forms, like)
+
+    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

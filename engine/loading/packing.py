@@ -1,0 +1,131 @@
+"""Has the matrices of a model stay in blocks of 4 to 8 bits, as a file has them or quantized here."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from configs.slices import Weights
+from engine.errors import ModelLoadError
+from engine.forward.cpu.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
+from engine.forward.cpu.packed_weight import PART_ROWS, PackedWeight
+from engine.forward.cpu.row_linear import has_kernels
+
+ROUNDED = {"int8": "Q8_0", "int4": "Q4_1"}  # formats of what is quantized here
+_LEAST = 0.5  # of a model's numbers that must be quantized for it to be called so
+
+
+def refuse_unpackable(weights: Weights, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
+    """Raises ``ModelLoadError`` where weights are to be quantized, and there is no product with such on a device."""
+    known = torch.bfloat16 if dtype == "auto" else dtype
+    if weights in ROUNDED and not has_kernels(device, known):
+        given = f"model.device={device.type} and model.dtype={str(known).removeprefix('torch.')}"
+        raise ModelLoadError(
+            f"model.weights={weights} is not for {given}: it needs a CPU, numba, and bfloat16, float16 or float32; leave it out"
+        )
+
+
+def round_model(model: PreTrainedModel, weights: Weights) -> None:
+    """Quantizes the matrices of a model, one after another, in place: to the nearest, with a scale for each 32 numbers.
+
+    Args:
+        model: on a CPU.
+        weights: int8 or int4.
+
+    Raises:
+        ModelLoadError: few of its weights are matrices that can be.
+    """
+    kind = ROUNDED[weights]
+    block, done = FORMATS[kind].block, 0
+    for parameter, places in _matrices(model):
+        if parameter.shape[1] % block == 0:
+            parts = (quantized(part.float().numpy(), kind) for part in parameter.detach().split(PART_ROWS))
+            outputs, size = parameter.shape
+            done += parameter.numel()
+            _put(places, PackedWeight.of(parts, kind, outputs, size, parameter.dtype))
+    if done < _LEAST * model.num_parameters():
+        raise ModelLoadError(
+            f"model.weights={weights} is not for this {type(model).__name__}: {done} of its {model.num_parameters()} weights are "
+            f"matrices of linear layers with rows of whole blocks of {block}; leave it out"
+        )
+
+
+def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:
+    """Gives matrices of a model the blocks that a file has for them.
+
+    Args:
+        model: on a CPU.
+        raw: by the parameter's name, the format, what the file has [rows, bytes of a row], and the order of its rows.
+
+    Raises:
+        ModelLoadError: scales are no numbers.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, places in list(_matrices(model)):
+        if names[id(parameter)] in raw:
+            kind, data, order = raw.pop(names[id(parameter)])
+            outputs, size = parameter.shape
+            parts = _checked(names[id(parameter)], kind, data, order)
+            _put(places, PackedWeight.of(parts, kind, outputs, size, parameter.dtype))
+    assert not raw, raw.keys()
+
+
+def packable(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that can be kept in blocks."""
+    return {name for name, parameter in model.named_parameters() if id(parameter) in {id(one) for one, _ in _matrices(model)}}
+
+
+def _checked(name: str, kind: str, data: Codes, order: np.ndarray) -> Iterator[Blocks]:
+    for first in range(0, len(order), PART_ROWS):
+        blocks = taken_apart(data[order[first : first + PART_ROWS]], kind)
+        if not all(np.isfinite(each).all() for each in (blocks.scales, blocks.minima) if each is not None):
+            raise ModelLoadError(f"{name} is broken: scales in it are no numbers; fetch the file again")
+        yield blocks
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Parameter, list[torch.nn.Module]]]:
+    """Weights of linear layers and embeddings, each with all modules that have it; nothing here holds them any longer."""
+    holders: dict[int, list[torch.nn.Module]] = {}
+    others = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name == "weight" and (type(module) is torch.nn.Linear or _is_embedding(module)):
+                holders.setdefault(id(parameter), []).append(module)
+            elif parameter is not None:
+                others.add(id(parameter))
+    for key, modules in holders.items():
+        weight = modules[0].weight
+        if key not in others and type(weight) is torch.nn.Parameter and weight.dim() == 2 and weight.dtype == model.dtype:
+            yield weight, modules
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding) and module.max_norm is None
+
+
+def _put(places: list[torch.nn.Module], weight: PackedWeight) -> None:
+    parameter = torch.nn.Parameter(weight, requires_grad=False)
+    for module in places:
+        module.weight = parameter
+
+
+def described(model: PreTrainedModel, weights: Weights) -> str:
+    """What the weights of a model are held as, for a person: formats, those of most numbers first, or the type."""
+    held = Counter[str]()
+    for parameter in model.parameters():
+        held[packed_kind(parameter) or str(parameter.dtype).removeprefix("torch.")] += math.prod(parameter.shape)
+    kinds = [kind for kind, _ in held.most_common() if kind in FORMATS]
+    if not kinds:
+        return held.most_common(1)[0][0]
+    return f"{weights} (quantized at load as {kinds[0]})" if weights in ROUNDED else ", ".join(kinds)
+
+
+def packed_kind(weight: torch.Tensor) -> str | None:
+    """The name of the format of weights in blocks; None for others."""
+    return weight.kind if type(weight) is PackedWeight else None
