@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from engine.errors import ModelLoadError
 from engine.forward.cpu.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
 from engine.forward.cpu.packed_weight import PART_ROWS, PackedWeight
 from engine.forward.cpu.row_linear import has_kernels
+
+logger = logging.getLogger(__name__)
 
 ROUNDED = {"int8": "Q8_0", "int4": "Q4_1"}  # formats of what is quantized here
 _LEAST = 0.5  # of a model's numbers that must be quantized for it to be called so
@@ -54,6 +57,7 @@ def round_model(model: PreTrainedModel, weights: Weights) -> None:
             f"model.weights={weights} is not for this {type(model).__name__}: {done} of its {model.num_parameters()} weights are "
             f"matrices of linear layers with rows of whole blocks of {block}; leave it out"
         )
+    logger.warning("weights are quantized to %s: this is another model than the one in the files, with other outputs", weights)
 
 
 def keep_blocks(model: PreTrainedModel, raw: dict[str, tuple[str, Codes, np.ndarray]]) -> None:

@@ -45,6 +45,9 @@ CONTESTANTS = (
     Contestant("plain", "ours", "plain", (1, 8, 32)),
     Contestant("auto", "ours", "auto", (1, 8, 32)),
     *(Contestant(name, "ours", name, (1,), share=2) for name in SINGLE),
+    Contestant("plain Q4_1", "ours q4_1", "plain", (1, 8, 32)),  # of llama.cpp's file
+    Contestant("auto Q4_1", "ours q4_1", "auto", (1, 8, 32)),
+    Contestant("plain int8", "ours int8", "plain", (1,)),
     Contestant("vLLM", "vllm", "vllm", (1, 8, 32)),
     Contestant("vLLM ngram", "vllm ngram", "vllm", (1, 8, 32)),
     Contestant("vLLM suffix", "vllm suffix", "vllm", (1, 8, 32)),
@@ -140,6 +143,10 @@ class Field:
             told |= {"drafts": {"ngram": NGRAM, "suffix": SUFFIX, "": None}[way], "eager": False}
         else:
             command, environment = [sys.executable, "-m", "experiments.peers.worker", name], {"PYTHONPATH": str(ROOT)}
+            if way == "q4_1":
+                told["model"] = str(self._gguf(way))
+            elif way:
+                told["weights"] = way
         return self._worker(system, command, environment, told, log)
 
     @contextmanager

@@ -115,6 +115,9 @@ def goals(
 
     for other, bound in (("vLLM", 2.5), ("llama.cpp", 2.5), ("llama.cpp Q4_1", 1.2)):
         add(f"plain at 1, times {other}: at least {bound:g}", speeds.ratios("plain", other, 1, "decode"), bound)
+    quantized = (("plain Q4_1", "llama.cpp Q4_1", 1.3), ("auto Q4_1", "llama.cpp Q4_1", 2.0), ("plain int8", "plain", 1.5))
+    for own, other, bound in quantized:
+        add(f"{own} at 1, times {other}: at least {bound:g}", speeds.ratios(own, other, 1, "decode"), bound)
     add("plain at 1, share of the memory's roof: at least 0.60", _roof_shares(speeds, told), 0.6)
     steps = [found["ms"] for found in speeds.found("rows")]
     one, eight = map(str, ROWS)

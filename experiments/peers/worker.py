@@ -125,8 +125,9 @@ class OurEngine:
             ModelLoadError: the model cannot be used.
         """
         self._model = ModelOptions(
-            setting["model"], dtype=setting["dtype"], device="cpu", threads=setting["threads"], max_model_len=setting["context"]
-        )
+            setting["model"], dtype=setting["dtype"], device="cpu", threads=setting["threads"], max_model_len=setting["context"],
+            weights=setting.get("weights", "auto"),
+        )  # fmt: skip
         self._options = EngineOptions(setting["running"], max_waiting=1 << 20, prefix_caching=False)
         self._engines: dict[str, tuple[Engine, ModelRunner]] = {}
         self._rows: ModelRunner | None = None

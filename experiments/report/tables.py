@@ -155,6 +155,9 @@ def exact_outputs(*results: Results) -> Table:
 _PEERS = {
     "plain": "Outrider, plain",
     "auto": "Outrider, `auto`",
+    "plain Q4_1": "Outrider, plain, Q4_1",
+    "auto Q4_1": "Outrider, `auto`, Q4_1",
+    "plain int8": "Outrider, plain, int8",
     "vLLM": "vLLM",
     "vLLM ngram": "vLLM, n-gram drafts",
     "vLLM suffix": "vLLM, suffix decoding",
@@ -166,7 +169,7 @@ _PEERS_STOCK = {"1": "transformers", "8": "transformers batching", "32": "transf
 
 
 def peers(results: Results) -> Table:
-    """``experiments.peers``: tokens per second of the first model, nine lines at most; n/a where a contestant could not run."""
+    """``experiments.peers``: tokens per second of the first model; n/a where a contestant could not run."""
     speeds = next(iter(results["models"].values()))["speeds"]
     names = {name: dict.fromkeys(_PEERS_STOCK, name) for name in _PEERS} | {"transformers": _PEERS_STOCK}
     rows = []

@@ -141,9 +141,9 @@ def _words(vectors: Codes, form: BlockFormat) -> Codes:
     panels, sets = vectors.shape[:2]
     if form.bits == 8:
         return vectors.reshape(panels, sets, -1)
-    parts = [_word(vectors & 15, 4)]
+    parts = [_word(vectors & np.uint8(15), 4)]
     if form.high_bits:
-        parts.append(_word(vectors >> 4, form.high_bits))
+        parts.append(_word(vectors >> np.uint8(4), form.high_bits))
     return np.concatenate(parts, axis=-1)
 
 
@@ -171,7 +171,7 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
     def nibbles(at: int, run: int) -> Codes:
         """Low halves of ``run`` bytes, then their high halves, and so on, of half a block's bytes."""
         own = blocks[:, :, at : at + form.block // 2].reshape(rows, count, -1, 1, run)
-        return np.concatenate((own & 15, own >> 4), axis=3).reshape(rows, count, form.block)
+        return np.concatenate((own & np.uint8(15), own >> np.uint8(4)), axis=3).reshape(rows, count, form.block)
 
     def codes(numbers: Codes) -> Codes:
         return numbers.reshape(rows, count * form.block)
@@ -185,25 +185,25 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
         high = np.unpackbits(blocks[:, :, at : at + 4], axis=-1, bitorder="little")
         return Blocks(codes(nibbles(at + 4, 16) | high << np.uint8(4)), half(0), minima)
     if name in ("Q4_K", "Q5_K"):
-        scales, minima = _k_scales(blocks[:, :, 4:16])
+        scale_bytes, minimum_bytes = _k_scales(blocks[:, :, 4:16])
         low = nibbles(16 if form.bits == 4 else 48, 32)
         if form.bits == 5:
-            bits = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+            bits = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
             low = low | bits.reshape(rows, count, form.block) << np.uint8(4)
-        return Blocks(codes(low), half(0), half(2), scales.reshape(rows, -1), minima.reshape(rows, -1))
+        return Blocks(codes(low), half(0), half(2), scale_bytes.reshape(rows, -1), minimum_bytes.reshape(rows, -1))
     assert name == "Q6_K", name
-    low = blocks[:, :, :128].reshape(rows, count, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
-    high = blocks[:, :, 128:192].reshape(rows, count, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    low = blocks[:, :, :128].reshape(rows, count, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & np.uint8(15)
+    high = blocks[:, :, 128:192].reshape(rows, count, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
     merged = low.reshape(rows, count, form.block) | high.reshape(rows, count, form.block) << np.uint8(4)
-    scales = np.ascontiguousarray(blocks[:, :, 192:208]).reshape(rows, -1)
-    return Blocks(codes(merged), half(208), None, scales)
+    return Blocks(codes(merged), half(208), None, np.ascontiguousarray(blocks[:, :, 192:208]).reshape(rows, -1))
 
 
 def _k_scales(taken: Codes) -> tuple[Codes, Codes]:
     """[..., 12] bytes to 8 scales and 8 minima of six bits each."""
     a, b, c = (taken[..., at : at + 4] for at in (0, 4, 8))
-    scales = np.concatenate((a & 63, c & 15 | a >> 6 << np.uint8(4)), axis=-1)
-    minima = np.concatenate((b & 63, c >> 4 | b >> 6 << np.uint8(4)), axis=-1)
+    low, high = np.uint8(15), np.uint8(4)
+    scales = np.concatenate((a & np.uint8(63), c & low | a >> np.uint8(6) << high), axis=-1)
+    minima = np.concatenate((b & np.uint8(63), c >> high | b >> np.uint8(6) << high), axis=-1)
     return scales, minima
 
 
