@@ -55,4 +55,5 @@ class Description:
 
 def identity_of(info: ModelInfo) -> Identity:
     """What the names of its tenants in Redis depend on."""
-    return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size)
+    adapters = tuple((each.name, each.revision) for each in info.adapters)
+    return Identity(info.model_revision, info.tokenizer_revision, info.vocab_size, adapters)

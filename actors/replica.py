@@ -254,15 +254,15 @@ class Replica:
         takes no harm.
         """
         request = live.request
-        if self._mirror is None or request.tenant is None or not self._engine.remembers(request):
+        if self._mirror is None or request.memory is None or not self._engine.remembers(request):
             return
         if request.num_output:
-            self._mirror.publish(request.tenant, request.text, live.published, request.output_ids[live.published :], final)
+            self._mirror.publish(request.memory, request.text, live.published, request.output_ids[live.published :], final)
             live.published = request.num_output
-        history = self._engine.memory.of(request.tenant) if final and self._engine.memory is not None else None
+        history = self._engine.memory.of(request.memory) if final and self._engine.memory is not None else None
         for key, tokens in [] if history is None else history.notes(request):
             if tokens.max() < self._info.vocab_size:  # of the tiniest vocabularies a sketch cannot travel
-                self._mirror.publish(request.tenant, key, 0, tokens, True)
+                self._mirror.publish(request.memory, key, 0, tokens, True)
 
     def _step(self) -> None:
         self._step_began = time.monotonic()

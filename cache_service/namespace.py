@@ -16,6 +16,7 @@ class Identity:
     model_revision: str  # hexadecimal digest of the model's contents
     tokenizer_revision: str  # of the tokenizer's
     vocab_size: int  # token ids are below it
+    adapters: tuple[tuple[str, str], ...] = ()  # of the model: their names, and hexadecimal digests of their contents
 
 
 def namespace(secret: bytes, tenant: str, model_revision: str, tokenizer_revision: str) -> str:

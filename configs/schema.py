@@ -27,7 +27,7 @@ from configs.slices import (
     TenancyOptions,
     TenantOptions,
 )
-from configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, tenancy_faults
+from configs.tenancy_checks import KEY_ADVICE, LIMIT_BOUNDS, TENANT_NAME, tenancy_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -141,7 +141,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         # Each type of a union has an error of its own; together they are described once.
         raise ConfigError("; ".join(dict.fromkeys(_describe(details) for details in error.errors()))) from None
     check_values(config)
-    model = dataclasses.replace(config.model, path=find_model(config.model.path))
+    adapters = {name: str(Path(path).expanduser().absolute()) for name, path in config.model.adapters.items()}
+    model = dataclasses.replace(config.model, path=find_model(config.model.path), adapters=adapters)
     speculation = config.speculation
     if speculation.draft_model is not None:
         speculation = dataclasses.replace(speculation, draft_model=find_model(speculation.draft_model))
@@ -198,6 +199,7 @@ def check_values(config: Config) -> None:
         _check_bounds(f"tenancy.tenants.{tenant}.cache_mib", options.cache_mib, *_MIB)
     if not _PREFIX.fullmatch(config.cache.prefix):
         raise ConfigError(f"cache.prefix is {config.cache.prefix!r}; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . : -")
+    _check_adapters(config)
     _check_parallelism(config)
     for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
         if mode in ("tensor", "pipeline") and config.model.weights in ("int8", "int4"):
@@ -206,6 +208,18 @@ def check_values(config: Config) -> None:
             )
     for fault in (*server_faults(config.server), *upload_faults(config.limits)):
         raise ConfigError(fault)
+
+
+def _check_adapters(config: Config) -> None:
+    """Raises ConfigError for a name of an adapter that cannot be, or what adapters cannot be together with."""
+    for name in config.model.adapters:
+        if not TENANT_NAME.fullmatch(name):
+            raise ConfigError(f"model.adapters: {name!r} cannot name one; allowed: 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+        if name == config.model.name:
+            raise ConfigError(f"model.adapters: {name!r} is the model's own name; choose another, or set model.served_name")
+    for key, mode in (("parallelism.mode", config.parallelism.mode), ("baseline.kind", config.baseline.kind)):
+        if config.model.adapters and mode in ("tensor", "pipeline") and (key != "baseline.kind" or config.baseline.enabled):
+            raise ConfigError(f"model.adapters cannot be split: {key} is {mode}; leave one of them out")
 
 
 def _check_parallelism(config: Config) -> None:

@@ -32,6 +32,8 @@ class ModelOptions:
     device: str = "auto"  # auto: cuda if there is one, else cpu
     max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or cpus_per_replica where several share them
+    # LoRA adapters by the names that requests give as model: folders with adapter_config.json and adapter_model.safetensors
+    adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -19,13 +19,26 @@ from decoding.verify.grammar import Grammar
 
 __all__ = [
     "CLEARED_TOKENS", "MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_CHARS", "PLAIN", "PUBLIC", "Acceptance", "FinishReason",
-    "Request", "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "request_hash",
-    "request_of", "text_key",
+    "Request", "RequestState", "SamplingParams", "SpecStats", "StepOutput", "StepReport", "TokenLogprob", "memory_name",
+    "request_hash", "request_of", "tenant_of", "text_key",
 ]  # fmt: skip
 
 PUBLIC = "*"  # the tenant whose texts all tenants draft from
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
 CLEARED_TOKENS = 16  # that a suspect emits alone: what an engine had not told of when it ended is of a step or two
+
+
+def memory_name(tenant: str | None, adapter: str | None) -> str | None:
+    """Under which the outputs of a tenant's requests are remembered: what an adapter says is not what the model says.
+
+    Example: ``acme``, and ``acme:sql`` for its adapter ``sql``; None for no tenant. Names of tenants have no colon.
+    """
+    return tenant if tenant is None or adapter is None else f"{tenant}:{adapter}"
+
+
+def tenant_of(memory: str) -> str:
+    """Whose memory it is: see ``memory_name``."""
+    return memory.partition(":")[0]
 
 
 class RequestState(enum.Enum):
@@ -53,6 +66,8 @@ class Request:
         tenant: whose outputs to draft from, and to add this one to. None is a private request: it drafts from no other
             request's output, and none drafts from its.
         public: may draft from the public corpus.
+        adapter: of the model, whose output is wanted; None for the model's own. Outputs, KV and what is learned of drafts are
+            kept apart by tenant and adapter (``memory``).
         emitted: output tokens that were emitted before, by an engine that is gone. They are committed at once and count as
             output: with choices that depend on seed and position alone, what follows is what would have followed there.
         strategy: who drafts for it, one of those that the engine has; None for the engine's own. ``autoregressive`` is plain
@@ -76,8 +91,9 @@ class Request:
     """
 
     __slots__ = (
-        "_buffer", "_length", "account", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault", "finish_reason",
-        "first_token_s", "grammar", "max_draft_tokens", "num_computed", "num_given", "num_prompt", "params", "priority",
+        "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
+        "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
+        "params", "priority",
         "prompt_logprobs", "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings",
         "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s", "weight",
     )  # fmt: skip
@@ -94,6 +110,7 @@ class Request:
         weight: float = 1.0,
         tenant: str | None = None,
         public: bool = True,
+        adapter: str | None = None,
         emitted: Sequence[int] | Int32Array = (),
         strategy: str | None = None,
         max_draft_tokens: int | None = None,
@@ -109,6 +126,7 @@ class Request:
         self.strategy = strategy
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
+        self.adapter, self.memory = adapter, memory_name(tenant, adapter)
         self.suspect, self.embedding = suspect, embedding
         self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs

@@ -73,6 +73,7 @@ def runner_over(
     capacity = loaded.max_model_len + speculation.most_draft_tokens * world_size
     runner = make(loaded.model, capacity, options)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    runner.adapt(loaded.adapters)
     return runner
 
 
@@ -257,6 +258,7 @@ class Engine:
         if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= self.info.vocab_size:
             raise RequestError("prompt", f"token ids must be between 0 and {self.info.vocab_size - 1}")
         self.info.check_strategy(request.strategy)
+        self.info.check_adapter(request.adapter)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need a tokenizer")
         if params.logit_bias and max(token for token, _ in params.logit_bias) >= self.info.vocab_size:

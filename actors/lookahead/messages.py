@@ -19,6 +19,7 @@ class OpenMessage:
     params: SamplingParams
     end_tokens: tuple[int, ...]
     scope: str | None = None  # see ``engine.kv.prefix_cache.PrefixCache``
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class Rank:
         for number in message.closed:
             self._close(number)
         for one in message.opened:
-            request = Request(one.request_id, one.prompt, one.params)
+            request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter)
             request.state, request.scope = RequestState.RUNNING, one.scope
             self._requests[one.number] = request, frozenset(one.end_tokens)
         made = [self._work(work) for work in message.works]

@@ -177,6 +177,7 @@ class RankState:
                 work.request.params,
                 tuple(work.end_tokens),
                 work.request.scope,
+                work.request.adapter,
             )
             for work, held, _ in partitioned
             if held.told < 0

@@ -17,7 +17,7 @@ from cache_service.namespace import Identity
 from cache_service.records import MAX_ITEMS, CacheDelta, TextBatch, encode_batch, split_deltas
 from cache_service.store.redis_store import Counts
 from cache_service.store.stream_ids import compare_ids
-from decoding.request import PUBLIC, request_of, text_key
+from decoding.request import PUBLIC, request_of, tenant_of, text_key
 from decoding.sources.text_keys import MAX_CHOICES, document_hash, is_note, passages_of
 from decoding.tree import Int32Array
 
@@ -38,7 +38,7 @@ class ForeignSnapshotError(ValueError):
 class TenantStats:
     """What is kept of a tenant, and what that takes in Redis."""
 
-    tenant: str
+    tenant: str  # the memory's name: the tenant's, and for an adapter ``TENANT:ADAPTER``
     namespace: str
     texts: int
     tokens: int
@@ -79,16 +79,17 @@ class CacheAdmin:
         self._namespaces = access.namespaces(identity)
 
     def stats(self, tenant: str | None = None, vouched: bool = False) -> list[TenantStats]:
-        """Of each tenant, or of one alone, as the service has counted it last; what none has counted is read for it.
+        """Of each memory of each tenant, or of one tenant alone, as the service has counted it last; what none has counted is
+        read for it.
 
         Args:
-            tenant: None: all of the configuration.
+            tenant: None: all of the configuration. The one of an adapter alone is named as ``decoding.request.memory_name`` says.
             vouched: the tenant is one, though the configuration had none of that name when this started.
 
         Raises:
             UnknownTenantError: no such tenant.
         """
-        names = self._namespaces if tenant is None else {tenant: self._namespace(tenant, vouched)}
+        names = self._namespaces if tenant is None else self._of_tenant(tenant, vouched)
         return [self._stats(one, name) for one, name in names.items()]
 
     def export(self, tenant: str) -> bytes:
@@ -152,10 +153,11 @@ class CacheAdmin:
 
     def delete_tenant(self, tenant: str, vouched: bool = False) -> int:
         """Forgets all of a tenant, everywhere; the tenant's new epoch. Arguments and errors as those of ``stats``."""
-        name = self._namespace(tenant, vouched)
-        epoch = self._store.delete(name)
-        self._append(name, [TextBatch(secrets.randbits(64), 0, epoch)])
-        return epoch
+        epochs = []
+        for name in self._of_tenant(tenant, vouched).values():
+            epochs.append(self._store.delete(name))
+            self._append(name, [TextBatch(secrets.randbits(64), 0, epochs[-1])])
+        return epochs[0]
 
     def delete_request(self, tenant: str, request: str) -> None:
         """Forgets what was generated for a request, everywhere and for good: all its choices.
@@ -167,9 +169,9 @@ class CacheAdmin:
         Raises:
             UnknownTenantError: no such tenant.
         """
-        name = self._namespace(tenant)
-        epoch = self._store.head(name).epoch
-        self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
+        for name in self._of_tenant(tenant).values():  # which adapter it named is not known
+            epoch = self._store.head(name).epoch
+            self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=(request_of(text_key(request)),))])
 
     def delete_documents(self, tenant: str, documents: Sequence[Sequence[int] | Int32Array]) -> None:
         """Forgets documents, as token ids, that requests brought along, everywhere and for good.
@@ -179,14 +181,14 @@ class CacheAdmin:
         """
         from decoding.sources.passages import marks_of  # loads the compiler, which those who delete no document do not need
 
-        name = self._namespace(tenant)
         hashes: dict[int, None] = {}
         for document in (np.asarray(each, np.int32) for each in documents):
             hashes |= dict.fromkeys([*map(document_hash, passages_of(document)), *marks_of(document)])
         removed = tuple(hashes)
-        epoch = self._store.head(name).epoch
-        for at in range(0, len(removed), MAX_ITEMS):
-            self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=removed[at : at + MAX_ITEMS])])
+        for name in self._of_tenant(tenant).values():
+            epoch = self._store.head(name).epoch
+            for at in range(0, len(removed), MAX_ITEMS):
+                self._append(name, [TextBatch(secrets.randbits(64), 0, epoch, removed=removed[at : at + MAX_ITEMS])])
 
     def verify(self) -> list[Problem]:
         """Reads every snapshot and every entry of the streams; what cannot be read."""
@@ -202,12 +204,17 @@ class CacheAdmin:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _namespace(self, tenant: str, vouched: bool = False) -> str:
+    def _of_tenant(self, tenant: str, vouched: bool = False) -> dict[str, str]:
+        """The namespaces of all memories of a tenant, or of the one that is named."""
         if vouched:
-            return self._access.namespace(tenant, self._identity)
+            return self._access.of_tenant(tenant, self._identity)
+        name = self._namespace(tenant)
+        return {tenant: name} if tenant_of(tenant) != tenant else self._access.of_tenant(tenant, self._identity)
+
+    def _namespace(self, tenant: str) -> str:
         if tenant not in self._namespaces:
             raise UnknownTenantError(
-                f"no tenant {tenant!r}: the configuration has {len(self._namespaces) - 1} and the public corpus {PUBLIC!r}"
+                f"no tenant {tenant!r}: the configuration has {len(self._access.tenants)} and the public corpus {PUBLIC!r}"
             )
         return self._namespaces[tenant]
 

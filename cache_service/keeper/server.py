@@ -20,7 +20,7 @@ from cache_service.records import TextBatch, encode_batch, token_width
 from cache_service.store.breaker import failure_kind
 from cache_service.store.redis_store import Counts, Head
 from cache_service.store.stream_ids import compare_ids
-from decoding.request import PUBLIC
+from decoding.request import PUBLIC, tenant_of
 
 _BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
 _CHECK_S = 1.0  # between looks at what Redis holds
@@ -63,7 +63,7 @@ class CacheServer:
         Args:
             access: of Redis, and the tenants; the public corpus is always served.
             identity: of the model.
-            quotas: bytes by tenant; where absent that of the options.
+            quotas: bytes by tenant, for the model and for each adapter; where absent that of the options.
 
         Raises:
             ValueError: the address cannot be, or the secret is empty.
@@ -74,7 +74,7 @@ class CacheServer:
         self._quotas: dict[str, int] = {}  # tokens, by namespace
         for name, tenant in self._tenants.items():
             mib = self._options.public_mib if tenant == PUBLIC else self._options.tenant_mib
-            self._quotas[name] = int(quotas.get(tenant, mib * 2**20)) // token_width(identity.vocab_size)
+            self._quotas[name] = int(quotas.get(tenant_of(tenant), mib * 2**20)) // token_width(identity.vocab_size)
         # Services of the same namespaces relieve each other; those of another model in the same Redis have a lease of their own.
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, self._options.lease_s)

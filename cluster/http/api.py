@@ -103,14 +103,15 @@ class Service:
         return documents.Version(version=documents.version())
 
     async def models(self, authorization: Authorization = None) -> dict[str, Any]:
-        """The list of the one model. Clients ask for it to see whether their key is good."""
+        """The model, then its adapters. Clients ask for the list to see whether their key is good."""
         self._tenancy.tenant_of(authorization)
-        return {"object": "list", "data": [self._card(await self._answering.model())]}
+        info = await self._answering.model()
+        return {"object": "list", "data": [self._card(info, name) for name in info.names]}
 
     async def model(self, name: str, authorization: Authorization = None) -> dict[str, Any]:
-        """The model by its name."""
+        """The model, or an adapter, by its name."""
         self._tenancy.tenant_of(authorization)
-        return self._card(await self._answering.model(name))
+        return self._card(await self._answering.model(name), name)
 
     async def chat(
         self, body: ChatCompletionRequest, authorization: Authorization = None, session_id: SessionId = None
@@ -130,7 +131,7 @@ class Service:
         )
         admitted = self.admission.admit(planned, body)
         answer = AnswerBuilder(planner.answer_id, body, planner.info, self._token_bytes, admitted.jobs)
-        self.metrics.asked(body.n or 1, body.model)
+        self.metrics.asked(body.n or 1, planner.info.served_name)
         return await respond(answer, self._answering.generation(self._engine, admitted, body.n or 1), form)
 
     async def response(
@@ -160,20 +161,22 @@ class Service:
         """The text that follows each prompt."""
         planner = await self._answering.planner("cmpl-", body, authorization, session_id)
         admitted = self.admission.admit(await planner.completion(body), body)
-        self.metrics.asked(body.n or 1, body.model)
+        self.metrics.asked(body.n or 1, planner.info.served_name)
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)
         echoes, shape = await planner.echoes(body), self._guard.shape(body)
         answer = AnswerBuilder(planner.answer_id, body, planner.info, self._token_bytes, admitted.jobs, echoes)
         form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape)
         return await respond(answer, generation, form)
 
-    def _card(self, info: ModelInfo) -> dict[str, Any]:
-        form = self._answering.chat_format
+    def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:
+        form, paths = self._answering.chat_format, {adapter.name: adapter.path for adapter in info.adapters}
         return {
-            "id": info.served_name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
+            "root": paths.get(name, name),
+            "parent": info.served_name if name in paths else None,
             "max_model_len": info.max_model_len,
             "weights": info.weights,  # formats of those that are quantized, else their type
             "lossless": info.lossless,  # whatever is asked for

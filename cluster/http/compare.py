@@ -204,7 +204,7 @@ class CompareService:
         if not isinstance(accelerated, ApiError) and not isinstance(baseline, ApiError):
             judged = self._judged(accelerated, baseline)
         return Comparison(
-            id=answer_id, created=int(time.time()), model=info.served_name, against=against,
+            id=answer_id, created=int(time.time()), model=body.model, against=against,
             lossless=info.is_lossless(asked.strategy, asked.max_draft_tokens),
             ran="at once" if apart else "in turns",
             accelerated=_side(accelerated, asked.strategy or info.strategy, None), baseline=_side(baseline, PLAIN, kind),

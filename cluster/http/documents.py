@@ -53,6 +53,8 @@ class Model(BaseModel):
     object: str
     created: int  # seconds since 1970
     owned_by: str
+    root: str  # of an adapter its folder
+    parent: str | None  # of an adapter the model
     max_model_len: int  # tokens of prompt and output together
     lossless: bool  # whatever is asked for
     strategies: list[str]

@@ -61,11 +61,11 @@ class Answering:
         self.chat_format = ChatFormat.of(self.threads.tokenizer)
 
     async def model(self, name: str | None = None) -> ModelInfo:
-        """What is served; raises ``ApiError`` (404) when the caller named something else."""
+        """What is served; raises ``ApiError`` (404) when the caller named neither it nor one of its adapters."""
         if self._info is None:
             self._info = await self.info()
-        if name is not None and name != self._info.served_name:
-            message = f"the model {name!r} does not exist; this server has {self._info.served_name!r}"
+        if name is not None and name not in self._info.names:
+            message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, self._info.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._info
 
@@ -78,7 +78,8 @@ class Answering:
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
         answer_id = f"{prefix}{uuid.uuid4().hex}"
-        return Planner(self.threads, self.chat_format, info, answer_id, sharing, self.admission, session)
+        adapter = None if body.model == info.served_name else body.model
+        return Planner(self.threads, self.chat_format, info, answer_id, sharing, self.admission, session, adapter)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """The generation of a request that is let in; see ``Generation``."""
@@ -97,7 +98,9 @@ class Planner:
         sharing: Sharing,
         admission: AdmissionController,
         session: str | None = None,
+        adapter: str | None = None,
     ) -> None:
+        self._adapter = adapter
         self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.answer_id, self._sharing, self._session = answer_id, sharing, session
@@ -251,7 +254,7 @@ class Planner:
         """The job of a prompt, to which its choices give their numbers."""
         return Job(
             self.answer_id, np.asarray(ids, np.int32), params, references,
-            self._sharing.tenant, self._sharing.public,
+            self._sharing.tenant, self._sharing.public, self._adapter,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
             session=self._session,

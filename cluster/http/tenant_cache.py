@@ -24,7 +24,8 @@ _MIB = 2**20
 
 
 class TenantCache(BaseModel):
-    """What is kept of the caller's tenant. All null for nobody, and all but the name where replicas share nothing."""
+    """What is kept of the caller's tenant, for the model and its adapters together. All null for nobody, and all but the name
+    where replicas share nothing."""
 
     tenant: str | None
     texts: int | None = None
@@ -59,13 +60,13 @@ class TenantCacheService:
             return TenantCache(tenant=tenant)
         width = token_width((await self.model()).vocab_size)
         with answered():
-            (stats,) = await self.port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
+            stats = await self.port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
         return TenantCache(
             tenant=tenant,
-            texts=stats.texts,
-            tokens=stats.tokens,
-            bytes=stats.tokens * width,
-            quota_bytes=int((self.options.tenant_mib if own is None else own) * _MIB),
+            texts=sum(each.texts for each in stats),
+            tokens=sum(each.tokens for each in stats),
+            bytes=sum(each.tokens for each in stats) * width,
+            quota_bytes=int((self.options.tenant_mib if own is None else own) * _MIB) * len(stats),  # of each adapter as well
             ttl_s=self.options.ttl_s,
         )
 

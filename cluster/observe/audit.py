@@ -176,7 +176,7 @@ class Auditor:
         answer = None if request_id is None else request_id.partition("/")[0]
 
         def is_meant(job: Job) -> bool:
-            return job.tenant == tenant and answer in (None, job.request_id.partition("/")[0])
+            return tenant in (job.tenant, job.memory) and answer in (None, job.request_id.partition("/")[0])
 
         self._deletions[tenant] += 1  # what is being computed again is not noted either
         self._kept = deque((one for one in self._kept if not is_meant(one.job)), self._kept.maxlen)
@@ -267,7 +267,7 @@ class Auditor:
         """The job without drafts, of nobody, behind all others."""
         return Job(
             f"audit-{secrets.token_hex(12)}/0", job.prompt_ids, params,
-            public=False, emitted=emitted, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
+            public=False, adapter=job.adapter, emitted=emitted, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
         )  # fmt: skip
 
     async def _replay_sampled(self) -> None:

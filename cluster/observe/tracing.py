@@ -134,7 +134,7 @@ class Tracing:
             {
                 "gen_ai.request.id": answer_id,
                 "gen_ai.response.id": answer_id,
-                "gen_ai.response.model": self._model,
+                "gen_ai.response.model": job.adapter or self._model,
                 "gen_ai.request.max_tokens": params.max_tokens,
                 "gen_ai.request.temperature": params.temperature,
                 "gen_ai.request.top_p": params.top_p,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from actors.description import Description
 from cluster.http.errors import ApiError
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
 
 
@@ -26,6 +26,7 @@ class Job:
     references: tuple[Int32Array, ...] = ()
     tenant: str | None = None  # whose texts it drafts from and adds to; None: nobody's
     public: bool = True  # may draft from the public corpus
+    adapter: str | None = None  # whose output is asked for; None: the model's own
     emitted: tuple[int, ...] = ()  # output tokens that another replica emitted before; their outputs do not come again
     strategy: str | None = None  # who drafts for it; None: the engine's own
     max_draft_tokens: int | None = None  # most drafted rows in a step; None: as many as the engine's own limit
@@ -38,6 +39,11 @@ class Job:
     embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
+
+    @property
+    def memory(self) -> str | None:
+        """Whose outputs and KV it shares: see ``decoding.request.memory_name``."""
+        return memory_name(self.tenant, self.adapter)
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
         """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""

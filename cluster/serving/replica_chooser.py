@@ -69,7 +69,7 @@ class _Prompts:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Where the requests of a tenant went of late."""
+    """Where the requests of a tenant, for the model or for one of its adapters, went of late."""
 
     prompts: dict[str, _Prompts] = field(default_factory=dict)  # by replica
     sessions: OrderedDict[str, str] = field(default_factory=OrderedDict)  # the one that was asked for last at the end
@@ -105,7 +105,7 @@ class ReplicaChooser:
         """
         Args:
             slots: of a replica: so many prompts are remembered of a tenant there, as more of them have left no KV.
-            tenants: among whom the memory is divided, each with a part of its own.
+            tenants: among whom the memory is divided, each with a part of its own; one counts once for each adapter as well.
         """
         self._slots = slots
         self._most_blocks = max(_FEWEST, MOST_BLOCKS // max(1, tenants))
@@ -129,7 +129,7 @@ class ReplicaChooser:
         loads = {name: self._jobs[name] + max(0, calls - self._calls[name]) for name, calls in told.items()}
         most = SLACK * (sum(loads.values()) + len(jobs)) / len(loads) + 1
         first = jobs[0]
-        tenant = None if first.tenant is None else self._tenants.setdefault(first.tenant, _Tenant())
+        tenant = None if first.memory is None else self._tenants.setdefault(first.memory, _Tenant())
         prompts = [] if tenant is None else self._prefixes(jobs)
         matched = dict.fromkeys(loads, 0) if tenant is None else {name: _matched(tenant, name, prompts) for name in loads}
         common = max(matched.values())  # blocks with which the prompts begin as others did
@@ -161,7 +161,7 @@ class ReplicaChooser:
             return
         self.release(call)
         self._place(call, dataclasses.replace(before, replica=replica))
-        tenant = self._tenants.get(before.jobs[0].tenant or "")
+        tenant = self._tenants.get(before.jobs[0].memory or "")
         if tenant is not None:
             self._remember(tenant, replica, self._prefixes(before.jobs), before.jobs[0].session)
 
@@ -224,11 +224,11 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def _scores(job: Job, replicas: Collection[str], common: int) -> dict[str, bytes]:
     """Of each replica for what is new (rendezvous hashing): the lowest one is the job's. ``common``: first tokens that do not
     tell it from others."""
-    if job.tenant is None:
+    if job.memory is None:
         key = repr((None, _answer_of(job))).encode()
     else:
         beginning = job.prompt_ids[common : common + BEGINNING].tobytes() if job.session is None else b""
-        key = repr((job.tenant, job.session)).encode() + beginning
+        key = repr((job.memory, job.session)).encode() + beginning
     hashed = hashlib.blake2b(key).digest()
     return {name: hashlib.blake2b(name.encode(), key=hashed, digest_size=8).digest() for name in replicas}
 

@@ -140,7 +140,7 @@ def _past_texts(request: Request, kinds: Sequence[str], memory: Histories | None
     """The texts of others of some kinds, where there are any."""
     found: list[tuple[str, History]] = []
     if memory is not None:
-        tenant = memory.of(request.tenant) if TRIE in kinds else None
+        tenant = memory.of(request.memory) if TRIE in kinds else None
         public = memory.public if PUBLIC in kinds and request.public else None
         found = [(kind, history) for kind, history in ((TRIE, tenant), (PUBLIC, public)) if history is not None]
     return [(kind, history) for kind, history in found if history.log.end]

@@ -224,7 +224,7 @@ class AutoDrafter(Drafter):
         return rows.first(count)
 
     def _history(self, request: Request) -> History | None:
-        return None if self.memory is None else self.memory.of(request.tenant)
+        return None if self.memory is None else self.memory.of(request.memory)
 
     def _state(self, request: Request) -> _RequestState:
         """What is kept for a request, which begins at the first call; without what came from texts that were removed since."""
@@ -233,7 +233,7 @@ class AutoDrafter(Drafter):
             history = self._history(request)
             if history is not None:
                 history.start(request.text)
-            frequent, table = self._frequent(request, history), self._tables.of(request.tenant)
+            frequent, table = self._frequent(request, history), self._tables.of(request.memory)
             state = self._states[request.request_id] = _RequestState(request, history, frequent, table)
             self._recall(request, state)
         elif state.history is not None and state.edition is not state.history.edition:

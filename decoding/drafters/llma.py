@@ -151,7 +151,7 @@ class LlmaDrafter(CopyDrafter[_State]):
 
     def begin(self, request: Request) -> _State:
         """An index of its references."""
-        history = None if self.memory is None else self.memory.of(request.tenant)
+        history = None if self.memory is None else self.memory.of(request.memory)
         if history is not None:
             history.start(request.text)
         state = _State(history)

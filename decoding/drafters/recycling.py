@@ -124,7 +124,7 @@ class RecyclingDrafter(Drafter):
         return self._begun
 
     def _history(self, request: Request) -> History | None:
-        return None if self.memory is None else self.memory.of(request.tenant)
+        return None if self.memory is None else self.memory.of(request.memory)
 
     def _table(self, tables: SuccessorTables, request: Request) -> SuccessorTable:
         """The table of a request, which begins at the first call. One whose text was removed since has a table of its own."""

@@ -170,7 +170,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
 
     def begin(self, request: Request) -> _OwnTexts:
         """Its prompt and references, and the beginning of its output."""
-        own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.tenant is None)
+        own = _OwnTexts(request, self._end_tokens, private=self.memory is None or request.memory is None)
         history = self._history(request, own)
         history.start(request.text)
         self._lay_out(request, own, history)
@@ -185,7 +185,7 @@ class TrieDrafter(RequestDrafter[_OwnTexts]):
         history = own.history
         if history is None:
             assert self.memory is not None
-            history = self.memory.of(request.tenant)
+            history = self.memory.of(request.memory)
         assert history is not None
         return history
 

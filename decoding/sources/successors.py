@@ -159,4 +159,4 @@ class SuccessorTables:
 
     def _tenant(self, request: Request) -> str | None:
         alone = self._by_request or request.request_id in self._apart
-        return None if alone else request.tenant
+        return None if alone else request.memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ class Line:
 
     slot: int
     tokens: Int32Array  # [n]
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Segment:
     rows: int
     mask: BoolArray | None  # [rows, before + rows] which rows behind ``start`` each sees; None where each sees all before it
     before: tuple[int, ...] = ()  # positions of rows of the tree that an earlier forward computed
+    adapter: str | None = None  # that computes its rows; None: the model alone
 
     @property
     def end(self) -> int:
@@ -144,7 +146,7 @@ def _pack_roots(works: Sequence[Span]) -> Batch:
     segments = []
     for row, work in enumerate(works):
         assert work.request.slot is not None and work.start >= 0, (work.request.slot, work.start)
-        segments.append(Segment(work.request.slot, work.start, row, 1, None))
+        segments.append(Segment(work.request.slot, work.start, row, 1, None, adapter=work.request.adapter))
     return Batch(
         np.array([work.request.tokens[work.start] for work in works], np.int64),
         np.array([work.start for work in works], np.int64),
@@ -165,9 +167,20 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
                 mask = masks[cell : cell + rows * rows].reshape(rows, rows)
             cell += rows * rows
         assert work.request.slot is not None
-        segments.append(Segment(work.request.slot, work.start, offset, rows, mask))
+        segments.append(Segment(work.request.slot, work.start, offset, rows, mask, adapter=work.request.adapter))
         offset += rows
     return tuple(segments)
+
+
+def adapters_of(batch: Batch, numbers: Mapping[str, int]) -> npt.NDArray[np.int64] | None:
+    """[rows] the number of each row's adapter, -1 for none; None where no row has one."""
+    if not numbers or all(segment.adapter is None for segment in batch.segments):
+        return None
+    found = np.full(len(batch.token_ids), -1, np.int64)
+    for segment in batch.segments:
+        if segment.adapter is not None:
+            found[segment.offset : segment.offset + segment.rows] = numbers[segment.adapter]
+    return found
 
 
 def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]]:
@@ -201,9 +214,9 @@ def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) ->
     """The rows ``first:last`` of the batch, which are of one segment, in a batch that begins at ``offset``."""
     done, end = first - segment.offset, last - segment.offset
     if segment.mask is None:  # each sees all before it: those are as good as committed
-        return Segment(segment.slot, segment.start + done, first - offset, end - done, None)
+        return Segment(segment.slot, segment.start + done, first - offset, end - done, None, adapter=segment.adapter)
     seen = segment.mask[done:end, :done].all(0)
     common = done if seen.all() else int(seen.argmin())  # rows before, from the first on, that all of these see: a chain
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
-    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before)
+    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, segment.adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,20 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
-from engine.forward.batch import Batch, Segment, cut
+from engine.forward.batch import Batch, Segment, adapters_of, cut
+from engine.forward.cpu.low_rank import Adapters
 from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_attention import RowAttention, laid_out
 from engine.forward.cpu.row_linear import row_linears
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
+from engine.loading.adapters import Adapter
 from engine.loading.memory import free_bytes
 from engine.loading.outline import outline
 from engine.text.grammar import Grammars
+
+_PROBE_ROWS = 5  # of the first forward with an adapter
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape:
@@ -33,6 +38,7 @@ class ModelRunner:
 
     ranks = 1  # processes that take part in a forward
     exact = False  # whether each row was seen to have the same bits in every company: see ``engine.forward.exactness``
+    _adapters: Adapters | None = None
     _by_rows = True  # KV lies as compiled code for any rows reads it, where there is such code
 
     def __init__(
@@ -94,6 +100,28 @@ class ModelRunner:
             raise ModelLoadError(f"{type(self.model).__name__} cannot be served: a first forward failed: {error}") from error
         return context.windows
 
+    @torch.inference_mode()
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Has segments name adapters of the model; to be called once at most, and before any does.
+
+        Raises:
+            ModelLoadError: they cannot be added to this model.
+        """
+        if not adapters:
+            return
+        self._adapters = Adapters(self.model, adapters)
+        if self._whole is not None:
+            self._whole.adapt(self._adapters)
+        rows = np.arange(min(_PROBE_ROWS, self.fixed_rows or _PROBE_ROWS, self.cache.capacity))
+        for adapter in adapters:
+            segment = Segment(0, 0, 0, len(rows), None, adapter=adapter.name)
+            self._modules(Batch(rows, rows, (segment,), rows[:1], (0,)))
+        missed = sorted(self._adapters.layers - self._adapters.called)
+        if missed:
+            name = type(self.model).__name__
+            raise ModelLoadError(f"{name} does not compute {missed[0]} as a module: no adapter can change it")
+        self.cache.prefixes.clear()
+
     def form(self) -> dict[str, Any]:
         """How forwards are computed, where that changes what they take: as JSON values."""
         compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
@@ -133,7 +161,14 @@ class ModelRunner:
         """As ``forward``, in one."""
         if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
             return self._whole.forward(batch)
-        return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
+        return self._modules(batch)
+
+    def _modules(self, batch: Batch) -> torch.Tensor:
+        """As ``forward``, by the modules of the model."""
+        if self._adapters is None:
+            return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
+        with self._adapters.rows(adapters_of(batch, self._adapters.numbers)):
+            return self._forward(self._context(batch), batch.token_ids, batch.logit_rows)
 
     @torch.inference_mode()
     def _forward(self, context: StepContext, token_ids: npt.NDArray[np.int64], logit_rows: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -191,7 +191,7 @@ def load_draft_model(
     weights = SELF.get(path)
     own = replace(
         options, path=path if weights is None else options.path, served_name=None, dtype=dtype, device=str(target.model.device),
-        max_model_len=None, weights=weights or "auto",
+        max_model_len=None, weights=weights or "auto", adapters={},
     )  # fmt: skip
     loaded = load_model(own)
     vocab_size = int(target.model.config.get_text_config().vocab_size)

@@ -35,7 +35,9 @@ def free_bytes() -> int:
     return free
 
 
-def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False) -> None:
+def refuse_too_large(
+    path: str, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False, adapter_bytes: int = 0
+) -> None:
     """Refuses a model whose weights do not fit into memory, before they are read; of files on a hub loading decides.
 
     Args:
@@ -43,19 +45,21 @@ def refuse_too_large(path: str, files: str, dtype: torch.dtype | Literal["auto"]
         files: a folder or a GGUF file.
         dtype: of the weights in memory; auto: as in the files, bfloat16 for a GGUF file.
         packed: those of a GGUF file stay quantized. What is quantized at load is there in the type of the files first.
+        adapter_bytes: that the adapters take in memory.
 
     Raises:
         ModelLoadError: with how much it needs.
     """
-    refuse_more_than_free(path, _bytes(files, dtype, packed))
+    refuse_more_than_free(path, _bytes(files, dtype, packed), adapter_bytes)
 
 
-def refuse_more_than_free(path: str, need: int) -> None:
+def refuse_more_than_free(path: str, need: int, adapter_bytes: int = 0) -> None:
     """As ``refuse_too_large``, of a model the bytes of whose weights are known."""
-    free = free_bytes()
+    need, free = need + adapter_bytes, free_bytes()
     if need > free:
+        what = "weights and adapters" if adapter_bytes else "weights"
         raise ModelLoadError(
-            f"model {path!r} needs {need / 2**30:.1f} GiB for its weights, and {free / 2**30:.1f} GiB of memory are free: "
+            f"model {path!r} needs {need / 2**30:.1f} GiB for its {what}, and {free / 2**30:.1f} GiB of memory are free: "
             "end what takes it, or give a smaller model"
         )
 

@@ -25,10 +25,11 @@ from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_linear import has_kernels
+from engine.loading.adapters import Adapter, find_adapters
 from engine.loading.gguf import load_gguf_config, load_gguf_model
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
-from engine.loading.model_info import ModelInfo
+from engine.loading.model_info import AdapterInfo, ModelInfo
 from engine.loading.outline import outline
 from engine.loading.packing import ROUNDED, described, refuse_unpackable, round_model
 from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
@@ -53,6 +54,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     weights: str = ""  # what they are held as: see ``engine.loading.packing.described``
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +77,7 @@ class LoadedModel:
             model_revision=model_revision(self.model),
             tokenizer_revision=tokenizer_revision(self.tokenizer),
             strategies=strategies,
+            adapters=tuple(AdapterInfo(each.name, each.path, each.revision) for each in self.adapters),
         )
 
 
@@ -82,18 +85,23 @@ def load_model(options: ModelOptions) -> LoadedModel:
     """Loads a stock causal language model with tree attention.
 
     Raises:
-        ModelLoadError: no such model, a broken checkpoint, or an architecture that cannot be served; the message says which.
+        ModelLoadError: no such model or adapter, a broken checkpoint, or an architecture that cannot be served; the message says
+            which.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     config = served_config(options.path)
     device = device_of(options.device)
+    if options.adapters and device.type != "cpu":
+        raise ModelLoadError(f"model.adapters are computed on a CPU only, and the model is on {device}: set model.device=cpu")
+    adapters = find_adapters(options, config)
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     refuse_unpackable(options.weights, device, dtype)
-    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights).eval()
-    tokenizer = load_tokenizer(options.path)
-    held = described(model, options.weights)
-    return LoadedModel(model, tokenizer, options.name, context_length(config, options), _end_tokens(model, tokenizer), held)
+    beside = sum(each.nbytes for each in adapters)
+    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside).eval()
+    tokenizer, context = load_tokenizer(options.path), context_length(config, options)
+    held, read = described(model, options.weights), tuple(each.read() for each in adapters)
+    return LoadedModel(model, tokenizer, options.name, context, _end_tokens(model, tokenizer), held, read)
 
 
 def served_config(path: str) -> PreTrainedConfig:
@@ -123,6 +131,7 @@ def load_weights(
     attention: str,
     device: torch.device | None = None,
     weights: Weights = "dequantized",
+    adapter_bytes: int = 0,
 ) -> PreTrainedModel:
     """The model alone, whatever it is.
 
@@ -133,6 +142,7 @@ def load_weights(
         attention: transformers' ``attn_implementation``.
         device: where it goes; the CPU when absent.
         weights: as in ``ModelOptions``.
+        adapter_bytes: that its adapters will take beside it.
 
     Raises:
         ModelLoadError: no such model, a broken checkpoint, one that does not fit into memory, or weights in a format that the
@@ -145,14 +155,15 @@ def load_weights(
     known, on_cpu = torch.bfloat16 if dtype == "auto" else dtype, target.type == "cpu"
     packed = weights == "auto" and is_gguf(files) and has_kernels(target, known)
     if config is not None and quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED:
-        refuse_more_than_free(path, outline(config).parameters * torch.bfloat16.itemsize)
+        refuse_more_than_free(path, outline(config).parameters * torch.bfloat16.itemsize, adapter_bytes)
         quantization = None
     try:
         if config is not None and quantization is not None and on_cpu:
-            model = _dequantized(QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype), path, attention)
+            checkpoint = QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype)
+            model = _dequantized(checkpoint, path, attention, adapter_bytes)
         else:
             if on_cpu:
-                refuse_too_large(path, files, dtype, packed)
+                refuse_too_large(path, files, dtype, packed, adapter_bytes)
             model = _as_stored(path, files, quantization, target, dtype, attention, packed)
         if weights in ROUNDED:
             round_model(model, weights)
@@ -180,9 +191,9 @@ def _as_stored(
     return model if quantization is not None else model.to(device)
 
 
-def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str) -> PreTrainedModel:
+def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:
     """A model with quantized weights, in 16 bits on the CPU. Raises ``ModelLoadError`` as ``load_weights``."""
-    refuse_more_than_free(path, checkpoint.bytes)
+    refuse_more_than_free(path, checkpoint.bytes, adapter_bytes)
     logger.warning(
         "model %r is quantized with %s: dequantized to %s for the CPU, %.2f GiB instead of %.2f",
         path, checkpoint.method, str(checkpoint.dtype).removeprefix("torch."), checkpoint.bytes / 2**30,

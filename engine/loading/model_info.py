@@ -10,6 +10,15 @@ from engine.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that requests may name as their model."""
+
+    name: str
+    path: str
+    revision: str  # hexadecimal digits that stand for its weights
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a running engine says of itself."""
 
@@ -26,7 +35,13 @@ class ModelInfo:
     tokenizer_revision: str
     strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
     weights: str = ""  # what they are held as: formats, or the type
+    adapters: tuple[AdapterInfo, ...] = ()
     exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name as their model: it, and its adapters."""
+        return self.served_name, *(adapter.name for adapter in self.adapters)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -42,6 +57,12 @@ class ModelInfo:
         """Whether what a request that asks for a strategy, or for none, is given has the distribution of plain decoding: without
         drafts it has."""
         return max_draft_tokens == 0 or (strategy or self.strategy) in LOSSLESS
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raises ``RequestError`` for an adapter that is not there."""
+        names = [each.name for each in self.adapters]
+        if name is not None and name not in names:
+            raise RequestError("adapter", f"{name!r} does not exist; there are: {', '.join(names) or 'none'}")
 
     def check_strategy(self, strategy: str | None) -> None:
         """Raises ``RequestError`` for a strategy that requests may not ask for."""

@@ -41,7 +41,7 @@ class SlotPlacement:
         return slot, computed
 
     def _scope(self, request: Request) -> str | None:
-        tenant = request.tenant
+        tenant = request.memory
         if not self._reuses or request.prompt_logprobs is not None:
             return None
         if tenant is None:

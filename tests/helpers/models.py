@@ -1,16 +1,20 @@
-"""Tiny random models, a tokenizer, and engines over them."""
+"""Tiny random models and adapters, a tokenizer, and engines over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +36,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.pytorch_utils import Conv1D
 
 from configs.slices import EngineOptions
 from decoding.budget.latency import LatencyCurve
@@ -49,6 +54,7 @@ from engine.loading.model_tables import bigram_table, unigram_ranking
 
 END = "<|endoftext|>"
 VOCAB = 320
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a layer of Llama
 CONTEXT = 128  # tokens of prompt and output together, of all models of ``FAMILIES``
 MAX_DRAFT = 16  # rows that an engine over a tiny model drafts for one request
 SLOTS = 4
@@ -258,3 +264,58 @@ def random_tree(rng: np.random.Generator, root: int, rows: int, reach: int = CON
 def draft_with(engine: Engine, drafter: Drafter) -> None:
     """Has an engine without requests draft with another drafter than its strategy's."""
     engine._drafter = engine._planner._drafter = drafter
+
+
+def save_adapter(
+    folder: Path,
+    model: PreTrainedModel,
+    targets: Sequence[str] = LINEARS,
+    rank: int = 4,
+    seed: int = 1,
+    size: float = 0.25,
+    ranks: Mapping[str, int] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """An adapter of a model's layers whose names end so.
+
+    Args:
+        folder: is made.
+        model: whose layers.
+        targets: endings of their names.
+        rank: of all but those of which ``ranks`` tells.
+        seed: of its numbers.
+        size: of the numbers of B.
+        ranks: by ending of a name.
+        tensors: further ones of the file, or others in the place of those.
+        config: further fields of its configuration.
+    """
+    generator, made = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D) and name.rpartition(".")[2] in targets:
+            outputs, inputs = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.t().shape
+            own = (ranks or {}).get(name.rpartition(".")[2], rank)
+            made[f"base_model.model.{name}.lora_A.weight"] = torch.randn(own, inputs, generator=generator) / math.sqrt(inputs)
+            made[f"base_model.model.{name}.lora_B.weight"] = size * torch.randn(outputs, own, generator=generator)
+    fields = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "r": rank, "lora_alpha": 2 * rank,
+        "target_modules": list(targets), "bias": "none", "use_dora": False, "modules_to_save": None, "use_rslora": False,
+        "lora_dropout": 0.1, "rank_pattern": dict(ranks or {}), "alpha_pattern": {}, "inference_mode": True,
+        "init_lora_weights": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config), encoding="utf-8")
+    save_file(made | dict(tensors or {}), folder / "adapter_model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def merge(model: PreTrainedModel, factors: Mapping[str, Any]) -> PreTrainedModel:
+    """Adds what an adapter says (``engine.loading.adapters.Adapter.factors``) to the weights of a model, in place."""
+    for name, each in factors.items():
+        module = model.get_submodule(name)
+        added = (each.down @ each.up).to(module.weight.dtype)
+        outputs, inputs = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.t().shape
+        added = added[:inputs, :outputs]
+        module.weight += added.t() if isinstance(module, torch.nn.Linear) else added
+    return model

@@ -108,7 +108,7 @@ class Cluster:
         return self.replicas[-1]
 
     def name(self, tenant: str = "acme") -> str:
-        return self.access.namespace(tenant, IDENTITY)
+        return self.access.of_tenant(tenant, IDENTITY)[tenant]
 
     def key(self, tenant: str = "acme") -> str:
         """Of the tenant's stream in Redis."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +47,7 @@ def check(config: Config) -> None:
         check_port(*admin, name="admin_")
     check_disk(ray_folder())
     check_model(config.model.path)
+    check_adapters(config.model.adapters)
     check_speculation(config.speculation, config.parallelism.mode == "lookahead")
     check_secret(config)
     if config.server.ray_address is not None:
@@ -112,6 +114,14 @@ def check_model(path: str, key: str = "model.path") -> None:
         raise LaunchError(f"{key} {path} is not a folder: give a folder with config.json, a .gguf file, or a name on the hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise LaunchError(f"{key} {path} has no config.json: give the folder of a Hugging Face model")
+
+
+def check_adapters(adapters: Mapping[str, str]) -> None:
+    """Raises LaunchError for a path of an adapter, by its name, that is not the folder of one."""
+    for name, path in adapters.items():
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (Path(path).expanduser() / file).is_file():
+                raise LaunchError(f"model.adapters.{name} {path} has no {file}: give the folder of an adapter as PEFT saves it")
 
 
 def _check_gguf(path: Path, key: str) -> None:

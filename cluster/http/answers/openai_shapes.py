@@ -142,7 +142,7 @@ class AnswerBuilder:
             jobs: one for each choice.
             echoes: the prompt that the text of each choice begins with, if any.
         """
-        self._id, self._model, self._created = answer_id, info.served_name, int(time.time())
+        self._id, self._model, self._created = answer_id, body.model, int(time.time())
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self._token_bytes, self._skip_special = token_bytes, body.skips_special

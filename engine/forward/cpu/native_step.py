@@ -29,6 +29,7 @@ from engine.forward.cpu.lanes import (
     int_at,
     load,
     multiply,
+    silu,
     store,
     stored,
     subtract,
@@ -37,10 +38,11 @@ from engine.forward.cpu.lanes import (
 from engine.forward.cpu.native_attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
 from engine.forward.cpu.native_blocks import Forms, packed_bytes, unpack
 from engine.forward.cpu.native_linear import Linear, multiply_rows, panels, piece_of
+from engine.forward.cpu.native_low_rank import LowRank, add_low_rank
 from engine.forward.cpu.native_norm import Norm, normalise
 from engine.forward.cpu.row_linear import COUNTER, PANEL
 
-EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND = range(7)
+EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND, LOW_RANK, SUM, GATE = range(10)  # the last two of ``Pairs``
 
 
 class Embed(ctypes.Structure):
@@ -76,13 +78,26 @@ class Rotate(ctypes.Structure):
     )
 
 
+class Pairs(ctypes.Structure):
+    """Numbers of two buffers that become one: ``target + other``, or ``silu(target) * other``.
+
+    A product with a layer does so itself. Where adapters add to the layer, it has to be done behind them.
+    """
+
+    _fields_ = (
+        ("target", ctypes.c_int64),  # [rows, size]
+        ("other", ctypes.c_int64),  # [rows, size]
+        ("size", ctypes.c_int64),
+    )
+
+
 class Operation(ctypes.Structure):
     """What is done next."""
 
     _fields_ = (
         ("kind", ctypes.c_int64),
         ("waits", ctypes.c_int64),  # whether all before it must be done
-        ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate`` or ``attention.Layer``
+        ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate``, ``Layer``, ``LowRank`` or ``Pairs``
     )
 
 
@@ -101,6 +116,7 @@ class NativeStep(ctypes.Structure):
         ("num_requests", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("counters", ctypes.c_int64),  # ``num_counters`` of them, all 0
+        ("adapters", ctypes.c_int64),  # [rows] int64: the adapter of each row, -1 for none; 0 where no operation asks
     )
 
 
@@ -109,7 +125,7 @@ def num_counters(operations: int, threads: int) -> int:
     return 2 + operations * threads
 
 
-_EMBED, _NORM, _LINEAR, _ROTATE = (np.dtype(each) for each in (Embed, Norm, Linear, Rotate))
+_EMBED, _NORM, _LINEAR, _ROTATE, _LOW_RANK, _PAIRS = (np.dtype(each) for each in (Embed, Norm, Linear, Rotate, LowRank, Pairs))
 _OPERATION = np.dtype(Operation)
 
 
@@ -175,6 +191,36 @@ def _rotate_rows(step: Any, job: Any, first: int, last: int, requests: Any, like
 
 
 @compiled
+def _join(target: int, other: int, size: int, gate: bool, like: Any) -> None:
+    """A row of ``Pairs``, rounded as in ``native_linear``."""
+    wide = bytes_of(like)
+    for first in range(0, size, WIDTH):
+        place = first * wide
+        if first + WIDTH <= size:
+            store(target + place, _joined(target + place, other + place, gate, like), like)
+        else:  # the last ones of a row that is no multiple: what is behind them belongs to others
+            _join_last(target + place, other + place, (size - first) * wide, gate, np.zeros(2 * WIDTH, np.float32), like)
+
+
+@compiled
+def _join_last(target: int, other: int, left: int, gate: bool, spare: Any, like: Any) -> None:
+    """So many bytes; see ``native_linear`` for why the array is an argument."""
+    one, two = spare.ctypes.data, spare.ctypes.data + WIDTH * 4
+    copy_bytes(target, one, left)
+    copy_bytes(other, two, left)
+    store(one, _joined(one, two, gate, like), like)
+    copy_bytes(one, target, left)
+
+
+@compiled
+def _joined(target: int, other: int, gate: bool, like: Any) -> Any:
+    numbers = load(target, like)
+    if gate:
+        return multiply(stored(silu(numbers), like), load(other, like))
+    return add(numbers, load(other, like))
+
+
+@compiled
 def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, thread: int, forms: Any, like: Any) -> None:
     """Some rows of an operation that computes each row by itself."""
     kind, wide = operation.kind, bytes_of(like)
@@ -184,6 +230,15 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, th
             _embed(embed, int_at(step.tokens + row * 8), row, thread, forms, like)
     elif kind == ROTATE:
         _rotate_rows(step, carray(address_of(operation.job), 1, _ROTATE)[0], first, last, requests, like)
+    elif kind == LOW_RANK:
+        low_rank = carray(address_of(operation.job), 1, _LOW_RANK)[0]
+        for row in range(first, last):
+            add_low_rank(low_rank, row, int_at(step.adapters + row * 8), like)
+    elif kind >= SUM:
+        pairs = carray(address_of(operation.job), 1, _PAIRS)[0]
+        size = pairs.size * wide
+        for row in range(first, last):
+            _join(pairs.target + row * size, pairs.other + row * size, pairs.size, kind == GATE, like)
     else:
         norm = carray(address_of(operation.job), 1, _NORM)[0]
         for row in range(first, last):

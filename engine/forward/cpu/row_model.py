@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from engine.forward.batch import Batch
+from engine.forward.batch import Batch, adapters_of
+from engine.forward.cpu.low_rank import Adapters
 from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_attention import ENTRY_STEP, request_rows
 from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels, unpacked_numbers, where_it_lies
@@ -40,6 +41,7 @@ class RowModel:
         self._kernel = Kernel(step.entry_point(DTYPES[model.dtype], tuple(sorted(kinds))).address)
         self._angles = _angles(model, cache.capacity)
         self._vocab = model.lm_head.weight.shape[0]
+        self._adapters: Adapters | None = None
         self._make_room(_ROWS)
 
     @staticmethod
@@ -49,6 +51,11 @@ class RowModel:
         The first time on a machine it compiles, which takes some seconds.
         """
         return RowModel(model, cache, windows) if _is_known(model, cache) else None
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Has rows of segments that name an adapter computed with it. Forwards without such rows stay what they are."""
+        self._adapters = adapters
+        self._make_room(self._room)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab].
@@ -70,12 +77,14 @@ class RowModel:
         assert len(positions) == count and (wanted < count).all(), (positions, wanted)
         logits = torch.empty(picked, self._vocab, dtype=self._model.dtype)
         requests, kept = request_rows(self._cache, batch.segments, positions)
-        operations = self._operations_of(len(self._model.model.layers))
+        adapters = None if self._adapters is None else adapters_of(batch, self._adapters.numbers)
+        operations = self._operations_of(len(self._model.model.layers), adapters is not None)
         self._head.output = logits.data_ptr()
         counters = np.zeros(native.num_counters(len(operations), threads) * native.COUNTER, np.uint8)
         job = native.NativeStep(
             ctypes.addressof(operations), len(operations) - (0 if picked else 2), tokens.ctypes.data, positions.ctypes.data,
             count, wanted.ctypes.data, picked, ctypes.addressof(requests), len(requests), threads, counters.ctypes.data,
+            0 if adapters is None else adapters.ctypes.data,
         )  # fmt: skip
         self._kernel(job, threads)
         del kept
@@ -90,20 +99,25 @@ class RowModel:
             "value": shape.kv_heads * shape.head_dim, "mixed": config.num_attention_heads * shape.head_dim,
         }  # fmt: skip
         self._buffers = {name: torch.empty(rows, size, dtype=self._model.dtype) for name, size in sizes.items()}
+        if self._adapters is not None:  # layers that adapters add to are computed apart from what follows them
+            apart = {"projected": config.hidden_size, "up": config.intermediate_size}
+            self._buffers |= {name: torch.empty(rows, size, dtype=self._model.dtype) for name, size in apart.items()}
+            size = self._adapters.scratch_size()
+            self._buffers |= {f"scratch {part}": torch.empty(rows, size) for part in range(3)}  # query, key and value at once
         self._room, self._threads, self._kept = rows, torch.get_num_threads(), list[object]()
         self._scratch: dict[int, torch.Tensor] = {}  # by the size of rows: threads may be in different operations
-        self._prepared: dict[int, ctypes.Array[Operation]] = {}
+        self._prepared: dict[tuple[int, bool], ctypes.Array[Operation]] = {}
         self._head = self._linear(self._model.lm_head, "normed", "normed")  # its output is set in each forward
 
-    def _operations_of(self, layers: int) -> ctypes.Array[Operation]:
+    def _operations_of(self, layers: int, adapted: bool = False) -> ctypes.Array[Operation]:
         """The operations of the first layers and what follows the last; all of them but for the check of exactness."""
-        if layers not in self._prepared:
-            found = [self._native.Operation(*each) for each in self._all_operations(layers)]
-            self._prepared[layers] = (self._native.Operation * len(found))(*found)
-        return self._prepared[layers]
+        if (layers, adapted) not in self._prepared:
+            found = [self._native.Operation(*each) for each in self._all_operations(layers, adapted)]
+            self._prepared[layers, adapted] = (self._native.Operation * len(found))(*found)
+        return self._prepared[layers, adapted]
 
-    def _all_operations(self, layers: int) -> Iterator[tuple[int, bool, int]]:
-        """Their kinds, whether they wait, and the addresses of what they do."""
+    def _all_operations(self, layers: int, adapted: bool) -> Iterator[tuple[int, bool, int]]:
+        """Their kinds, whether they wait, and the addresses of what they do; with what adapters add where ``adapted``."""
         native, model = self._native, self._model.model
         table = model.embed_tokens.weight
         (address, form), size = self._panels_of(table), table.shape[1]
@@ -117,14 +131,52 @@ class RowModel:
             yield native.LINEAR, True, self._product(attention.q_proj, "normed", "query")
             yield native.LINEAR, False, self._product(attention.k_proj, "normed", "key")
             yield native.LINEAR, False, self._product(attention.v_proj, "normed", "value")
+            if adapted:
+                parts = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
+                yield from self._added(f"model.layers.{number}.self_attn", attention, "normed", *parts)
             yield native.ROTATE, True, self._rotate(attention, number)
             yield native.ATTEND, True, self._attention(attention, number)
-            yield native.LINEAR, True, self._product(attention.o_proj, "mixed", "hidden", added="hidden")
+            if adapted and self._adds(f"model.layers.{number}.self_attn.o_proj"):
+                yield native.LINEAR, True, self._product(attention.o_proj, "mixed", "projected")
+                yield from self._added(f"model.layers.{number}.self_attn", attention, "mixed", ("o_proj", "projected"))
+                yield native.SUM, True, self._pairs("hidden", "projected")
+            else:
+                yield native.LINEAR, True, self._product(attention.o_proj, "mixed", "hidden", added="hidden")
             yield native.NORM, True, self._norm(layer.post_attention_layernorm, "hidden", "normed")
-            yield native.LINEAR, True, self._product(mlp.gate_proj, "normed", "gated", up=mlp.up_proj)
-            yield native.LINEAR, True, self._product(mlp.down_proj, "gated", "hidden", added="hidden")
+            name = f"model.layers.{number}.mlp"
+            if adapted and (self._adds(f"{name}.gate_proj") or self._adds(f"{name}.up_proj")):
+                yield native.LINEAR, True, self._product(mlp.gate_proj, "normed", "gated")
+                yield native.LINEAR, False, self._product(mlp.up_proj, "normed", "up")
+                yield from self._added(name, mlp, "normed", ("gate_proj", "gated"), ("up_proj", "up"))
+                yield native.GATE, True, self._pairs("gated", "up")
+            else:
+                yield native.LINEAR, True, self._product(mlp.gate_proj, "normed", "gated", up=mlp.up_proj)
+            if adapted and self._adds(f"{name}.down_proj"):
+                yield native.LINEAR, True, self._product(mlp.down_proj, "gated", "projected")
+                yield from self._added(name, mlp, "gated", ("down_proj", "projected"))
+                yield native.SUM, True, self._pairs("hidden", "projected")
+            else:
+                yield native.LINEAR, True, self._product(mlp.down_proj, "gated", "hidden", added="hidden")
         yield native.PICKED_NORM, True, self._norm(model.norm, "hidden", "normed")
         yield native.PICKED_LINEAR, True, ctypes.addressof(self._head)
+
+    def _adds(self, layer: str) -> bool:
+        """Whether any adapter adds to a layer."""
+        return self._adapters is not None and layer in self._adapters.layers
+
+    def _added(self, parent: str, module: Any, source: str, *parts: tuple[str, str]) -> Iterator[tuple[int, bool, int]]:
+        """What adapters add to layers of one input, each of which has a name in its module and a target. The first waits."""
+        assert self._adapters is not None
+        waits = True
+        for part, (child, target) in enumerate(parts):
+            if self._adds(f"{parent}.{child}"):
+                at = self._at(source), self._at(target), self._at(f"scratch {part}")
+                job = self._adapters.job(f"{parent}.{child}", getattr(module, child), *at)
+                yield self._native.LOW_RANK, waits, self._keep(job)
+                waits = False
+
+    def _pairs(self, target: str, other: str) -> int:
+        return self._keep(self._native.Pairs(self._at(target), self._at(other), self._buffers[target].shape[1]))
 
     def _at(self, buffer: str) -> int:
         return self._address_of(self._buffers[buffer])

@@ -1,0 +1,121 @@
+"""Adapters of a model's linear layers, each of which adds to the rows of its own requests: see ``native_low_rank``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import ModelLoadError
+from engine.forward.cpu.row_linear import DTYPES, has_kernels
+from engine.forward.cpu.threads import Kernel
+from engine.loading.adapters import Adapter
+
+if TYPE_CHECKING:  # it imports numba
+    from engine.forward.cpu.native_low_rank import LowRank
+
+_WORTH_THREADS = 1 << 18  # products: see ``row_linear``
+
+
+class Adapters:
+    """The adapters that a model's linear layers have, by number. Their numbers are used where they lie."""
+
+    def __init__(self, model: PreTrainedModel, adapters: Sequence[Adapter]) -> None:
+        """Has the layers of a model add what adapters say, where ``rows`` tells of some.
+
+        Raises:
+            ModelLoadError: there is no compiled code for the model's type here.
+        """
+        if not has_kernels(model.device, model.dtype):
+            dtype = str(model.dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"model.adapters need compiled code, which there is none of for {dtype} on this machine: set model.dtype=float32"
+            )
+        self.numbers = {adapter.name: number for number, adapter in enumerate(adapters)}
+        self._adapters, self._rows = adapters, _NO_ROWS
+        self._called: set[str] = set()
+        self._tables: dict[str, Any] = {}
+        for name in {name for adapter in adapters for name in adapter.factors}:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, torch.nn.Linear), (name, layer)
+            self._tables[name] = self._table(name)
+            layer.register_forward_hook(self._hook(name))
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the layers that any adapter adds to."""
+        return set(self._tables)
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the layers that were computed as modules for rows with adapters."""
+        return self._called
+
+    @contextmanager
+    def rows(self, adapters: npt.NDArray[np.int64] | None) -> Iterator[None]:
+        """While it is entered, modules add what the adapter of each row says: [rows] its number, -1 for none."""
+        self._rows = _NO_ROWS if adapters is None else adapters
+        try:
+            yield
+        finally:
+            self._rows = _NO_ROWS
+
+    def scratch_size(self) -> int:
+        """float32 numbers that a row needs beside its outputs."""
+        from engine.forward.cpu.native_low_rank import WIDTH
+
+        ranks = [factors.down.shape[1] for adapter in self._adapters for factors in adapter.factors.values()]
+        return max(ranks) + WIDTH
+
+    def job(self, name: str, layer: torch.nn.Linear, input: int, output: int, scratch: int) -> LowRank:
+        """What is added to the outputs of a layer, whose input, outputs and scratch lie at some addresses."""
+        from engine.forward.cpu.native_low_rank import LowRank
+
+        outputs, size = layer.weight.shape
+        table = ctypes.addressof(self._tables[name])
+        return LowRank(table, input, output, scratch, self.scratch_size(), size, outputs, 0, 0, 0)
+
+    def _table(self, name: str) -> Any:
+        from engine.forward.cpu.native_low_rank import Factors
+
+        found = [adapter.factors.get(name) for adapter in self._adapters]
+        given = [(0, 0, 0) if each is None else (each.down.data_ptr(), each.up.data_ptr(), each.down.shape[1]) for each in found]
+        return (Factors * len(given))(*(Factors(*each) for each in given))
+
+    def _hook(self, name: str) -> Any:
+        def add(layer: torch.nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+            return self._add(name, layer, inputs[0], output) if len(self._rows) else None
+
+        return add
+
+    def _add(self, name: str, layer: torch.nn.Linear, input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Adds to the outputs of a layer, [..., rows, outputs], in place. What follows the last row is filling."""
+        input, output, count = input.contiguous(), output.contiguous(), len(self._rows)
+        computed = output.numel() // output.shape[-1]
+        if computed < count:
+            raise ModelLoadError(f"adapters cannot be added to {name}: it computes {computed} rows of {count}")
+        self._called.add(name)
+        scratch = torch.empty(count, self.scratch_size())
+        job = self.job(name, layer, input.data_ptr(), output.data_ptr(), scratch.data_ptr())
+        taken = ctypes.c_int64(0)
+        job.rows, job.adapters, job.taken = count, self._rows.ctypes.data, ctypes.addressof(taken)
+        products = count * self.scratch_size() * (job.size + job.outputs)
+        _kernel(DTYPES[output.dtype])(job, torch.get_num_threads() if products >= _WORTH_THREADS else 1)
+        return output
+
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@cache
+def _kernel(dtype: str) -> Kernel:
+    from engine.forward.cpu.native_low_rank import entry_point
+
+    return Kernel(entry_point(dtype).address)

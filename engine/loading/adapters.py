@@ -1,0 +1,235 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format, refused early where they are not what is computed.
+
+An adapter adds ``scale * B (A x)`` to the outputs of some linear layers. Its folder has ``adapter_config.json`` and
+``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from configs.slices import ModelOptions
+from engine.errors import ModelLoadError, first_line
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LANES = 16  # ranks and outputs are filled up to multiples of it, as compiled code reads them
+_PREFIX = "base_model.model."  # before the names of the model's own modules
+_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_COMPUTED = {"r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+_WITHOUT_EFFECT = {  # on what an adapter of these tensors says
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+    "lora_dropout", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "loftq_config", "eva_config",
+    "megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying",
+}  # fmt: skip
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "lora_ga")  # of ``init_lora_weights``: the model's own weights become others
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What is added to one layer: ``x @ down @ up``, with the scale in ``up``."""
+
+    down: torch.Tensor  # [inputs, rank] float32, filled up with zeros to a multiple of sixteen in the rank
+    up: torch.Tensor  # [rank, outputs] float32, filled up in both
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter, ready to be computed."""
+
+    name: str
+    path: str
+    factors: Mapping[str, Factors]  # by the name of the module
+    revision: str  # 32 hexadecimal digits that stand for all of it but the name
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter that fits its model, and has not been read."""
+
+    name: str
+    path: str
+    tensors: Mapping[str, tuple[str, str]]  # by module: the names of A and B
+    scales: Mapping[str, float]  # by module
+    nbytes: int  # that it takes in memory
+
+    def read(self) -> Adapter:
+        """Raises ``ModelLoadError`` where its numbers cannot be read."""
+        factors, digest = {}, hashlib.blake2b(digest_size=16)
+        try:
+            with safe_open(Path(self.path) / WEIGHTS, "pt") as tensors:
+                for module, (down, up) in sorted(self.tensors.items()):
+                    pair = _factors(tensors.get_tensor(down), tensors.get_tensor(up), self.scales[module])
+                    factors[module] = pair
+                    for each in (pair.down, pair.up):
+                        digest.update(f"{module} {list(each.shape)}\n".encode())
+                        digest.update(each.numpy().data)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{_where(self.name, self.path)}: {WEIGHTS} cannot be read: {first_line(error)}") from error
+        return Adapter(self.name, self.path, factors, digest.hexdigest())
+
+
+def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[AdapterFile, ...]:
+    """The adapters of ``model.adapters``, of which no more than headers has been read.
+
+    Args:
+        options: of the model.
+        config: the model's own.
+
+    Raises:
+        ModelLoadError: a folder that is none, a field that is not computed, or tensors that do not fit the model.
+    """
+    if not options.adapters:
+        return ()
+    layers = _linear_layers(config)
+    return tuple(_found(name, path, layers) for name, path in options.adapters.items())
+
+
+def _linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int] | None]:
+    """Outputs and inputs of a model's linear layers by name; None for modules to which nothing can be added."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            found[name] = outputs, inputs
+        elif isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            found[name] = module.out_features, module.in_features
+        else:
+            found[name] = None
+    return found
+
+
+def _found(name: str, path: str, layers: Mapping[str, tuple[int, int] | None]) -> AdapterFile:
+    where, folder = _where(name, path), Path(path).expanduser()
+    config = _config(where, folder)
+    shapes = _shapes(where, folder)
+    tensors: dict[str, dict[str, str]] = {}
+    for tensor in shapes:
+        match = _FACTOR.fullmatch(tensor.removeprefix(_PREFIX))
+        if match is None:
+            raise ModelLoadError(f"{where}: {WEIGHTS} has {tensor}, which is not supported: only lora_A and lora_B are")
+        tensors.setdefault(match[1], {})[match[2]] = tensor
+    scales, nbytes = {}, 0
+    for module, pair in tensors.items():
+        if module not in layers:
+            raise ModelLoadError(f"{where} has tensors for {module}, which the model does not have: it is of another model")
+        shape = layers[module]
+        if shape is None:
+            raise ModelLoadError(f"{where} has tensors for {module}, which is not supported: embeddings cannot be adapted here")
+        if len(pair) < 2:
+            raise ModelLoadError(f"{where}: {WEIGHTS} has only one of lora_A and lora_B of {module}")
+        rank, scales[module] = _rank_and_scale(where, config, module)
+        outputs, inputs = shape
+        given, expected = (shapes[pair["A"]], shapes[pair["B"]]), ([rank, inputs], [outputs, rank])
+        if given != expected:
+            raise ModelLoadError(
+                f"{where}: lora_A and lora_B of {module} are {given[0]} and {given[1]}; the model and the rank {rank} want "
+                f"{expected[0]} and {expected[1]}"
+            )
+        nbytes += 4 * _filled(rank) * (inputs + _filled(outputs))
+    _check_targets(where, config.get("target_modules"), layers, tensors)
+    return AdapterFile(name, str(folder), {module: (pair["A"], pair["B"]) for module, pair in tensors.items()}, scales, nbytes)
+
+
+def _where(name: str, path: str) -> str:
+    return f"model.adapters.{name} ({path})"
+
+
+def _config(where: str, folder: Path) -> dict[str, Any]:
+    """What ``adapter_config.json`` says, all of which is computed."""
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise ModelLoadError(f"{where} has no {file}: give a folder with an adapter as PEFT saves it")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{where}: {CONFIG} cannot be read: {first_line(error)}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ModelLoadError(f"{where}: peft_type is {kind!r} in {CONFIG}; only LORA is supported")
+    for field, value in config.items():
+        if field == "bias" and value == "none":
+            continue
+        if field == "init_lora_weights" and not str(value).lower().startswith(_CHANGES_THE_MODEL):
+            continue
+        if value and field not in _COMPUTED | _WITHOUT_EFFECT:
+            raise ModelLoadError(f"{where}: {field} is {value!r} in {CONFIG}, which is not supported")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise ModelLoadError(f"{where}: {field} is {config[field]!r} in {CONFIG}, not ranks or alphas by module")
+    return config
+
+
+def _shapes(where: str, folder: Path) -> dict[str, list[int]]:
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as tensors:
+            found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"{where}: {WEIGHTS} cannot be read: {first_line(error)}") from error
+    if not found:
+        raise ModelLoadError(f"{where}: {WEIGHTS} has no tensors")
+    return found
+
+
+def _rank_and_scale(where: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Of a module: patterns are endings of its name, as regular expressions.
+
+    The scale is ``alpha / rank``, with ``use_rslora`` ``alpha / sqrt(rank)`` (arXiv 2312.03732).
+    """
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)  # as in PEFT
+    rank = next((value for name, value in (config.get("rank_pattern") or {}).items() if _ends(where, module, name)), rank)
+    alpha = next((value for name, value in (config.get("alpha_pattern") or {}).items() if _ends(where, module, name)), alpha)
+    if type(rank) is not int or rank < 1:
+        raise ModelLoadError(f"{where}: the rank of {module} is {rank!r} in {CONFIG}; it must be a number from 1 on")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelLoadError(f"{where}: lora_alpha of {module} is {alpha!r} in {CONFIG}; it must be a number")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _ends(where: str, module: str, pattern: str) -> bool:
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except re.error as error:
+        raise ModelLoadError(f"{where}: {pattern!r} in {CONFIG} is no regular expression: {error}") from error
+
+
+def _check_targets(where: str, targets: Any, layers: Mapping[str, tuple[int, int] | None], tensors: Mapping[str, Any]) -> None:
+    """Raises ``ModelLoadError`` for a listed module that the model does not have, or that nothing is there for."""
+    for target in _listed(targets):
+        named = [name for name in layers if name == target or name.endswith(f".{target}")]
+        if not named:
+            raise ModelLoadError(f"{where}: target_modules has {target!r} in {CONFIG}, which the model does not have")
+        if not any(name in tensors for name in named):
+            raise ModelLoadError(f"{where}: target_modules has {target!r} in {CONFIG}, of which {WEIGHTS} has no tensors")
+
+
+def _listed(targets: Any) -> Iterator[str]:
+    """Where it is one text it is a pattern, or stands for all linear layers: the tensors tell which were meant."""
+    if isinstance(targets, list):
+        yield from map(str, targets)
+
+
+def _factors(down: torch.Tensor, up: torch.Tensor, scale: float) -> Factors:
+    """Of A [rank, inputs] and B [outputs, rank]."""
+    (rank, inputs), outputs = down.shape, up.shape[0]
+    filled_down, filled_up = torch.zeros(inputs, _filled(rank)), torch.zeros(_filled(rank), _filled(outputs))
+    filled_down[:, :rank] = down.float().t()
+    filled_up[:rank, :outputs] = up.float().t() * scale
+    return Factors(filled_down, filled_up)
+
+
+def _filled(number: int) -> int:
+    return -(-number // _LANES) * _LANES
