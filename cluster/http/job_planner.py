@@ -302,9 +302,17 @@ class Planner:
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skips_special and not (self._format.hidden and isinstance(body, ChatCompletionRequest)),
+            skip_special_tokens=body.skips_special and not self._needs_special(body),
             grammar=grammar,
         )
+
+    def _needs_special(self, body: ChatCompletionRequest | CompletionRequest) -> bool:
+        """Whether special tokens have to show as text, since some of them tell parts of the answer from others."""
+        if not isinstance(body, ChatCompletionRequest):
+            return False
+        form = self._format
+        calls = CALL_MARKS[form.calls] if form.calls is not None and body.shown_tools else ()
+        return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:

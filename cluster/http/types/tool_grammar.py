@@ -66,11 +66,9 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
         call = "call" if single else 'call (SPACE ";" SPACE call)*'
         text = r"/(?s:\s*[^\s{].*)?/" + f" & ~/(?s:.*){re.escape(opening)}(?s:.*)/"
         inner = "(TEXT other)* TEXT" if others else "TEXT"
-        rules = [f"start: calls{'' if required else ' | text'}", f"calls: {call}", f"text: {inner}", f"TEXT: {text}"]
-        if required:
-            rules = rules[:2]
-        elif is_token:
-            rules[1] = f"calls: <[{marks.tokens[opening]}]>? {call}"
+        head = f"<[{marks.tokens[opening]}]>? " if is_token else ""
+        rules = [f"start: calls{'' if required else ' | text'}", f"calls: {head}{call}"]
+        rules += [] if required else [f"text: {inner}", f"TEXT: {text}"]
     elif required:
         rules = ["start: mark call" if single else "start: mark call (SPACE mark call)*"]
     else:

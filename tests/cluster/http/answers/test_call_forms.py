@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.http.api import Service
 from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from engine.text.chat import bracketed_tokens
 from engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
 from engine.text.grammar import Grammars
-from tests.cluster.circle import build_tokenizer
+from tests.cluster.circle import MESSAGES, build_tokenizer, local_engine, save_saying, served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -196,3 +200,60 @@ def test_the_form_is_found_in_the_template(template: str | None, form: CallForm 
     assert found.hidden == ({"[TOOL_CALLS]"} if form == "mistral" else set())
     made.chat_template = {"default": "{{ messages }}", "tool_use": template or ""}
     assert ChatFormat.of(made).calls == form
+
+
+ARGUMENTS = '{"at": "é"}'
+SPOKEN: list[tuple[CallForm, list[str | AddedToken]]] = [
+    ("mistral", [AddedToken("[TOOL_CALLS]", special=True), f'[{{"name": "look", "arguments": {ARGUMENTS}}}]']),
+    (
+        "mistral",
+        [AddedToken("[TOOL_CALLS]", special=True), "look", AddedToken("[ARGS]", special=True), ARGUMENTS],
+    ),
+    ("llama3_json", [AddedToken("<|python_tag|>", special=True), f'{{"name": "look", "parameters": {ARGUMENTS}}}']),
+    ("qwen3_coder", ["<tool_call>", "\n<function=look>\n<parameter=at>\né\n</parameter>\n</function>\n", "</tool_call>"]),
+]
+LOOK: dict[str, Any] = {
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"enum": ["é"]}}, "required": ["at"]},
+}
+LOOK["parameters"] |= {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(("form", "said"), SPOKEN)
+def test_calls_of_a_served_model(circle_model: Path, tmp_path: Path, form: CallForm, said: list[str | AddedToken]) -> None:
+    words = "".join(map(str, said)) + ("<parameter=" if form == "qwen3_coder" else "")
+    template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments.at }}/{{ call.id }}{% endfor %}{% endfor %}>"
+    )
+    thinks = [AddedToken("[THINK]", special=True), "So. ", AddedToken("[/THINK]", special=True)]
+    template += "{# " + words + "[THINK] [/THINK] #}"
+    path = save_saying(circle_model, tmp_path / "speaking", [*thinks, *said], template)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    with local_engine(path, max_model_len=2048) as engine, served(Service(engine, tokenizer)) as url:
+        (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        assert (card["tool_calls"], card["reasoning"]) == (form, ["[THINK]", "[/THINK]"])
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+            def ask(**changes: Any) -> Any:
+                fields: dict[str, Any] = {"model": "speaking", "messages": MESSAGES, "max_tokens": 300, "temperature": 0}
+                return client.chat.completions.create(**(fields | changes))
+
+            tool: Any = {"type": "function", "function": LOOK}
+            for speculation, choice in itertools.product(({}, {"max_draft_tokens": 0}), ("auto", "required")):
+                options: dict[str, Any] = {"tools": [tool], "tool_choice": choice, "extra_body": {"speculation": speculation}}
+                options |= {"parallel_tool_calls": False}
+                (told,) = ask(**options).choices
+                assert (told.message.reasoning, told.message.content, told.finish_reason) == ("So.", None, "tool_calls")
+                (call,) = told.message.tool_calls
+                assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "é"})
+                deltas = [chunk.choices[0].delta for chunk in ask(stream=True, **options)]
+                (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
+                assert streamed.function.model_dump() == call.function.model_dump() and not any(delta.content for delta in deltas)
+                assert "".join((delta.model_extra or {}).get("reasoning") or "" for delta in deltas) == "So."
+            plain = ask().choices[0].message
+            assert (plain.reasoning, plain.tool_calls) == ("So.", None) and "look" in plain.content
+            answered = {"role": "tool", "tool_call_id": call.id, "content": "blue"}
+            again = ask(messages=[*MESSAGES, told.message.model_dump(), answered], tools=[tool])
+            assert again.usage.prompt_tokens > 0
+            assert f"[assistant]é/{call.id}[tool]blue>" in tokenizer.decode(engine.jobs[-1].prompt_ids)
