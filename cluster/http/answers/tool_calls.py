@@ -275,7 +275,8 @@ def _call(data: Any) -> Call | None:
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
     """A value that stands in a text without quotes, by its schema."""
-    if schema.get("type") == "string" or ("type" not in schema and "enum" in schema and text in schema["enum"]):
+    choices = schema.get("enum")
+    if schema.get("type") == "string" or (isinstance(choices, list) and text in choices):
         return text
     try:
         return json.loads(text)
