@@ -83,11 +83,11 @@ class Adapters:
         return LowRank(table, input, output, scratch, self.scratch_size(), size, outputs, 0, 0, 0)
 
     def _table(self, name: str) -> Any:
-        from engine.forward.cpu.native_low_rank import Factors
+        from engine.forward.cpu.native_low_rank import LayerFactors
 
         found = [adapter.factors.get(name) for adapter in self._adapters]
         given = [(0, 0, 0) if each is None else (each.down.data_ptr(), each.up.data_ptr(), each.down.shape[1]) for each in found]
-        return (Factors * len(given))(*(Factors(*each) for each in given))
+        return (LayerFactors * len(given))(*(LayerFactors(*each) for each in given))
 
     def _hook(self, name: str) -> Any:
         def add(layer: torch.nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:

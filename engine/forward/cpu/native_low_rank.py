@@ -43,7 +43,7 @@ _FLOAT = np.float32(0)  # names the type
 _TOGETHER = 4  # sums that are added to in turns: one addition need not wait for the one before
 
 
-class Factors(ctypes.Structure):
+class LayerFactors(ctypes.Structure):
     """What one adapter adds to a layer; all 0 where that is nothing."""
 
     _fields_ = (
@@ -57,7 +57,7 @@ class LowRank(ctypes.Structure):
     """What the adapters add to a layer. Addresses are those of the first element; everything is contiguous."""
 
     _fields_ = (
-        ("factors", ctypes.c_int64),  # [adapters] ``Factors``
+        ("factors", ctypes.c_int64),  # [adapters] ``LayerFactors``
         ("input", ctypes.c_int64),  # [rows, size]
         ("output", ctypes.c_int64),  # [rows, outputs], added to in place
         ("scratch", ctypes.c_int64),  # [rows, scratch_size] float32
@@ -70,7 +70,7 @@ class LowRank(ctypes.Structure):
     )
 
 
-_FACTORS = np.dtype(Factors)
+_FACTORS = np.dtype(LayerFactors)
 
 
 @primitive(LANES, types.int64, LIKE)

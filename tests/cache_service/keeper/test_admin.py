@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -238,3 +239,36 @@ def test_unknown_tenants_are_refused_without_naming_the_others(make: Make) -> No
         with pytest.raises(UnknownTenantError, match="no tenant 'nobody': the configuration has 2") as raised:
             verb()
         assert "acme" not in str(raised.value)
+
+
+def test_memories_of_adapters_are_apart_and_go_with_their_tenant(make: Make) -> None:
+    cluster = make()
+    identity = dataclasses.replace(IDENTITY, adapters=(("sql", "d1"), ("poems", "d2")))
+    admin = CacheAdmin(cluster.access, identity)
+    names = [entry.tenant for entry in admin.stats()]
+    assert names == ["acme", "acme:sql", "acme:poems", "umbra", "umbra:sql", "umbra:poems", PUBLIC]
+    assert len({entry.namespace for entry in admin.stats()}) == 7 and admin.stats()[0].namespace == cluster.name("acme")
+    sql = next(entry.namespace for entry in admin.stats("acme") if entry.tenant == "acme:sql")
+    retrained = dataclasses.replace(identity, adapters=(("sql", "d9"),))
+    assert sql not in cluster.access.namespaces(retrained).values()
+
+    replica = cluster.replica(identity)
+    texts = {"acme": [1, 2, 3], "acme:sql": [4, 5], "acme:poems": [6, 7], "umbra:sql": [8]}
+    for name, text in texts.items():
+        replica.write(name, text_key("r/0"), 0, text, True)
+    other = cluster.replica(identity)
+    assert wait_for(lambda: all(other.knows(name, text) for name, text in texts.items()))
+    assert [entry.tokens for entry in admin.stats("acme")] == [3, 2, 2] and admin.stats("acme:sql")[0].tokens == 2
+
+    admin.delete_tenant("acme:poems")
+    assert wait_for(lambda: other.knows("acme:poems") and other.knows("acme:sql", [4, 5]))
+    exported = admin.export("acme:sql")
+    admin.delete_tenant("acme")
+    assert wait_for(lambda: all(other.knows(name) for name in ("acme", "acme:sql", "acme:poems")))
+    assert other.knows("umbra:sql", [8])
+    assert admin.import_("acme:sql", exported) == 1 and wait_for(lambda: other.knows("acme:sql", [4, 5]))
+    admin.delete_request("acme", "r")
+    assert wait_for(lambda: other.knows("acme:sql")) and other.knows("umbra:sql", [8])
+    with pytest.raises(UnknownTenantError, match="no tenant 'acme:other': the configuration has 2"):
+        admin.export("acme:other")
+    admin.close()

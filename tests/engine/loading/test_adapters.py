@@ -80,7 +80,10 @@ def test_what_is_not_computed(
     ("tensors", "said"),
     [
         ({f"{Q}.lora_magnitude_vector": torch.ones(3)}, "lora_magnitude_vector, which is not supported"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 320)}, "lora_embedding_A, which is not supported"),
+        (
+            {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 320)},
+            "lora_embedding_A, which is not supported",
+        ),
         ({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head, which is not supported: embeddings"),
         ({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "layers.7.*it is of another model"),
         ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 64)}, "only one of lora_A and lora_B"),
@@ -99,13 +102,13 @@ def test_files_that_are_not_there_or_broken(stock: PreTrainedModel, tmp_path: Pa
         load(tmp_path / "absent")
     folder = save_adapter(tmp_path / "a", stock, ("q_proj",))
     (folder / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nothing")
-    with pytest.raises(ModelLoadError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"adapter_model.safetensors cannot be read"):
         load(folder)
     save_file({}, folder / "adapter_model.safetensors")
     with pytest.raises(ModelLoadError, match="has no tensors"):
         load(folder)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="has no adapter_model.safetensors"):
+    with pytest.raises(ModelLoadError, match=r"has no adapter_model.safetensors"):
         load(folder)
     folder = save_adapter(tmp_path / "b", stock, ("q_proj",))
     for text, said in (("{", "adapter_config.json cannot be read"), ("[]", r"peft_type is \[\]")):
@@ -158,5 +161,5 @@ def test_their_memory_counts(stock: PreTrainedModel, tmp_path: Path, monkeypatch
 def test_without_compiled_code_they_are_refused(stock: PreTrainedModel, tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "a", stock, ("q_proj",))
     options = ModelOptions(stock.name_or_path, dtype="float64", device="cpu", adapters={"a": str(folder)})
-    with pytest.raises(ModelLoadError, match="model.adapters need compiled code, .* float64 .* model.dtype=float32"):
+    with pytest.raises(ModelLoadError, match=r"model.adapters need compiled code, .* float64 .* model.dtype=float32"):
         Engine.load(options, EngineOptions(max_running=2), SpeculationOptions("autoregressive"))
