@@ -95,7 +95,10 @@ def load_gguf_model(path: str, dtype: torch.dtype, attention: str, packed: bool 
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
         if packed:
-            keep_blocks(model, kept)
+            try:
+                keep_blocks(model, kept)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"model {path!r} could not be read: {error}") from error
             _tell_unpacked(path, header, dtype)
     _refuse_unread(path, model, header, sorted(found["missing_keys"]))
     ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]

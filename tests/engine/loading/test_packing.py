@@ -56,9 +56,8 @@ def outputs(engine: Engine, strategy: str | None = None, seeds: Sequence[int | N
     prompts = [np.random.default_rng(number).integers(1, 300, 20 + number).tolist() for number in range(len(seeds))]
     made = []
     for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        params = SamplingParams(max_tokens=24, temperature=0.0 if seed is None else 0.9, seed=seed, ignore_eos=True)
-        made.append(Request(str(number), prompt + prompt[:10], params))
-        made[-1].strategy = strategy
+        params = SamplingParams(max_tokens=24, temperature=0.0 if seed is None else 0.9, seed=seed or 0, ignore_eos=True)
+        made.append(Request(str(number), prompt + prompt[:10], params, strategy=strategy))
     return run(engine, *made)
 
 
@@ -80,7 +79,7 @@ def test_a_file_s_weights_stay_as_they_are_and_say_the_same(file: Path) -> None:
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
 def test_every_strategy_says_what_plain_decoding_says(file: Path, folder: str, weights: str) -> None:
     path = file if weights == "auto" else folder
-    others = ("autoregressive", "llma", "lookahead", "speculative", "recycling")
+    others = ("autoregressive", "llma", "jacobi", "speculative", "recycling")
     engine = engine_of(path, weights, "auto", strategies=others, draft_model="self:int4")
     assert engine.info.exact and engine.info.lossless
     expected = outputs(engine, "autoregressive")
