@@ -75,14 +75,19 @@ class _Numbers:
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in]"""
         count, width = self.values.shape
+        size = width // self.scales.shape[1]
+        even = torch.equal(self.column_of, torch.arange(width) // size)  # groups of one size, in turn: nothing has to be gathered
+        scales, zeros = (None if table is None else table.float().contiguous() for table in (self.scales, self.zeros))
         result = torch.empty(count, width, dtype=dtype)
         step = max(1, _BLOCK_ELEMENTS // width)
         for start in range(0, count, step):
             rows = slice(start, start + step)
             block = self.values[rows].float()
-            if self.zeros is not None:
-                block -= self.zeros[self.row_of[rows]].float()[:, self.column_of]
-            block *= self.scales[self.row_of[rows]].float()[:, self.column_of]
+            for table, change in ((zeros, torch.Tensor.sub_), (scales, torch.Tensor.mul_)):
+                if table is not None and even:
+                    change(block.unflatten(1, (-1, size)), table[self.row_of[rows]].unsqueeze(2))
+                elif table is not None:
+                    change(block, table[self.row_of[rows]].index_select(1, self.column_of))
             result[rows] = block
         return result
 
