@@ -197,13 +197,19 @@ class LocalExecutor:
             kept = self._cache.prefixes.tokens(request.slot)
             assert len(kept) <= request.num_computed, (request.request_id, len(kept), request.num_computed)
             assert (kept == request.tokens[: len(kept)]).all(), (request.request_id, request.slot)
+            states = self._cache.states
+            at = -1 if states is None or not request.num_computed else states.anchor(request.slot)
+            assert at <= request.num_computed, (request.request_id, at, request.num_computed)
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
         batch = pack(works)
-        prefixes = self._cache.prefixes
-        for segment in batch.segments:
+        prefixes, states = self._cache.prefixes, self._cache.states
+        for work, segment in zip(works, batch.segments, strict=True):
             prefixes.cut(segment.slot, segment.start)
+            if states is not None:
+                request, anchor = work.request, work.end - (work.tree is not None)
+                states.want(segment.slot, request.scope, request.tokens, work.start, anchor, request.num_prompt)
         if prompt_scores.asks(works):
             wanted = len(batch.logit_rows)
             both = self.runner.forward(prompt_scores.with_prompt_rows(works, batch))

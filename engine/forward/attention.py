@@ -16,6 +16,7 @@ from engine.errors import ModelLoadError
 from engine.forward.attention_parts import MOST_BLOCK_ROWS, attend_causal, attend_parts, fits
 from engine.forward.batch import AttentionCall, Batch, Segment
 from engine.forward.cpu.row_attention import RowAttention, RowStep
+from engine.forward.cpu.states.state_step import StateStep
 from engine.kv.kv_cache import SlotCache
 
 TREE_ATTENTION = "outrider_tree"
@@ -49,6 +50,7 @@ class StepContext:
         dtype: torch.dtype,
         compiled: RowAttention | None = None,
         by_row: bool = True,
+        states: StateStep | None = None,
     ) -> None:
         """
         Args:
@@ -58,8 +60,9 @@ class StepContext:
             dtype: of the queries.
             compiled: over the slots, where there is such code for them.
             by_row: what it does not compute is computed by torch row by row, and not a request's rows at once.
+            states: of a model some of whose layers have states; the others are numbered in the order in which they attend.
         """
-        self.segments, self.cache = batch.segments, cache
+        self.segments, self.cache, self.states = batch.segments, cache, states
         self._compiled, self._by_row = compiled, by_row
         self._step: RowStep | None = None
         self.positions, self._dtype = positions, dtype
@@ -70,6 +73,8 @@ class StepContext:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``Attending``."""
+        if self.states is not None:
+            call.layer = len(self.windows)
         self.windows[call.layer] = call.window
         if self._compiled is not None and self._compiled.fits(call):
             if self._step is None:
@@ -181,7 +186,7 @@ def tree_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ModelLoadError(f"{type(module).__name__} needs attention with {name!r}, which tree attention does not compute")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = -1 if module.layer_idx is None else int(module.layer_idx)  # type: ignore[arg-type]
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise ModelLoadError(f"{type(module).__name__} has {len(s_aux)} sinks for {query.shape[1]} heads: it cannot be split so")
     window, chunk = _limits(getattr(module, "config", None), layer, sliding_window)
@@ -191,7 +196,7 @@ def tree_attention(
 def _limits(config: Any, layer: int, window: int | None) -> Range:
     """Window and chunk of a layer. Of some, models tell their masks alone, which are not made here."""
     kinds = getattr(config, "layer_types", None)
-    kind = kinds[layer] if kinds and layer < len(kinds) else None
+    kind = kinds[layer] if kinds and 0 <= layer < len(kinds) else None
     if kind == "sliding_attention" and window is None:
         window = getattr(config, "sliding_window", None)
     return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None

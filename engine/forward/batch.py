@@ -64,6 +64,7 @@ class Segment:
     rows: int
     mask: BoolArray | None  # [rows, before + rows] which rows behind ``start`` each sees; None where each sees all before it
     before: tuple[int, ...] = ()  # positions of rows of the tree that an earlier forward computed
+    parents: Int32Array | None = None  # of the last rows, which are a tree: see ``DraftTree``; None where all are committed
     adapter: str | None = None  # that computes its rows; None: the model alone
 
     @property
@@ -146,7 +147,8 @@ def _pack_roots(works: Sequence[Span]) -> Batch:
     segments = []
     for row, work in enumerate(works):
         assert work.request.slot is not None and work.start >= 0, (work.request.slot, work.start)
-        segments.append(Segment(work.request.slot, work.start, row, 1, None, adapter=work.request.adapter))
+        assert work.tree is not None, work.request
+        segments.append(Segment(work.request.slot, work.start, row, 1, None, (), work.tree.parents, work.request.adapter))
     return Batch(
         np.array([work.request.tokens[work.start] for work in works], np.int64),
         np.array([work.start for work in works], np.int64),
@@ -167,7 +169,8 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
                 mask = masks[cell : cell + rows * rows].reshape(rows, rows)
             cell += rows * rows
         assert work.request.slot is not None
-        segments.append(Segment(work.request.slot, work.start, offset, rows, mask, adapter=work.request.adapter))
+        parents = None if work.tree is None else work.tree.parents
+        segments.append(Segment(work.request.slot, work.start, offset, rows, mask, (), parents, work.request.adapter))
         offset += rows
     return tuple(segments)
 
@@ -219,4 +222,4 @@ def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) ->
     common = done if seen.all() else int(seen.argmin())  # rows before, from the first on, that all of these see: a chain
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
-    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, segment.adapter)
+    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, adapter=segment.adapter)

@@ -140,11 +140,14 @@ def _shapes(module: torch.nn.Module) -> list[torch.Size]:
 
 
 def _every_number_of_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
-    """The last 1, 2, 3, ... tokens at once behind the others, beside all of them one by one: each number of rows, each cut."""
+    """The last 2, 3, 4, ... tokens at once behind the others, beside all of them one by one: each number of rows, each cut."""
     count = len(tokens)
     logits = torch.cat([_logits(runner, tokens[: at + 1], at) for at in range(count)])
     expected = _entries(runner, 0, count, layers)
-    for rows in range(2, min(_TREE_ROWS, count) + 1):
+    most = min(_TREE_ROWS, count)
+    if count > most:
+        _prefill(runner, 0, tokens[: count - most], count)
+    for rows in range(most, 1, -1):  # each forward begins one token further than the one before: a state can go no other way
         given = _logits(runner, tokens[: count - rows + 1], count - rows, tokens[count - rows + 1 :], range(-1, rows - 1))
         found.compare(logits[count - rows :], given)
         found.compare(expected, _entries(runner, 0, count, layers))
@@ -157,11 +160,15 @@ def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Fou
     for rows in (min(rows, len(tokens)) for rows in _MANY):
         _prefill(runner, slot, tokens[:rows], rows)
         found.compare(expected[:rows], _entries(runner, slot, rows, layers))
+    states = runner.state(0)
+    if len(states):
+        _prefill(runner, slot, tokens, len(tokens))
+        found.compare(states[None], runner.state(slot)[None])
 
 
 def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.Tensor:
     """[length, layers, kv_heads, head_dim + value_dim]: keys and values of the first layers, token by token."""
-    return torch.cat([entries[:layers] for entries in runner.cache.entries(slot, length)], -1).movedim(2, 0)
+    return runner.entries(slot, length, layers)
 
 
 def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:

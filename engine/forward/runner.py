@@ -16,10 +16,13 @@ from engine.forward.batch import Batch, Segment, adapters_of, cut
 from engine.forward.cpu.low_rank import Adapters
 from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_attention import RowAttention, laid_out
-from engine.forward.cpu.row_linear import row_linears
+from engine.forward.cpu.row_linear import has_kernels, row_linears
 from engine.forward.cpu.row_model import RowModel
+from engine.forward.cpu.states.mixers import bind_mixers, round_alike
+from engine.forward.cpu.states.state_step import States, Survey
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
+from engine.kv.state_cache import StateCache
 from engine.loading.adapters import Adapter
 from engine.loading.memory import free_bytes
 from engine.loading.outline import outline
@@ -68,24 +71,57 @@ class ModelRunner:
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.device.type == "cpu":
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
-        shape = kv_shape(model) if shape is None else shape
+        survey = self._survey() if bind_mixers(model) else None
+        sites = [] if survey is None else survey.sites(model.dtype)
+        if survey is not None:
+            shape = survey.kv_shape(model.dtype, model.device)
+        elif shape is None:
+            shape = kv_shape(model)
         if self._by_rows:
             shape = laid_out(shape)
-        size = shape.bytes_per_token() * slots * capacity
+        size = shape.bytes_per_token() * slots * capacity + (StateCache.bytes_of(sites, slots) if sites else 0)
         try:
             if model.device.type == "cpu" and size > free_bytes():  # it would be given out, and taken when it is written to
                 raise MemoryError
             self.cache = cache(shape, slots, capacity)
+            if sites:
+                self.cache.add_states(StateCache(sites, slots))
         except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
-            need = f"the KV slots need {size / 2**30:.1f} GiB, which {model.device} does not have"
+            what = "the KV slots and states" if sites else "the KV slots"
+            need = f"{what} need {size / 2**30:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
         row_linears(model)
         thin_modules(model)
+        if survey is not None:
+            round_alike(model, survey.delta_heads)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
+        self._states = None
+        if survey is not None:
+            assert self.cache.states is not None and fixed_rows is None, "see ``make_runner``"
+            self._states = States(survey.shapes, self.cache.states, model.dtype)
+        self._asked: tuple[int, list[int]] | None = None  # layers that attended in the last forward, and sites that were asked
         windows = self._probe()
         self._whole = RowModel.over(model, self.cache, windows) if fixed_rows is None else None
+
+    @torch.inference_mode()
+    def _survey(self) -> Survey:
+        """Runs one row through a model some of whose layers have states."""
+        model, survey = self.model, Survey()
+        name = type(model).__name__
+        if not has_kernels(model.device, model.dtype):
+            raise ModelLoadError(
+                f"{name} cannot be served in {str(model.dtype).removeprefix('torch.')} on {model.device}: its layers have states, "
+                "which are computed on CPUs with numba, in bfloat16, float16 or float32"
+            )
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        try:
+            model(input_ids=zero, position_ids=zero, use_cache=False, tree_step=survey)
+            survey.check()
+        except (RuntimeError, TypeError) as error:
+            raise ModelLoadError(f"{name} cannot be served: {error}") from error
+        return survey
 
     def _probe(self) -> dict[int, int | None]:
         """Runs one row, so that a model that cannot be served fails at start; returns the layers' windows."""
@@ -133,10 +169,26 @@ class ModelRunner:
         scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
         return {"past_key_values": _Places(positions)} if scales else {}
 
+    def entries(self, slot: int, length: int, layers: int) -> torch.Tensor:
+        """[length, layers, kv_heads, head_dim + value_dim], copies: keys and values of the first layers, token by token.
+
+        Of a model some of whose layers have states, of those that attended in the last forward.
+        """
+        layers = layers if self._asked is None else self._asked[0]
+        return torch.cat([entries[:layers] for entries in self.cache.entries(slot, length)], -1).movedim(2, 0)
+
+    def state(self, slot: int) -> torch.Tensor:
+        """[n], a copy: the bytes of the slot's state in the layers that the last forward computed; none without states."""
+        found = [torch.empty(0, dtype=torch.uint8)]
+        if self.cache.states is not None and self._asked is not None:
+            found += [self.cache.states.state(slot, site) for site in self._asked[1]]
+        return torch.cat(found)
+
     def _context(self, batch: Batch) -> StepContext:
         positions = torch.from_numpy(self._padded(batch.positions)).to(self._device)
         by_row = self.fixed_rows is not None or self._device.type == "cpu"
-        return StepContext(batch, self.cache, positions, self._dtype, self._compiled, by_row)
+        states = None if self._states is None else self._states.begin(batch.segments)
+        return StepContext(batch, self.cache, positions, self._dtype, self._compiled, by_row, states)
 
     def _padded(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[rows] with zeros behind them, up to the number of rows that every forward has, where there is one."""
@@ -183,6 +235,9 @@ class ModelRunner:
             tree_step=context,
             **self._told(context.positions),
         )
+        if context.states is not None:
+            context.states.finish()
+            self._asked = len(context.windows), context.states.asked
         logits: torch.Tensor = output.logits[0]
         return logits[: len(logit_rows)] if self.fixed_rows is None else wanted_rows(logits, logit_rows)
 

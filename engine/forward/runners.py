@@ -12,6 +12,7 @@ from configs.slices import EngineOptions
 from engine.errors import ModelLoadError, one_line
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, tree_attention
+from engine.forward.cpu.states.mixers import mixers
 from engine.forward.cuda.static_runner import StaticRunner, has_graphs
 from engine.forward.runner import ModelRunner
 
@@ -47,7 +48,7 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
         runner = _made(model, capacity, options, None, graphs)
         _refuse_strays(runner)
         return runner
-    forms = _FORMS[model.device.type]
+    forms = (None,) if next(mixers(model), None) is not None else _FORMS[model.device.type]
     for number, rows in enumerate(forms, start=1):
         runner = _made(model, capacity, options, rows, graphs)
         if number == 1:

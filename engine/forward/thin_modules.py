@@ -69,7 +69,7 @@ class RowActivation(torch.nn.Module):
         """Of any shape to the same."""
         input = input.contiguous()
         count = input.numel()
-        filled = _whole_parts(count, torch.get_num_threads())
+        filled = whole_parts(count)
         if filled == count:
             output: torch.Tensor = self.activation(input)
             return output
@@ -77,11 +77,14 @@ class RowActivation(torch.nn.Module):
         return filled_up[:count].view(input.shape)
 
 
-def _whole_parts(count: int, threads: int) -> int:
-    """The least number from ``count`` on that torch cuts into parts of whole registers, be it for GELU or for others."""
+def whole_parts(count: int, size: int = 1) -> int:
+    """The least number from ``count`` on of rows of a size that torch cuts into parts of whole registers, be it for GELU or for
+    others."""
+    threads = torch.get_num_threads()
     while True:
-        parts, of_gelu = min(threads, max(1, -(-count // _PART))), threads if count > _GELU_PART else 1
+        parts, of_gelu = min(threads, max(1, -(-count * size // _PART))), threads if count * size > _GELU_PART else 1
         step = _REGISTERS * math.lcm(parts, of_gelu)
+        step //= math.gcd(step, size)
         if count % step == 0:
             return count
         count += step - count % step

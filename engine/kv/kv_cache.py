@@ -11,6 +11,7 @@ import torch
 
 from decoding.tree import Int32Array
 from engine.kv.prefix_cache import PrefixCache
+from engine.kv.state_cache import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,17 @@ class SlotCache:
         self.shape, self.slots, self.capacity = shape, slots, capacity
         self._first = shape.first_layer
         self.prefixes = PrefixCache(slots)
+        self.states: StateCache | None = None  # of layers that have some, beside the KV of the others
         # [layers, slots, kv_heads, panels, panel, numbers], or pairs of numbers, of keys in panels
         of_pairs = self._keys.view(torch.int32) if shape.dtype == torch.bfloat16 else self._keys
         self._in_panels = of_pairs.view(*size[:3], -1, of_pairs.shape[-1], shape.panel).transpose(-1, -2)
         wide, value_wide = (each * shape.dtype.itemsize for each in (shape.entry_size, shape.value_size))
         entries, piece = slots * shape.kv_heads * self.room, self._in_panels.element_size()
         self.layout = SlotLayout(shape.layers, entries, shape.kv_heads, self.room, wide, value_wide, shape.panel, piece)
+
+    def add_states(self, states: StateCache) -> None:
+        """Keeps the states of layers that have some, of the same slots."""
+        self.states = self.prefixes.states = states
 
     def write(
         self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor
@@ -138,6 +144,8 @@ class SlotCache:
 
         Rows increase. Nothing is copied when they already lie at ``start``.
         """
+        if self.states is not None:
+            self.states.accept(slot, rows)
         if rows[-1] == len(rows) - 1:
             return
         if self.shape.panel == 1:
@@ -155,12 +163,16 @@ class SlotCache:
         found = self.prefixes.place(tokens, scope, free)
         if found.source is not None:
             self.copy(found.source, found.slot, found.length, found.start)
+        if self.states is not None:
+            self.states.restore(found.slot, found.state, found.length)
         return found.slot, found.length
 
     def zero(self, slot: int, length: int) -> None:
         """Makes the first entries of a slot zeros: unwritten memory may hold numbers that are slow to compute with."""
         self._in_panels[:, slot][:, :, *self._places(0, length)] = 0
         self._values[:, slot, :, :length] = 0
+        if self.states is not None:
+            self.states.forget(slot)
 
     def copy(self, source: int, target: int, length: int, start: int = 0) -> None:
         """Copies the entries ``start:length`` of one slot to the same place in another, in all layers."""

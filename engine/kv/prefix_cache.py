@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decoding.tree import Int32Array
+from engine.kv.state_cache import StateCache
 
 WORTH_COPYING = 16  # tokens: fewer are computed in the time that it takes to copy their entries, or nearly
 
@@ -20,6 +21,7 @@ class Placement:
     length: int  # its first tokens whose KV the slot holds, once it is copied
     source: int | None = None  # slot to copy from; None where nothing is copied
     start: int = 0  # entries that need no copying
+    state: int = 0  # where the state behind them is, of a model whose layers have some: see ``StateCache``
 
 
 class PrefixCache:
@@ -36,10 +38,13 @@ class PrefixCache:
     Example: slot 0 holds 100 tokens of a live request, and slot 1, free, 8 tokens. A request of the same scope begins as both,
     for 60 tokens as slot 0 and for 8 as slot 1: it is placed in slot 1, where 52 entries are copied from slot 0, and 60 of its
     tokens count as computed. Were it 20 and 8 tokens, 12 entries would not be worth copying, and 8 would count.
+
+    Of a model whose layers have states a prefix counts up to the last token behind which a state is at hand.
     """
 
     def __init__(self, slots: int) -> None:
         self._held: list[tuple[str, Int32Array] | None] = [None] * slots  # scope, and the tokens of the first entries
+        self.states: StateCache | None = None  # of the same slots
 
     def keep(self, slot: int, scope: str | None, tokens: Int32Array) -> None:
         """Says that the first entries of a slot are those of some tokens, which nobody writes to any more."""
@@ -50,10 +55,14 @@ class PrefixCache:
         held = self._held[slot]
         if held is not None and len(held[1]) > length:
             self._held[slot] = (held[0], held[1][:length]) if length else None
+        if self.states is not None and not length:
+            self.states.forget(slot)
 
     def clear(self) -> None:
         """Forgets what all slots hold."""
         self._held = [None] * len(self._held)
+        if self.states is not None:
+            self.states.clear()
 
     def tokens(self, slot: int) -> Int32Array:
         """[n] tokens of the first entries of a slot; empty where nothing is known of it."""
@@ -72,7 +81,7 @@ class PrefixCache:
             scope: of the request; None reuses nothing.
             free: slots to choose from, at least one, the one that was released longest ago first.
         """
-        common = {} if scope is None else self._common(tokens[:-1], scope)
+        common, states = ({}, {}) if scope is None else self._common(tokens[:-1], scope)
         slot = min(free, key=lambda one: self._held[one] is not None)  # of equals the first
         best = max(free, key=lambda one: common.get(one, 0))
         if common.get(best, 0) >= WORTH_COPYING and 2 * common[best] >= len(self.tokens(best)):
@@ -84,15 +93,21 @@ class PrefixCache:
         else:
             source = None
         self.keep(slot, scope, tokens[:length])
-        return Placement(slot, length, source, start)
+        return Placement(slot, length, source, start, states.get(slot if source is None else source, slot))
 
-    def _common(self, tokens: Int32Array, scope: str) -> dict[int, int]:
-        """Tokens that slots of a scope have in common with a sequence, by slot; those with none are left out."""
-        common = {}
+    def _common(self, tokens: Int32Array, scope: str) -> tuple[dict[int, int], dict[int, int]]:
+        """Tokens that slots of a scope have in common with a sequence, and where the states behind them are, by slot; those with
+        none are left out."""
+        common, states = {}, {}
         for slot, held in enumerate(self._held):
-            if held is not None and held[0] == scope and (length := common_prefix(held[1], tokens)):
-                common[slot] = length
-        return common
+            if held is None or held[0] != scope:
+                continue
+            length, state = common_prefix(held[1], tokens), slot
+            if length and self.states is not None:
+                length, state = self.states.usable(slot, scope, tokens, length)
+            if length:
+                common[slot], states[slot] = length, state
+        return common, states
 
     def check_integrity(self, capacity: int) -> None:
         """Asserts that no slot is said to hold more entries than it has."""

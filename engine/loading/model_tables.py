@@ -157,7 +157,8 @@ def _apart(tokens: npt.NDArray[np.int64], bos: int | None) -> Batch:
     ids = tokens if bos is None else np.concatenate([[bos], tokens])
     positions = np.full(len(ids), first, np.int64)
     positions[:first] = 0
-    return Batch(ids, positions, (Segment(0, 0, 0, len(ids), mask),), np.arange(first, len(ids)), (0,))
+    parents = np.full(len(tokens), -1, np.int32)  # each alone below what is before them
+    return Batch(ids, positions, (Segment(0, 0, 0, len(ids), mask, (), parents),), np.arange(first, len(ids)), (0,))
 
 
 def unigram_distances(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

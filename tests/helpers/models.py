@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -25,16 +27,23 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
+    Zamba2Config,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -104,10 +113,56 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
+_STATES = {**_GROUPED, "hidden_size": 64, "num_hidden_layers": 4, "initializer_range": 0.15}
+_DELTA = {
+    **_STATES, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+_SPACE = {
+    **_STATES, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+
+# Families some of whose layers keep a state: short convolutions, the gated delta rule, Mamba-2.
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "lfm2": Lfm2Config(
+        **_STATES, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3, block_auto_adjust_ff_dim=False
+    ),
+    "qwen3_next": Qwen3NextConfig(**_DELTA, **_EXPERTS, head_dim=16),
+    "qwen3_5": Qwen3_5TextConfig(**_DELTA, head_dim=16),
+    "olmo_hybrid": OlmoHybridConfig(**_DELTA),
+    "granite4": GraniteMoeHybridConfig(
+        **_SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=64, embedding_multiplier=1.0, logits_scaling=1.0,
+    ),
+    "bamba": BambaConfig(**_SPACE, attn_layer_indices=[1]),
+    "falcon_h1": FalconH1Config(**_SPACE, mamba_d_ssm=128),
+    "nemotron_h": NemotronHConfig(
+        **{name: value for name, value in _STATES.items() if name != "num_hidden_layers"},
+        layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16,
+        n_groups=2, chunk_size=16, head_dim=16,
+    ),
+    "zamba2": Zamba2Config(
+        **{**_STATES, "num_hidden_layers": 5}, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        mamba_d_state=16, mamba_ngroups=2, n_mamba_heads=4, mamba_headdim=32, chunk_size=16, num_mem_blocks=1, adapter_rank=8,
+        use_mem_rope=True,
+    ),
+}  # fmt: skip
+
+
+def redraw_decays(model: PreTrainedModel) -> None:
+    """Draws how fast the states of a model forget, which its configuration makes alike for all heads, and too fast to matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            low, high = {"A_log": (-4.0, 0.0), "dt_bias": (-2.0, 1.0), "D": (0.2, 1.0)}.get(name.rpartition(".")[2], (0.0, 0.0))
+            if low < high:
+                parameter.uniform_(low, high)
+
+
 # Of the weights. Chosen so that greedy outputs vary, repeat themselves in places, and are nowhere within rounding of a tie.
 _SEEDS = {
     "llama": 9, "mistral": 4, "qwen2": 6, "qwen3": 3, "phi3": 1, "opt": 9, "gpt2": 8, "gpt_neox": 10, "glm": 11, "glm4": 9,
-    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6,
+    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6, **dict.fromkeys(HYBRIDS, 1),
 }  # fmt: skip
 
 
@@ -163,15 +218,17 @@ def tiny_model(family: str, dtype: str) -> TinyModel:
     """A random model of a family; tests share it, one after another.
 
     Args:
-        family: a key of ``FAMILIES``.
+        family: a key of ``FAMILIES`` or ``HYBRIDS``.
         dtype: float32, or float64 with the same weights.
     """
     torch.manual_seed(_SEEDS[family])
     plain = "eager" if family == "gemma2" else "sdpa"  # transformers bounds scores in no other attention
     stock, tree = (
-        AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family]), dtype=torch.float32, attn_implementation=attention)
+        AutoModelForCausalLM.from_config(deepcopy((FAMILIES | HYBRIDS)[family]), dtype=torch.float32, attn_implementation=attention)
         for attention in (plain, TREE_ATTENTION)
     )
+    if family in HYBRIDS:
+        redraw_decays(stock)
     tree.load_state_dict(stock.state_dict())
     stock.generation_config.eos_token_id = 0
     if dtype == "float64":

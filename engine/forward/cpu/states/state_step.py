@@ -1,0 +1,301 @@
+"""The states of a running step, as the mixers of a model ask for them: see ``engine.forward.cpu.states.native_states``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import ModelLoadError
+from engine.forward.batch import AttentionCall, Segment
+from engine.forward.cpu.row_linear import DTYPES
+from engine.forward.cpu.threads import Kernel
+from engine.kv.kv_cache import KVShape
+from engine.kv.state_cache import StateCache, StatePlan, StateSite
+
+if TYPE_CHECKING:  # it imports numba
+    from engine.forward.cpu.states.native_states import NativeWalk
+
+_WIDTH = 16  # numbers of a vector
+_WORTH_THREADS = 1 << 16  # numbers that are computed with: some microseconds, as much as it takes to wake a thread
+_NO_TREE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a site computes with."""
+
+    reach: int = 0  # rows before each that a convolution sees
+    channels: int = 0
+    key_heads: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    def site(self, dtype: torch.dtype) -> StateSite:
+        """How much it keeps, of a model of a type."""
+        wide = dtype.itemsize
+        if self.channels:
+            return StateSite(self.reach * self.channels * wide, self.channels * wide)
+        keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
+        return StateSite(values * self.key_dim * 4, (keys + values) * wide + 2 * self.heads * 4)
+
+
+class Survey:
+    """Stands where a running step does in a first forward, and learns which layers attend and what the sites of a model are."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+        self._deltas: list[int] = []
+        self.calls: list[AttentionCall] = []  # of the layers that attend, in order
+        self.states = self
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See ``engine.forward.attention.Attending``: zeros."""
+        self.calls.append(call)
+        return torch.zeros_like(call.query).transpose(1, 2)
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers that attend, as the model has them; -1 where it does not tell."""
+        return [call.layer for call in self.calls]
+
+    @property
+    def delta_heads(self) -> dict[int, int]:
+        """Heads of the delta rules, by the numbers of their sites."""
+        return {site: self.shapes[site].heads for site in self._deltas}
+
+    def sites(self, dtype: torch.dtype) -> list[StateSite]:
+        """In the order of their numbers, of a model of a type."""
+        return [shape.site(dtype) for _, shape in sorted(self.shapes.items())]
+
+    def check(self) -> None:
+        """Raises ``ModelLoadError`` where a layer attends or keeps a state and did not say so, or was not asked for both."""
+        if not self.calls or not self.shapes:
+            raise ModelLoadError("its layers do not hand arguments on to what attends and what keeps states")
+
+    def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """What a model stores per token. Raises ``ModelLoadError`` where its layers do not agree."""
+        heads = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in self.calls}
+        if len(heads) != 1 or len({call.key.shape[3] == call.value.shape[3] for call in self.calls}) != 1:
+            raise ModelLoadError(f"its layers attend with keys and values of {len(heads)} kinds, and slots are of one")
+        kv_heads, head_dim, _ = heads.pop()
+        return KVShape(len(self.calls), kv_heads, head_dim, dtype, device)
+
+    def convolve(
+        self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+        activation: str | None = None, **_: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """See ``StateStep``."""
+        if activation not in (None, "silu", "swish"):
+            raise ModelLoadError(f"it has a convolution with the activation {activation!r}, which is not computed here")
+        channels, taps = weight.shape
+        self._add(site, Shape(reach=taps - 1, channels=channels), channels)
+        return hidden
+
+    def delta_rule(
+        self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        """See ``StateStep``."""
+        self._add_rule(site, key, value)
+        self._deltas.append(site)
+        return torch.zeros_like(value), None
+
+    def space_rule(
+        self, site: int, hidden: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        """See ``StateStep``."""
+        self._add_rule(site, B, hidden)
+        return torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    def _add_rule(self, site: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
+        self._add(site, Shape(0, 0, key_heads, heads, key_dim, value_dim), key_dim, value_dim)
+
+    def _add(self, site: int, shape: Shape, *sizes: int) -> None:
+        if any(size % _WIDTH for size in sizes):
+            raise ModelLoadError(f"it has layers with a state of {sizes}, and states are computed in multiples of {_WIDTH}")
+        self.shapes[site] = shape
+
+
+class States:
+    """What is computed with the states of one model."""
+
+    def __init__(self, shapes: dict[int, Shape], cache: StateCache, dtype: torch.dtype) -> None:
+        """
+        Args:
+            shapes: of the sites, by the number that their mixers give them.
+            cache: with a site for each, in the order of their numbers.
+            dtype: of the model.
+        """
+        self.cache, self.dtype = cache, DTYPES[dtype]
+        self.places = {number: at for at, number in enumerate(sorted(shapes))}
+        self.reach = max((shape.reach for shape in shapes.values()), default=0)
+        self._constants: dict[tuple[int, str], torch.Tensor] = {}
+        _kernels(self.dtype)  # compiled here, so that no request waits for it
+        self.begin([Segment(0, 0, 0, 1, None, (), np.full(1, -1, np.int32))])
+        cache.forget(0)
+
+    def begin(self, segments: Sequence[Segment]) -> StateStep:
+        """A step over some requests' rows."""
+        return StateStep(self, segments, self.cache.begin(segments))
+
+    def constant(self, site: int, name: str, value: torch.Tensor | None) -> int:
+        """The address of a weight as float32; 0 for none. Weights do not change."""
+        if value is None:
+            return 0
+        found = self._constants.get((site, name))
+        if found is None:
+            found = self._constants[site, name] = value.detach().float().clone(memory_format=torch.contiguous_format)
+        return found.data_ptr()
+
+
+@cache
+def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
+    """Of convolutions, of the delta rule and of the state space rule."""
+    from engine.forward.cpu.states.native_states import convolution_entry, rule_entry  # needs numba
+
+    entries = convolution_entry(dtype), rule_entry(dtype, dtype), rule_entry(dtype, "float32")
+    found = tuple(Kernel(entry.address) for entry in entries)
+    return found[0], found[1], found[2]
+
+
+class StateStep:
+    """The states in one forward."""
+
+    def __init__(self, states: States, segments: Sequence[Segment], plans: Sequence[StatePlan]) -> None:
+        """See ``States.begin``."""
+        from engine.forward.cpu.states.native_states import NativeWalk
+
+        self._states, self._segments, self._plans = states, segments, plans
+        self._rows = sum(segment.rows for segment in segments)
+        self._kept: list[object] = []
+        self.asked: list[int] = []  # places of the sites that were
+        self._walks = (NativeWalk * len(segments))()
+        for walk, segment, plan in zip(self._walks, segments, plans, strict=True):
+            self._fill(walk, segment, plan)
+
+    def _fill(self, walk: NativeWalk, segment: Segment, plan: StatePlan) -> None:
+        from engine.forward.cpu.states.native_states import walk_steps, walk_taps
+
+        cache, reach = self._states.cache, self._states.reach
+        parents = _NO_TREE if segment.parents is None else np.ascontiguousarray(segment.parents)
+        assert 0 <= segment.slot < cache.slots and plan.keep <= cache.kept_rows, (segment, cache.kept_rows)
+        path, saves = np.array(plan.path, np.int64), np.array(plan.saves, np.int64).reshape(-1, 2)
+        steps = np.empty((len(path) + plan.spine + len(saves) + len(parents), 4), np.int64)
+        taps, windows = np.empty((segment.rows, reach), np.int64), np.empty((len(saves) + 1, 1 + reach), np.int64)
+        windows[-1, 0] = segment.slot
+        walk.num_steps, walk.buffers = walk_steps(parents, plan.spine, path, saves, steps)
+        walk_taps(parents, plan.spine, path, taps, saves, windows)
+        self._kept += [steps, taps, windows]
+        walk.slot, walk.fresh, walk.offset, walk.rows = segment.slot, plan.fresh, segment.offset, segment.rows
+        walk.steps, walk.taps, walk.windows = steps.ctypes.data, taps.ctypes.data, windows.ctypes.data
+        walk.most_taps, walk.num_windows = reach, len(windows)
+        walk.keep_first, walk.keep_count = plan.spine, plan.keep
+
+    def finish(self) -> None:
+        """Says that all layers were computed."""
+        self._states.cache.finish(self._segments, self._plans)
+
+    def convolve(
+        self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+        activation: str | None = None, **_: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """A short causal convolution of each channel: [1, channels, rows] to the same, whose rows lie side by side.
+
+        Args:
+            site: whose it is.
+            hidden: [1, channels, rows].
+            weight: [channels, rows that are seen].
+            bias: [channels].
+            activation: silu, or none.
+        """
+        from engine.forward.cpu.states.native_states import Convolution
+
+        states, cache = self._states, self._states.cache
+        rows, place = hidden[0].t(), states.places[site]
+        self.asked.append(place)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        (count, channels), wide = rows.shape, rows.element_size()
+        output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        if count > self._rows:
+            output[self._rows :] = 0
+        job = Convolution(
+            rows.data_ptr(), rows.stride(0) * wide, states.constant(site, "weight", weight.t()),
+            states.constant(site, "bias", bias), output.data_ptr(), channels, weight.shape[1] - 1, activation is not None,
+            cache.address(place), cache.place_bytes, cache.kept_address(place), cache.kept_rows,
+            ctypes.addressof(self._walks), len(self._walks), 0,
+        )  # fmt: skip
+        _kernels(states.dtype)[0](job, _threads(self._rows * channels * weight.shape[1]))
+        return output.t()[None]
+
+    def delta_rule(
+        self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False, **_: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """The gated delta rule, as transformers' ``torch_chunk_gated_delta_rule`` has it: [1, rows, heads, value_dim], and None."""
+        output = torch.empty(value.shape, dtype=value.dtype)
+        self._rule(
+            1, site, query, key, value, g, beta, output, delta=1, normalise=use_qk_l2norm_in_kernel,
+            scale=query.shape[-1] ** -0.5,
+        )  # fmt: skip
+        return output, None
+
+    def space_rule(
+        self, site: int, hidden: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+        D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **_: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """The rule of Mamba-2, as transformers' ``mamba2_chunk_scan`` has it, in float32: [1, rows, heads, head_dim] float32."""
+        assert dt_softplus, "dt is what a model makes of it: see ``Survey``"
+        output = torch.empty(hidden.shape, dtype=torch.float32)
+        states, bias = self._states, torch.zeros_like(A) if dt_bias is None else dt_bias
+        self._rule(
+            2, site, C, B, hidden, dt, dt, output, delta=0, normalise=0, scale=1.0,
+            bias=states.constant(site, "bias", bias), rates=states.constant(site, "rates", A),
+            skip=states.constant(site, "skip", D), least=dt_limit[0], most=dt_limit[1],
+        )  # fmt: skip
+        return output
+
+    def _rule(
+        self, kernel: int, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
+        rate: torch.Tensor, output: torch.Tensor, **more: Any,
+    ) -> None:  # fmt: skip
+        from engine.forward.cpu.states.native_states import Rule
+
+        states, cache = self._states, self._states.cache
+        place = states.places[site]
+        self.asked.append(place)
+        query, key, value = (_side_by_side(each[0]) for each in (query, key, value))
+        decay, rate = (each[0].float().contiguous() for each in (decay, rate))
+        count, heads, value_dim = value.shape
+        if count > self._rows:
+            output[:, self._rows :] = 0
+        key_heads, key_dim = key.shape[1:]
+        wide = value.element_size()
+        job = Rule(
+            query=query.data_ptr(), query_row=query.stride(0) * wide, key=key.data_ptr(), key_row=key.stride(0) * wide,
+            value=value.data_ptr(), value_row=value.stride(0) * wide, decay=decay.data_ptr(), rate=rate.data_ptr(),
+            output=output.data_ptr(), states=cache.address(place), place_bytes=cache.place_bytes,
+            kept=cache.kept_address(place), kept_rows=cache.kept_rows, row_bytes=cache.sites[place].row_bytes,
+            heads=heads, group=heads // key_heads, key_dim=key_dim, value_dim=value_dim,
+            walks=ctypes.addressof(self._walks), num_walks=len(self._walks), **more,
+        )  # fmt: skip
+        _kernels(states.dtype)[kernel](job, _threads(self._rows * heads * key_dim * value_dim))
+
+
+def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, numbers], those of a row side by side."""
+    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
+
+
+def _threads(numbers: int) -> int:
+    return torch.get_num_threads() if numbers >= _WORTH_THREADS else 1
+
+

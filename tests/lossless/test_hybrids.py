@@ -1,0 +1,194 @@
+"""Families some of whose layers keep a state: what comes out is what plain decoding gives, token for token, and ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from decoding.drafters import STRATEGIES, build_drafter
+from decoding.request import Request, SamplingParams
+from engine.forward import exactness
+from engine.kv.state_cache import StateCache
+from tests.helpers.hostile import HostileDrafter
+from tests.helpers.models import COMPILED, HYBRIDS, VOCAB, engine_over, nearly, prepared, run, tiny_model
+from tests.helpers.ranks import BranchingDrafter, TinyGroup
+
+pytestmark = pytest.mark.parametrize("family", HYBRIDS)
+DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]
+MAX_TOKENS = 24
+_RNG = np.random.default_rng(5)
+_MOTIF = _RNG.integers(1, 40, 15).tolist()
+PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], _MOTIF * 2 + _MOTIF[:7], _RNG.integers(1, VOCAB, 70).tolist())
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+CASES = (
+    *((prompt, GREEDY) for prompt in PROMPTS),
+    (PROMPTS[1], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.2, seed=3, top_k=8, presence_penalty=-0.2)),
+    (PROMPTS[3], SamplingParams(max_tokens=MAX_TOKENS, temperature=1.1, seed=5, top_p=0.9, repetition_penalty=1.2)),
+)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def requests(answers: Sequence[Sequence[int]] = (), tenant: str | None = None) -> list[Request]:
+    """New requests; ``answers`` make references of which parts can be copied."""
+    return [
+        Request(str(at), prompt, params, references=[nearly(answer) for answer in answers[at : at + 1]], tenant=tenant)
+        for at, (prompt, params) in enumerate(CASES)
+    ]
+
+
+@cache
+def plain(family: str, dtype: str) -> list[list[int]]:
+    """The outputs of plain decoding, one request at a time."""
+    return run(engine_over(tiny_model(family, dtype).runner, build_drafter("autoregressive", {}), 1), *requests())
+
+
+def test_plain_decoding_is_generate(family: str) -> None:
+    outputs = plain(family, "float32")
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        with torch.inference_mode():
+            stock = tiny_model(family, "float32").stock
+            stock.generation_config.eos_token_id = None
+            mask = torch.ones(1, len(prompt))
+            given = stock.generate(torch.tensor([prompt]), attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False)
+        assert output == given[0, len(prompt) :].tolist()
+    assert len({tuple(output) for output in outputs}) == len(outputs)  # prompts and parameters matter
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_of_exactness_finds_nothing(family: str, dtype: torch.dtype) -> None:
+    assert exactness.check(tiny_model(family, name_of(dtype)).runner) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) -> None:
+    model, expected = tiny_model(family, name_of(dtype)), plain(family, name_of(dtype))
+    for at, strategy in enumerate(sorted(STRATEGIES)):
+        wanted = requests(expected)
+        # Fewer slots than requests, and prompts in chunks.
+        engine = engine_over(model.runner, prepared(build_drafter(strategy, {}), model), 1 + at % 3, step_tokens=24 + at)
+        assert run(engine, *wanted) == expected, strategy
+        accepted = sum(request.stats.accepted for request in wanted)
+        assert (accepted > 0) == (strategy != "autoregressive"), (strategy, accepted)  # else nothing was shown
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
+    expected = plain(family, name_of(dtype))
+    answers = {str(at): output for at, output in enumerate(expected)}
+    for batch in (1, 4):
+        engine = engine_over(tiny_model(family, name_of(dtype)).runner, HostileDrafter(answers, batch), batch)
+        assert run(engine, *requests()) == expected, batch
+
+
+def test_prompts_may_be_cut_anywhere(family: str) -> None:
+    expected = plain(family, "float32")
+    for step_tokens in (4, 5, 7, 13, 31, 64):
+        engine = engine_over(tiny_model(family, "float32").runner, build_drafter("llma", {}), 2, step_tokens)
+        assert run(engine, *requests(expected)) == expected, step_tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preemption_changes_nothing(family: str, dtype: torch.dtype) -> None:
+    expected = plain(family, name_of(dtype))
+    for tenant in (None, "t"):
+        wanted = requests(expected, tenant)
+        engine = engine_over(tiny_model(family, name_of(dtype)).runner, build_drafter("llma", {}), 2, step_tokens=16)
+        for request in wanted[:4]:
+            engine.add(request)
+        while wanted[1].num_output < 4:
+            engine.step()
+        engine._scheduler.preempt(wanted[1])
+        assert run(engine, *wanted[4:]) == expected[4:]
+        assert [request.output_ids.tolist() for request in wanted] == expected
+        assert wanted[1].stats.preemptions == 1
+
+
+@pytest.mark.parametrize("commit", ["none", "the root again"])
+def test_what_was_accepted_and_not_committed_would_be_seen(family: str, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of all others here."""
+    expected = plain(family, "float32")
+
+    def accept(states: StateCache, slot: int, rows: Sequence[int]) -> None:
+        states._paths[slot] = (0,) if commit == "none" else (0,) * len(rows)
+
+    monkeypatch.setattr(StateCache, "accept", accept)
+    engine = engine_over(tiny_model(family, "float32").runner, build_drafter("llma", {}), 1)
+    if commit == "none":
+        engine.add(requests(expected)[1])
+        with pytest.raises(RuntimeError, match="the state of slot 0 is at token"):
+            while engine.has_work:
+                engine.step()
+    else:
+        assert run(engine, *requests(expected)) != expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefixes_are_reused_up_to_a_snapshot(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kv.state_cache._FIRST", 16)
+    model, drafter = tiny_model(family, name_of(dtype)), build_drafter("llma", {})
+    alone = engine_over(model.runner, build_drafter("autoregressive", {}), 1, prefix_caching=False)
+    prompt, others = PROMPTS[3], ([5] * 9, [6] * 12, [8] * 20)
+    further = [prompt[:60] + list(other) for other in others]
+
+    def ask(name: str, text: Sequence[int], tenant: str | None = "t") -> Request:
+        return Request(name, text, GREEDY, tenant=tenant)
+
+    expected = [run(alone, ask("a", text, None))[0] for text in (prompt, *further)]
+    text = prompt + expected[0] + [9] * 5
+    on_alone = run(alone, ask("a", text, None))[0]
+    model.runner.cache.prefixes.clear()
+    engine = engine_over(model.runner, drafter, 3, step_tokens=27)
+    first, on = ask("first", prompt), ask("on", text)
+    assert run(engine, first)[0] == expected[0]
+    assert run(engine, on)[0] == on_alone  # a conversation that goes on, from where the last step of its first turn began
+    assert 80 < on.stats.cached_tokens < first.num_tokens
+    again = [ask(f"again {at}", prompt) for at in range(2)]
+    assert run(engine, *again) == [expected[0]] * 2
+    assert [request.stats.cached_tokens for request in again] == [69, 69]  # all but the last
+    for at, text in enumerate(further):  # 60 tokens are the same, and snapshots are behind 16, 32 and 64
+        request = ask(f"further {at}", text)
+        assert run(engine, request)[0] == expected[1 + at]
+        assert request.stats.cached_tokens == 32
+    private = ask("private", prompt, None)
+    stranger = ask("stranger", prompt, "u")
+    assert run(engine, private, stranger) == [expected[0]] * 2
+    assert (private.stats.cached_tokens, stranger.stats.cached_tokens) == (0, 0)
+
+
+def test_a_wrong_snapshot_would_be_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the one before."""
+    model = tiny_model(family, "float32")
+    engine = engine_over(model.runner, build_drafter("autoregressive", {}), 1)
+    first, again = (Request(name, PROMPTS[3], GREEDY, tenant="t") for name in ("first", "again"))
+    (expected,) = run(engine, first)
+    states = model.runner.cache.states
+    assert states is not None
+    states._places[states.slots :] = states._places[states.slots :].flip(1)
+    monkeypatch.setattr(StateCache, "restore", _restore_from_a_snapshot)
+    try:
+        assert run(engine, again) != [expected]
+    finally:
+        model.runner.cache.prefixes.clear()
+
+
+def _restore_from_a_snapshot(states: StateCache, slot: int, place: int, length: int) -> None:
+    assert place >= states.slots and length == 69
+    states._places[slot] = states._places[place].view(torch.float32).nan_to_num(0.5, 0.5, -0.5).clamp(-1, 1).view(torch.uint8)
+    states._anchors[slot], states._paths[slot] = length, ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_share_steps(family: str, dtype: torch.dtype) -> None:
+    expected = plain(family, name_of(dtype))
+    answers = {str(at): output for at, output in enumerate(expected)}
+    with TinyGroup(family, BranchingDrafter(answers), 3, dtype=name_of(dtype), batch=3, step_tokens=96) as group:
+        assert group.run(requests(expected)) == expected
+        assert group.state.ready == (0, 1, 2) and not group.state.disagreements and not group.state.divergences
+        assert any(min(times.rows) > 1 for times in group.times)
