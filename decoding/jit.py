@@ -99,8 +99,11 @@ def _writable(folder: Path) -> bool:
 
 
 def _sources(path: Path) -> Path:
-    """The folder of all that a function in a file may call: this room, or the file's own folder."""
-    return _ROOM if path.is_relative_to(_ROOM) else path.parent
+    """The folder of all that a function in a file may call: this room, or the file's own folder, with that above it where there
+    is compiled code, too."""
+    if path.is_relative_to(_ROOM):
+        return _ROOM
+    return path.parent.parent if any(path.parent.parent.glob("native_*.py")) else path.parent
 
 
 @cache

@@ -36,6 +36,8 @@ from engine.executor import Executor, LocalExecutor
 from engine.forward.batch import Batch
 from engine.forward.runner import ModelRunner
 from engine.forward.sharded import LeadingRunner, Move
+from engine.loading.hybrids import refuse_role
+from engine.loading.model import load_config
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,12 @@ def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
 
 def whole_model(model: ModelOptions) -> ModelOptions:
     """As ranks load a model of which they keep a part: in the memory of the machine, since it may not fit one device, and with
-    no weights in blocks, of which there are no parts."""
+    no weights in blocks, of which there are no parts.
+
+    Raises:
+        ModelLoadError: there is no such model, or its layers keep states, which nobody splits.
+    """
+    refuse_role(load_config(model.path), "parallelism.mode tensor or pipeline", "set parallelism.mode to none or lookahead")
     return dataclasses.replace(model, device="cpu", weights="dequantized")
 
 

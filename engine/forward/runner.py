@@ -111,10 +111,9 @@ class ModelRunner:
         model, survey = self.model, Survey()
         name = type(model).__name__
         if not has_kernels(model.device, model.dtype):
-            raise ModelLoadError(
-                f"{name} cannot be served in {str(model.dtype).removeprefix('torch.')} on {model.device}: its layers have states, "
-                "which are computed on CPUs with numba, in bfloat16, float16 or float32"
-            )
+            where = f"in {str(model.dtype).removeprefix('torch.')} on {model.device}"
+            kinds = "states, which are computed on CPUs with numba, in bfloat16, float16 or float32"
+            raise ModelLoadError(f"{name} cannot be served {where}: its layers have {kinds}")
         zero = torch.zeros(1, 1, dtype=torch.int64)
         try:
             model(input_ids=zero, position_ids=zero, use_cache=False, tree_step=survey)

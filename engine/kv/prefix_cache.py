@@ -93,7 +93,8 @@ class PrefixCache:
         else:
             source = None
         self.keep(slot, scope, tokens[:length])
-        return Placement(slot, length, source, start, states.get(slot if source is None else source, slot))
+        state = 0 if self.states is None else states.get(slot if source is None else source, slot)
+        return Placement(slot, length, source, start, state)
 
     def _common(self, tokens: Int32Array, scope: str) -> tuple[dict[int, int], dict[int, int]]:
         """Tokens that slots of a scope have in common with a sequence, and where the states behind them are, by slot; those with

@@ -54,7 +54,7 @@ class StatePlan:
     known: bool  # it is that of a text
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     """The state behind a text."""
 
     scope: str
@@ -78,9 +78,9 @@ class StateCache:
         self._kept = self._room(self.kept_rows)
         self._anchors = [_ANYWHERE] * slots  # the position of each slot's state
         self._paths: list[Sequence[int]] = [()] * slots  # committed rows behind the anchor, of those whose inputs are kept
-        self._snapshot: list[Snapshot | None] = [None] * (places - slots)
+        self._snapshot: list[StateSnapshot | None] = [None] * (places - slots)
         self._used, self._clock = [0] * (places - slots), itertools.count(1)
-        self._wanted: dict[int, list[tuple[int, int, Snapshot]]] = {}  # by slot: position, place and text
+        self._wanted: dict[int, list[tuple[int, int, StateSnapshot]]] = {}  # by slot: position, place and text
 
     @classmethod
     def bytes_of(cls, sites: Sequence[StateSite], slots: int) -> int:
@@ -189,7 +189,7 @@ class StateCache:
         for at in sorted({*doubling, num_prompt - 1}):
             if not start < at <= min(anchor, num_prompt - 1):
                 continue
-            snapshot = Snapshot(scope, tokens[:at].copy())
+            snapshot = StateSnapshot(scope, tokens[:at].copy())
             if self._find(snapshot) is None:
                 place = self._take()
                 if place is not None:
@@ -197,7 +197,7 @@ class StateCache:
         if found:
             self._wanted[slot] = found
 
-    def _find(self, snapshot: Snapshot) -> int | None:
+    def _find(self, snapshot: StateSnapshot) -> int | None:
         """Its place, where there is one; it counts as used."""
         for at, held in enumerate(self._snapshot):
             if held is not None and held.scope == snapshot.scope and np.array_equal(held.tokens, snapshot.tokens):
@@ -215,7 +215,7 @@ class StateCache:
         return self.slots + at
 
     def usable(self, slot: int, scope: str, tokens: Int32Array, common: int) -> tuple[int, int]:
-        """How many of the first ``common`` tokens of a request, which a slot holds, can be built upon, and the place of the state.
+        """How many of a request's first ``common`` tokens, which a slot holds, can be built upon, and the place of the state.
 
         Example: a slot holds 300 tokens of a request's text, and there are snapshots behind 128 and 256 of them: 256.
         """

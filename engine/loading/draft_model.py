@@ -17,7 +17,8 @@ from engine.errors import ModelLoadError
 from engine.forward.batch import Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 from engine.kv.prefix_cache import common_prefix
-from engine.loading.model import LoadedModel, load_model
+from engine.loading.hybrids import refuse_role
+from engine.loading.model import LoadedModel, load_config, load_model
 
 
 class _Slot:
@@ -193,6 +194,7 @@ def load_draft_model(
         options, path=path if weights is None else options.path, served_name=None, dtype=dtype, device=str(target.model.device),
         max_model_len=None, weights=weights or "auto", adapters={},
     )  # fmt: skip
+    refuse_role(load_config(own.path), f"speculation.draft_model {path!r}", "give a draft model without such layers, or none")
     loaded = load_model(own)
     vocab_size = int(target.model.config.get_text_config().vocab_size)
     most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))

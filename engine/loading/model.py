@@ -27,6 +27,7 @@ from engine.forward.cpu.packed_weight import PackedWeight
 from engine.forward.cpu.row_linear import has_kernels
 from engine.loading.adapters import Adapter, find_adapters
 from engine.loading.gguf import load_gguf_config, load_gguf_model
+from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import AdapterInfo, ModelInfo
@@ -92,6 +93,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
         torch.set_num_threads(options.threads)
     config = served_config(options.path)
     device = device_of(options.device)
+    refuse_place(config, device.type, options.dtype)
+    if options.adapters:
+        refuse_role(config, "model.adapters", "serve it without adapters")
     if options.adapters and device.type != "cpu":
         raise ModelLoadError(f"model.adapters are computed on a CPU only, and the model is on {device}: set model.device=cpu")
     adapters = find_adapters(options, config)
@@ -208,6 +212,9 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
         raise ModelLoadError(f"model {path!r} is of type {config.model_type!r}, which is not a causal language model")
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = architecture.__name__
+    refuse_state(config)
+    if is_hybrid(config):
+        return
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     others = kinds - _KEPT_LAYERS

@@ -222,9 +222,10 @@ def tiny_model(family: str, dtype: str) -> TinyModel:
         dtype: float32, or float64 with the same weights.
     """
     torch.manual_seed(_SEEDS[family])
+    config = (FAMILIES | HYBRIDS)[family]
     plain = "eager" if family == "gemma2" else "sdpa"  # transformers bounds scores in no other attention
     stock, tree = (
-        AutoModelForCausalLM.from_config(deepcopy((FAMILIES | HYBRIDS)[family]), dtype=torch.float32, attn_implementation=attention)
+        AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, attn_implementation=attention)
         for attention in (plain, TREE_ATTENTION)
     )
     if family in HYBRIDS:

@@ -11,13 +11,17 @@ import torch
 
 from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
+from engine.engine import Engine
 from engine.forward import exactness
 from engine.kv.state_cache import StateCache
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import COMPILED, HYBRIDS, VOCAB, engine_over, nearly, prepared, run, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup
 
-pytestmark = pytest.mark.parametrize("family", HYBRIDS)
+_QUICK = ("lfm2", "qwen3_5", "falcon_h1")  # one of each rule
+pytestmark = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in HYBRIDS]
+)
 DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]
 MAX_TOKENS = 24
 _RNG = np.random.default_rng(5)
@@ -69,13 +73,14 @@ def test_the_check_of_exactness_finds_nothing(family: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_strategy_gives_the_plain_output(family: str, dtype: torch.dtype) -> None:
     model, expected = tiny_model(family, name_of(dtype)), plain(family, name_of(dtype))
+    found = {}
     for at, strategy in enumerate(sorted(STRATEGIES)):
         wanted = requests(expected)
         # Fewer slots than requests, and prompts in chunks.
         engine = engine_over(model.runner, prepared(build_drafter(strategy, {}), model), 1 + at % 3, step_tokens=24 + at)
         assert run(engine, *wanted) == expected, strategy
-        accepted = sum(request.stats.accepted for request in wanted)
-        assert (accepted > 0) == (strategy != "autoregressive"), (strategy, accepted)  # else nothing was shown
+        found[strategy] = sum(request.stats.accepted for request in wanted)
+    assert min(found[strategy] for strategy in ("auto", "llma", "trie", "recycling")) > 0, found  # else nothing was shown
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,10 +128,14 @@ def test_what_was_accepted_and_not_committed_would_be_seen(family: str, commit: 
     if commit == "none":
         engine.add(requests(expected)[1])
         with pytest.raises(RuntimeError, match="the state of slot 0 is at token"):
-            while engine.has_work:
-                engine.step()
+            _all_steps(engine)
     else:
         assert run(engine, *requests(expected)) != expected
+
+
+def _all_steps(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

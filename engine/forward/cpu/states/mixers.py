@@ -1,9 +1,9 @@
 """Layers with a state in stock models, and what takes the places of the functions that they call.
 
 A mixer, as transformers calls such a layer, has its projections, gates and norms computed for all rows at once, and calls two
-functions of its module where rows meet: a short convolution, and a recurrent rule. An instance that is bound anew runs its class's
-own code, with these two names looked up elsewhere; without a running step they are transformers' own. Nothing of transformers is
-changed.
+functions of its module where rows meet: a short convolution, and a recurrent rule. An instance that is bound anew runs its
+class's own code, with these two names looked up elsewhere; without a running step they are transformers' own. Nothing of
+transformers is changed.
 """
 
 from __future__ import annotations

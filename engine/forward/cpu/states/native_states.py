@@ -8,7 +8,7 @@ the cut. What a row is given depends on the tokens before it alone, to the last 
 Two rules are computed, both in float32 whatever the model's type, over a state S of [key_dim, value_dim] for each head:
 
 - the gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): ``S <- d S + k (b (v - (d S)^T k))^T``, and ``S^T q``;
-- the state space rule of Mamba-2 (Dao and Gu, arXiv 2405.21060), where B, C, x and dt are k, q, v and b: ``S <- d S + k (b v)^T``.
+- the state space rule of Mamba-2 (Dao and Gu, arXiv 2405.21060), with B, C, x and dt as k, q, v and b: ``S <- d S + k (b v)^T``.
 
 Values of a head lie in blocks, so that a block's state stays in the nearest cache while several rows go through it.
 """
@@ -31,7 +31,6 @@ from engine.forward.cpu.lanes import (
     bytes_of,
     claim,
     copy_bytes,
-    exponential,
     int_at,
     load,
     load_splat,
@@ -74,7 +73,7 @@ class NativeWalk(ctypes.Structure):
     )
 
 
-class Rule(ctypes.Structure):
+class NativeRule(ctypes.Structure):
     """A rule's work. Addresses are those of the first element, strides count bytes; the numbers of a row lie side by side."""
 
     _fields_ = (
@@ -112,8 +111,8 @@ class Rule(ctypes.Structure):
     )
 
 
-class Convolution(ctypes.Structure):
-    """A convolution's work, as ``Rule``."""
+class NativeConvolution(ctypes.Structure):
+    """A convolution's work, as ``NativeRule``."""
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, channels]
@@ -134,9 +133,9 @@ class Convolution(ctypes.Structure):
     )
 
 
-RULE, CONVOLUTION, WALK = np.dtype(Rule), np.dtype(Convolution), np.dtype(NativeWalk)
-_TAKEN, _DONE, _COPIED = Rule.taken.offset, Rule.done.offset, Rule.copied.offset
-_CONV_TAKEN = Convolution.taken.offset
+RULE, CONVOLUTION, WALK = np.dtype(NativeRule), np.dtype(NativeConvolution), np.dtype(NativeWalk)
+_TAKEN, _DONE, _COPIED = NativeRule.taken.offset, NativeRule.done.offset, NativeRule.copied.offset
+_CONV_TAKEN = NativeConvolution.taken.offset
 
 
 # ---- what a forward does with a slot -------------------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ def _four(
     source: int, target: int, key_dim: int, key: int, query: int, decay: Any, rate: Any, value: int, delta: int, skip: Any,
     output: int, like: Any, written: Any,
 ) -> None:  # fmt: skip
-    """A row's step through a block of four vectors. Without a target the new state is not written, without an output nothing is."""
+    """A row's step through a block of four vectors. Without a target no state is written, without an output nothing else is."""
     wide, step = bytes_of(like), BLOCK * 4
     v0, v1 = load(value, like), load(value + WIDTH * wide, like)
     v2, v3 = load(value + 2 * WIDTH * wide, like), load(value + 3 * WIDTH * wide, like)
@@ -398,9 +397,8 @@ def _walk(rule: Any, walk: Any, head: int, like: Any, written: Any) -> None:
                 rate = _float_at(rule.rate + (row * rule.heads + head) * 4)
             _prepare(key, keys[own_step].ctypes.data, key_dim, rule.normalise, _ONE, like)
             if rule.delta == 0:
-                x = np.float64(decay) + np.float64(_float_at(rule.bias + head * 4))
-                x = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-                rate = np.float32(min(max(x, rule.least), rule.most))
+                x = float(decay) + float(_float_at(rule.bias + head * 4))
+                rate = np.float32(min(max(max(x, 0.0) + math.log1p(math.exp(-abs(x))), rule.least), rule.most))
                 decay = rate * _float_at(rule.rates + head * 4)
             decays[own_step], rates[own_step] = np.float32(math.exp(np.float64(decay))), rate
             values[own_step] = value
@@ -544,7 +542,7 @@ _CONV_SIGNATURE = types.void(types.CPointer(from_dtype(CONVOLUTION)))
 
 @cache
 def rule_entry(dtype: str, written: str) -> Any:
-    """The C function ``void (Rule *)`` that every thread calls, with its ``address``; see ``native_attention.entry_point``.
+    """The C function ``void (NativeRule *)`` that every thread calls, with its ``address``; see ``native_attention.entry_point``.
 
     Args:
         dtype: of queries, keys and values.
@@ -561,7 +559,7 @@ def rule_entry(dtype: str, written: str) -> Any:
 
 @cache
 def convolution_entry(dtype: str) -> Any:
-    """The C function ``void (Convolution *)`` that every thread calls, as ``rule_entry``."""
+    """The C function ``void (NativeConvolution *)`` that every thread calls, as ``rule_entry``."""
     like = TYPES[dtype]
 
     def run(job: Any) -> None:

@@ -27,7 +27,7 @@ _NO_TREE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StateShape:
     """What a site computes with."""
 
     reach: int = 0  # rows before each that a convolution sees
@@ -50,7 +50,7 @@ class Survey:
     """Stands where a running step does in a first forward, and learns which layers attend and what the sites of a model are."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, Shape] = {}
+        self.shapes: dict[int, StateShape] = {}
         self._deltas: list[int] = []
         self.calls: list[AttentionCall] = []  # of the layers that attend, in order
         self.states = self
@@ -95,7 +95,7 @@ class Survey:
         if activation not in (None, "silu", "swish"):
             raise ModelLoadError(f"it has a convolution with the activation {activation!r}, which is not computed here")
         channels, taps = weight.shape
-        self._add(site, Shape(reach=taps - 1, channels=channels), channels)
+        self._add(site, StateShape(reach=taps - 1, channels=channels), channels)
         return hidden
 
     def delta_rule(
@@ -115,9 +115,9 @@ class Survey:
 
     def _add_rule(self, site: int, key: torch.Tensor, value: torch.Tensor) -> None:
         (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
-        self._add(site, Shape(0, 0, key_heads, heads, key_dim, value_dim), key_dim, value_dim)
+        self._add(site, StateShape(0, 0, key_heads, heads, key_dim, value_dim), key_dim, value_dim)
 
-    def _add(self, site: int, shape: Shape, *sizes: int) -> None:
+    def _add(self, site: int, shape: StateShape, *sizes: int) -> None:
         if any(size % _WIDTH for size in sizes):
             raise ModelLoadError(f"it has layers with a state of {sizes}, and states are computed in multiples of {_WIDTH}")
         self.shapes[site] = shape
@@ -126,7 +126,7 @@ class Survey:
 class States:
     """What is computed with the states of one model."""
 
-    def __init__(self, shapes: dict[int, Shape], cache: StateCache, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: dict[int, StateShape], cache: StateCache, dtype: torch.dtype) -> None:
         """
         Args:
             shapes: of the sites, by the number that their mixers give them.
@@ -215,7 +215,7 @@ class StateStep:
             bias: [channels].
             activation: silu, or none.
         """
-        from engine.forward.cpu.states.native_states import Convolution
+        from engine.forward.cpu.states.native_states import NativeConvolution
 
         states, cache = self._states, self._states.cache
         rows, place = hidden[0].t(), states.places[site]
@@ -226,7 +226,7 @@ class StateStep:
         output = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if count > self._rows:
             output[self._rows :] = 0
-        job = Convolution(
+        job = NativeConvolution(
             rows.data_ptr(), rows.stride(0) * wide, states.constant(site, "weight", weight.t()),
             states.constant(site, "bias", bias), output.data_ptr(), channels, weight.shape[1] - 1, activation is not None,
             cache.address(place), cache.place_bytes, cache.kept_address(place), cache.kept_rows,
@@ -239,7 +239,7 @@ class StateStep:
         self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
         use_qk_l2norm_in_kernel: bool = False, **_: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """The gated delta rule, as transformers' ``torch_chunk_gated_delta_rule`` has it: [1, rows, heads, value_dim], and None."""
+        """The gated delta rule, as ``torch_chunk_gated_delta_rule`` of transformers: [1, rows, heads, value_dim], and None."""
         output = torch.empty(value.shape, dtype=value.dtype)
         self._rule(
             1, site, query, key, value, g, beta, output, delta=1, normalise=use_qk_l2norm_in_kernel,
@@ -267,7 +267,7 @@ class StateStep:
         self, kernel: int, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
         rate: torch.Tensor, output: torch.Tensor, **more: Any,
     ) -> None:  # fmt: skip
-        from engine.forward.cpu.states.native_states import Rule
+        from engine.forward.cpu.states.native_states import NativeRule
 
         states, cache = self._states, self._states.cache
         place = states.places[site]
@@ -279,7 +279,7 @@ class StateStep:
             output[:, self._rows :] = 0
         key_heads, key_dim = key.shape[1:]
         wide = value.element_size()
-        job = Rule(
+        job = NativeRule(
             query=query.data_ptr(), query_row=query.stride(0) * wide, key=key.data_ptr(), key_row=key.stride(0) * wide,
             value=value.data_ptr(), value_row=value.stride(0) * wide, decay=decay.data_ptr(), rate=rate.data_ptr(),
             output=output.data_ptr(), states=cache.address(place), place_bytes=cache.place_bytes,
@@ -297,5 +297,3 @@ def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
 
 def _threads(numbers: int) -> int:
     return torch.get_num_threads() if numbers >= _WORTH_THREADS else 1
-
-
