@@ -180,9 +180,14 @@ class StateCache:
             start: where its rows begin.
             anchor: where its state will be.
             num_prompt: tokens of the prompt, of which the last one is always computed.
+
+        Raises:
+            RuntimeError: the slot's state is that of no text, and rows behind one are to be computed.
         """
+        if start and self._anchors[slot] == _ANYWHERE:
+            raise RuntimeError(f"the state of slot {slot} is that of no text, and rows from {start} on are to be computed")
         self._wanted.pop(slot, None)
-        if scope is None or anchor <= start + 1 or start >= num_prompt:
+        if scope is None or anchor <= start or start >= num_prompt:
             return
         doubling = itertools.takewhile(lambda at: at <= anchor, (_FIRST << power for power in itertools.count()))
         found = []

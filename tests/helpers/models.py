@@ -29,6 +29,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -40,6 +41,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -128,8 +130,13 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(
         **_STATES, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3, block_auto_adjust_ff_dim=False
     ),
+    "lfm2_moe": Lfm2MoeConfig(
+        **_STATES, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3, num_dense_layers=1, num_experts=32,
+        num_experts_per_tok=2, moe_intermediate_size=32,
+    ),
     "qwen3_next": Qwen3NextConfig(**_DELTA, **_EXPERTS, head_dim=16),
     "qwen3_5": Qwen3_5TextConfig(**_DELTA, head_dim=16),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**_DELTA, **_EXPERTS, head_dim=16),
     "olmo_hybrid": OlmoHybridConfig(**_DELTA),
     "granite4": GraniteMoeHybridConfig(
         **_SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], num_local_experts=4, num_experts_per_tok=2,
