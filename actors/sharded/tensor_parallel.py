@@ -26,7 +26,7 @@ from actors.ranks import GroupError
 from actors.sharded.shard import ModelPart, Shard
 from actors.sharded.shared_sums import settle
 from engine.errors import one_line
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.runner import kv_shape
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class _RowSum(torch.nn.Module):
 def row_parts(model: PreTrainedModel) -> int:
     """Replaces DeepSpeed's linear layers by torch's in place, where there is compiled code; returns how many.
 
-    ``engine.forward.cpu.row_linear`` finds these. The sums stay DeepSpeed's.
+    ``engine.forward.cpu.products.row_linear`` finds these. The sums stay DeepSpeed's.
     """
     if not has_kernels(model.device, model.dtype):
         return 0

@@ -3,9 +3,9 @@
 In floating point a sum depends on its order. A library's product of one row and of many, and attention over contexts of different
 lengths, take other kernels, which add up in other orders; where the two best tokens are nearly even, that decides which one is
 emitted. So on a CPU products and attention are computed by code of our own, whose order is that of the text
-(``engine.forward.cpu.native_linear``, ``engine.forward.cpu.native_attention``), for any number of rows. On a GPU every forward
-has the same number of rows, with nothing in those that are not needed, and attention in the order of the text; so it is wherever
-the first form fails.
+(``engine.forward.cpu.products.native_linear``, ``engine.forward.cpu.native_attention``), for any number of rows. On a GPU every
+forward has the same number of rows, with nothing in those that are not needed, and attention in the order of the text; so it is
+wherever the first form fails.
 
 Nobody promises that the rest of a model, its norms and activations and what else its code does, is of this kind. ``check`` looks.
 """

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
 from engine.forward.batch import Batch, Segment, adapters_of, cut
-from engine.forward.cpu.low_rank import Adapters
-from engine.forward.cpu.packed_weight import PackedWeight
+from engine.forward.cpu.products.low_rank import Adapters
+from engine.forward.cpu.products.packed_weight import PackedWeight
+from engine.forward.cpu.products.row_linear import has_kernels, row_linears
 from engine.forward.cpu.row_attention import RowAttention, laid_out
-from engine.forward.cpu.row_linear import has_kernels, row_linears
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.cpu.states.mixers import bind_mixers, round_alike
 from engine.forward.cpu.states.state_step import States, Survey
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.kv.state_cache import StateCache
-from engine.loading.adapters import Adapter
 from engine.loading.memory import free_bytes
 from engine.loading.outline import outline
+from engine.loading.weights.adapters import Adapter
 from engine.text.grammar import Grammars
 
 _PROBE_ROWS = 5  # of the first forward with an adapter

@@ -1,8 +1,8 @@
 """Modules that take the places of a stock model's own: they say the same, and cost less per call or round alike for any rows.
 
 A decoding step of a small model spends as long in calls as in numbers. What a model's code looks up by name in itself, a norm or
-the list of its layers, can be replaced in the instance as ``engine.forward.cpu.row_linear`` does; nothing of transformers is
-changed.
+the list of its layers, can be replaced in the instance as ``engine.forward.cpu.products.row_linear`` does; nothing of
+transformers is changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from engine.forward.cpu.row_linear import DTYPES, has_kernels
+from engine.forward.cpu.products.row_linear import DTYPES, has_kernels
 from engine.forward.cpu.threads import Kernel
 
 _PROBE_ROWS = 32

@@ -67,7 +67,7 @@ class SlotCache:
     """KV of ``slots`` sequences. Entry i of a slot belongs to token i of its sequence; draft rows lie behind the committed ones.
 
     Memory is taken once. A slot needs no clearing: entries are written before they are read. Keys that lie in panels are a
-    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``engine.forward.cpu.row_linear``.
+    matrix of [room, entry_size] for each layer, slot and head, laid out as the weights of ``cpu.products.row_linear``.
     """
 
     def __init__(self, shape: KVShape, slots: int, capacity: int) -> None:

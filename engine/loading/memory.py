@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelLoadError
-from engine.forward.cpu.block_formats import FORMATS, PANEL
-from engine.loading.gguf import read_header
+from engine.forward.cpu.products.block_formats import FORMATS, PANEL
 from engine.loading.model_files import is_gguf
+from engine.loading.weights.gguf import read_header
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 _MACHINE = Path("/proc/meminfo")

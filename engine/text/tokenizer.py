@@ -26,7 +26,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     files = find_files(path)
     try:
         if is_gguf(files):
-            from engine.loading.gguf import load_gguf_tokenizer
+            from engine.loading.weights.gguf import load_gguf_tokenizer
 
             tokenizer = load_gguf_tokenizer(files)
         else:

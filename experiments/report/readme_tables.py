@@ -69,8 +69,8 @@ def configuration() -> Table:
 
 
 def families(served: bool) -> Table:
-    """The model families of ``tests/lossless/families.json``, all of which a test tries: those that are served, or the others."""
-    found = json.loads((_ROOT / "tests" / "lossless" / "families.json").read_text(encoding="utf-8"))
+    """The model families of ``tests/lossless/models/families.json``, all of which a test tries: those served, or the others."""
+    found = json.loads((_ROOT / "tests" / "lossless" / "models" / "families.json").read_text(encoding="utf-8"))
     rows = []
     for each in found:
         if served and "refused" not in each:

@@ -58,7 +58,7 @@ from decoding.tree import DraftTree, Int32Array
 from engine.engine import Engine
 from engine.executor import Executor, LocalExecutor
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.runner import ModelRunner
 from engine.loading.model_info import ModelInfo
 from engine.loading.model_tables import bigram_table, unigram_ranking
@@ -376,7 +376,7 @@ def save_adapter(
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, factors: Mapping[str, Any]) -> PreTrainedModel:
-    """Adds what an adapter says (``engine.loading.adapters.Adapter.factors``) to the weights of a model, in place."""
+    """Adds what an adapter says (``engine.loading.weights.adapters.Adapter.factors``) to the weights of a model, in place."""
     for name, each in factors.items():
         module = model.get_submodule(name)
         added = (each.down @ each.up).to(module.weight.dtype)

@@ -17,7 +17,7 @@ from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.forward.batch import Batch, Line, LineWork, pack
-from engine.loading.adapters import find_adapters
+from engine.loading.weights.adapters import find_adapters
 from tests.helpers.models import COMPILED, FAMILIES, LINEARS, VOCAB, llama_config, merge, random_tree, save_adapter, save_model
 from tests.helpers.ranks import loaded_group
 

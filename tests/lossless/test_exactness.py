@@ -24,7 +24,7 @@ from engine.errors import ModelLoadError
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, StepContext
 from engine.forward.batch import AttentionCall, Batch, Segment
-from engine.forward.cpu import row_linear
+from engine.forward.cpu.products import row_linear
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner

@@ -49,8 +49,8 @@ from engine.forward.cpu.lanes import (
     subtract,
     wait_for,
 )
-from engine.forward.cpu.native_linear import TILE_ROWS, piece_of, products
-from engine.forward.cpu.row_linear import PANEL
+from engine.forward.cpu.products.native_linear import TILE_ROWS, piece_of, products
+from engine.forward.cpu.products.row_linear import PANEL
 
 BLOCK = 16  # rows that go through the keys together
 _ONE, _MINUS_TWO = np.float32(1), np.float32(-2)

@@ -36,11 +36,11 @@ from engine.forward.cpu.lanes import (
     wait_for,
 )
 from engine.forward.cpu.native_attention import LAYER, ROWS, attend_blocks, blocks_of, keep_key
-from engine.forward.cpu.native_blocks import Forms, packed_bytes, unpack
-from engine.forward.cpu.native_linear import Linear, multiply_rows, panels, piece_of
-from engine.forward.cpu.native_low_rank import LowRank, add_low_rank
 from engine.forward.cpu.native_norm import Norm, normalise
-from engine.forward.cpu.row_linear import COUNTER, PANEL
+from engine.forward.cpu.products.native_blocks import Forms, packed_bytes, unpack
+from engine.forward.cpu.products.native_linear import Linear, multiply_rows, panels, piece_of
+from engine.forward.cpu.products.native_low_rank import LowRank, add_low_rank
+from engine.forward.cpu.products.row_linear import COUNTER, PANEL
 
 EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND, LOW_RANK, SUM, GATE = range(10)  # the last two of ``Pairs``
 

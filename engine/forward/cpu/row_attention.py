@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from engine.forward.batch import AttentionCall, Segment
-from engine.forward.cpu.row_linear import DTYPES, PANEL, has_kernels
+from engine.forward.cpu.products.row_linear import DTYPES, PANEL, has_kernels
 from engine.forward.cpu.threads import Kernel
 from engine.kv.kv_cache import KVShape, SlotCache
 

@@ -11,17 +11,17 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.forward.batch import Batch, adapters_of
-from engine.forward.cpu.low_rank import Adapters
-from engine.forward.cpu.packed_weight import PackedWeight
+from engine.forward.cpu.products.low_rank import Adapters
+from engine.forward.cpu.products.packed_weight import PackedWeight
+from engine.forward.cpu.products.row_linear import DTYPES, PanelWeight, filled_up, has_kernels, unpacked_numbers, where_it_lies
 from engine.forward.cpu.row_attention import ENTRY_STEP, request_rows
-from engine.forward.cpu.row_linear import DTYPES, PanelWeight, filled_up, has_kernels, unpacked_numbers, where_it_lies
 from engine.forward.cpu.threads import Kernel
 from engine.forward.thin_modules import CompiledNorm
 from engine.kv.kv_cache import SlotCache
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.forward.cpu.native_linear import Linear
     from engine.forward.cpu.native_step import Operation
+    from engine.forward.cpu.products.native_linear import Linear
 
 # Their layers are RMS norms, attention with whole rotated heads, and a product with a SiLU gate, each added to what was before.
 _FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -205,7 +205,7 @@ class RowModel:
     def _linear(
         self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = ""
     ) -> Linear:
-        from engine.forward.cpu.native_linear import Linear
+        from engine.forward.cpu.products.native_linear import Linear
 
         outputs, size = layer.weight.shape
         wide = layer.weight.element_size()

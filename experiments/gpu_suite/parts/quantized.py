@@ -29,7 +29,7 @@ from engine.forward.batch import Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model import load_weights
-from engine.loading.quantized import refuse_unusable
+from engine.loading.weights.quantized import refuse_unusable
 from experiments.bench.record import spread
 from experiments.gpu_suite import models
 from experiments.gpu_suite.clock import Case, in_turns, ratios, shown

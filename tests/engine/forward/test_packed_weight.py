@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.forward import exactness
-from engine.forward.cpu.block_formats import FORMATS, Codes, quantized, taken_apart
-from engine.forward.cpu.packed_weight import PART_ROWS, PackedWeight
-from engine.forward.cpu.row_linear import PanelWeight, has_kernels, linear
+from engine.forward.cpu.products.block_formats import FORMATS, Codes, quantized, taken_apart
+from engine.forward.cpu.products.packed_weight import PART_ROWS, PackedWeight
+from engine.forward.cpu.products.row_linear import PanelWeight, has_kernels, linear
 from engine.forward.runner import ModelRunner
-from engine.loading.packing import round_model
+from engine.loading.weights.packing import round_model
 from tests.engine.forward.test_row_model import KNOWN, build
 from tests.helpers.models import COMPILED, CONTEXT
 

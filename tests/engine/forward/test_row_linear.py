@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.row_linear import PanelWeight, TurnedWeight, has_kernels, linear, row_linears
+from engine.forward.cpu.products.row_linear import PanelWeight, TurnedWeight, has_kernels, linear, row_linears
 from engine.forward.runner import ModelRunner
 from tests.helpers.models import COMPILED, CONTEXT, FAMILIES
 
@@ -200,7 +200,7 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
     def of_torch(input: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(input, weight.plain(), bias)
 
-    monkeypatch.setattr("engine.forward.cpu.row_linear.linear", of_torch)
+    monkeypatch.setattr("engine.forward.cpu.products.row_linear.linear", of_torch)
     assert "rows were computed otherwise" in str(exactness.check(ModelRunner(model, 2, CONTEXT)))
 
 
@@ -216,7 +216,7 @@ def test_processors_with_narrower_registers(tmp_path: Path, features: str, dtype
     code = f"""
 import torch
 from engine.forward.cpu import native_linear as native
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.row_linear import has_kernels
 from tests.engine.forward import test_row_linear as tests
 assert native.TILE_ROWS == 2 and not native.PAIRS
 for dtype in (torch.bfloat16, torch.float16, torch.float32):

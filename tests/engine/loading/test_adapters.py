@@ -16,8 +16,8 @@ from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.loading import memory
 from engine.loading import model as loading
-from engine.loading.adapters import find_adapters
 from engine.loading.model import load_config, load_model
+from engine.loading.weights.adapters import find_adapters
 from tests.helpers.models import llama_config, save_adapter, save_model
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -82,7 +82,7 @@ def test_texts_are_cut_as_the_file_says(folder: str, tmp_path: Path) -> None:
 
 
 def test_file_and_folder_made_of_it_have_one_revision(file: Path, tmp_path: Path) -> None:
-    from engine.loading.gguf import convert_gguf
+    from engine.loading.weights.gguf import convert_gguf
 
     convert_gguf(file, tmp_path)
     two = [load_model(ModelOptions(str(path), device="cpu")) for path in (file, tmp_path)]

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from configs.slices import ModelOptions
 from engine.errors import ModelLoadError
-from engine.loading import gguf as engine_gguf
 from engine.loading import model_files
 from engine.loading.model import load_model
 from engine.loading.model_files import PACKAGED_MODELS, PackagedModel, find_files, is_whole, kept_models
+from engine.loading.weights import gguf as engine_gguf
 from engine.text.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")

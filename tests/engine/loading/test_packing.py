@@ -16,8 +16,8 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
 from engine.engine import Engine
 from engine.errors import ModelLoadError
-from engine.forward.cpu.packed_weight import PackedWeight
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.packed_weight import PackedWeight
+from engine.forward.cpu.products.row_linear import has_kernels
 from engine.loading import memory
 from engine.loading.model import load_model, model_revision
 from tests.helpers.models import llama_config, run, save_model

@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.errors import ModelLoadError
 from engine.loading import memory
 from engine.loading.model import load_model, load_weights, model_revision
-from engine.loading.quantized import refuse_unusable
+from engine.loading.weights.quantized import refuse_unusable
 from experiments.gpu_suite.parts.quantized import Packing, packings, save_checkpoints
 from tests.helpers.models import FAMILIES, run, save_model
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import ModelLoadError
 from engine.forward.batch import AttentionCall, Segment
-from engine.forward.cpu.row_linear import DTYPES
+from engine.forward.cpu.products.row_linear import DTYPES
 from engine.forward.cpu.threads import Kernel
 from engine.kv.kv_cache import KVShape
 from engine.kv.state_cache import StateCache, StatePlan, StateSite

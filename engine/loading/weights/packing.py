@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from configs.slices import Weights
 from engine.errors import ModelLoadError
-from engine.forward.cpu.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
-from engine.forward.cpu.packed_weight import PART_ROWS, PackedWeight
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.block_formats import FORMATS, Blocks, Codes, quantized, taken_apart
+from engine.forward.cpu.products.packed_weight import PART_ROWS, PackedWeight
+from engine.forward.cpu.products.row_linear import has_kernels
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.forward.cpu.native_linear``."""
+"""Products of rows with a model's weights on a CPU by compiled code: see ``engine.forward.cpu.products.native_linear``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decoding.jit import NATIVE
-from engine.forward.cpu.block_formats import PANEL
+from engine.forward.cpu.products.block_formats import PANEL
 from engine.forward.cpu.threads import Kernel
 
 if TYPE_CHECKING:
-    from engine.forward.cpu.packed_weight import PackedWeight
+    from engine.forward.cpu.products.packed_weight import PackedWeight
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 STEPS = 2  # the inner size is a multiple of so many numbers, in bfloat16 of pairs
@@ -246,7 +246,7 @@ def filled_up(bias: torch.Tensor) -> torch.Tensor:
 @cache
 def _kernel(dtype: str, kind: str | None) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.forward.cpu.native_linear import Linear, entry_point  # needs numba
+    from engine.forward.cpu.products.native_linear import Linear, entry_point  # needs numba
 
     return Kernel(entry_point(dtype, () if kind is None else (kind,)).address), Linear
 

@@ -47,8 +47,8 @@ from engine.forward.cpu.lanes import (
     store,
     stored,
 )
-from engine.forward.cpu.native_blocks import Forms, packed_bytes, packed_products, packed_rows, unpack
-from engine.forward.cpu.row_linear import COUNTER, PANEL, STEPS
+from engine.forward.cpu.products.native_blocks import Forms, packed_bytes, packed_products, packed_rows, unpack
+from engine.forward.cpu.products.row_linear import COUNTER, PANEL, STEPS
 
 _AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel

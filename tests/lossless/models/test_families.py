@@ -25,7 +25,7 @@ from decoding.drafters.base import Drafter
 from decoding.request import Request, SamplingParams
 from engine.errors import ModelLoadError
 from engine.forward.attention import TREE_ATTENTION
-from engine.forward.cpu.row_linear import has_kernels
+from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading import memory

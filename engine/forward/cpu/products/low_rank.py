@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError
-from engine.forward.cpu.row_linear import DTYPES, has_kernels
+from engine.forward.cpu.products.row_linear import DTYPES, has_kernels
 from engine.forward.cpu.threads import Kernel
-from engine.loading.adapters import Adapter
+from engine.loading.weights.adapters import Adapter
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.forward.cpu.native_low_rank import LowRank
+    from engine.forward.cpu.products.native_low_rank import LowRank
 
 _WORTH_THREADS = 1 << 18  # products: see ``row_linear``
 
@@ -69,21 +69,21 @@ class Adapters:
 
     def scratch_size(self) -> int:
         """float32 numbers that a row needs beside its outputs."""
-        from engine.forward.cpu.native_low_rank import WIDTH
+        from engine.forward.cpu.products.native_low_rank import WIDTH
 
         ranks = [factors.down.shape[1] for adapter in self._adapters for factors in adapter.factors.values()]
         return max(ranks) + WIDTH
 
     def job(self, name: str, layer: torch.nn.Linear, input: int, output: int, scratch: int) -> LowRank:
         """What is added to the outputs of a layer, whose input, outputs and scratch lie at some addresses."""
-        from engine.forward.cpu.native_low_rank import LowRank
+        from engine.forward.cpu.products.native_low_rank import LowRank
 
         outputs, size = layer.weight.shape
         table = ctypes.addressof(self._tables[name])
         return LowRank(table, input, output, scratch, self.scratch_size(), size, outputs, 0, 0, 0)
 
     def _table(self, name: str) -> Any:
-        from engine.forward.cpu.native_low_rank import LayerFactors
+        from engine.forward.cpu.products.native_low_rank import LayerFactors
 
         found = [adapter.factors.get(name) for adapter in self._adapters]
         given = [(0, 0, 0) if each is None else (each.down.data_ptr(), each.up.data_ptr(), each.down.shape[1]) for each in found]
@@ -116,6 +116,6 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @cache
 def _kernel(dtype: str) -> Kernel:
-    from engine.forward.cpu.native_low_rank import entry_point
+    from engine.forward.cpu.products.native_low_rank import entry_point
 
     return Kernel(entry_point(dtype).address)

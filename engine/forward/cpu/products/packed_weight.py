@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.forward.cpu.block_formats import FORMATS, PANEL, BlockFormat, Blocks, packed
-from engine.forward.cpu.row_linear import DTYPES, SHAPE_FUNCTIONS, linear, pair_of
+from engine.forward.cpu.products.block_formats import FORMATS, PANEL, BlockFormat, Blocks, packed
+from engine.forward.cpu.products.row_linear import DTYPES, SHAPE_FUNCTIONS, linear, pair_of
 from engine.forward.cpu.threads import Kernel
 
 _TOGETHER = 128  # panels that are laid out or unpacked at once
 
 
 class PackedWeight(torch.Tensor):
-    """A matrix [outputs, size] of a type in ``DTYPES``, whose memory holds blocks: see ``engine.forward.cpu.block_formats``.
+    """A matrix [outputs, size] of a type in ``DTYPES``, whose memory holds blocks, see ``block_formats``.
 
     Products and embeddings take it as it is, and say what they say of the same numbers unpacked. Whatever else is done with it is
     done with a copy that is unpacked; it cannot be changed.
@@ -133,6 +133,6 @@ def _unpacked(weight: PackedWeight, panels: range | list[int]) -> torch.Tensor:
 @cache
 def _kernel(dtype: str, kind: str) -> tuple[Kernel, Callable[..., ctypes.Structure]]:
     """The compiled function, which no module holds: a model can be copied and pickled."""
-    from engine.forward.cpu.native_blocks import Unpacking, entry_point  # needs numba
+    from engine.forward.cpu.products.native_blocks import Unpacking, entry_point  # needs numba
 
     return Kernel(entry_point(dtype, (kind,)).address), Unpacking

@@ -1,4 +1,4 @@
-"""Unpacks panels of weights in blocks, sixteen numbers at a time: see ``engine.forward.cpu.block_formats``."""
+"""Unpacks panels of weights in blocks, sixteen numbers at a time: see ``engine.forward.cpu.products.block_formats``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from numba.core.imputils import lower_constant
 from numba.extending import models, register_model, typeof_impl
 
 from decoding.jit import compiled, compiled_callback
-from engine.forward.cpu.block_formats import FORMATS, PANEL, SET, BlockFormat
 from engine.forward.cpu.lanes import (
     BYTE,
     FEATURES,
@@ -39,6 +38,7 @@ from engine.forward.cpu.lanes import (
     spread,
     store,
 )
+from engine.forward.cpu.products.block_formats import FORMATS, PANEL, SET, BlockFormat
 
 _LOOKS_UP = "+avx512f" in FEATURES
 _HALVES = "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")

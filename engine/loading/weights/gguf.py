@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
-from engine.forward.cpu.block_formats import FORMATS
-from engine.loading.packing import keep_blocks, packable
+from engine.forward.cpu.products.block_formats import FORMATS
+from engine.loading.weights.packing import keep_blocks, packable
 
 logger = logging.getLogger(__name__)
 
