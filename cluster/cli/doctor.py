@@ -125,7 +125,7 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
     rows = [
         Finding("model", "ok", f"{found.architecture}, {found.parameters:,} parameters"),
         Finding("type", "ok", f"{found.dtype} on {found.device}"),
-        Finding("weights", "ok", f"{shown_bytes(found.weight_bytes)}{per_rank}"),
+        Finding("weights", "ok", f"{shown_bytes(found.weight_bytes)}{_held(found.weights)}{per_rank}"),
         Finding("keys and values", "ok", f"{kv} per 1,000 tokens{per_rank}"),
         Finding("a request", "ok", f"{slot} for {found.max_model_len:,} tokens and {found.draft_rows} drafted ones"),
         Finding("memory", "ok" if found.fits else "missing", f"{need} for {found.max_running} requests, {free} are free"),
@@ -136,6 +136,10 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
         rows.insert(1, Finding("files", "optional", "no weights in the folder: what follows is of the configuration alone"))
     _print_table(rows, "to make it smaller")
     return 0 if found.fits else 1
+
+
+def _held(weights: str) -> str:
+    return "" if weights in ("auto", "dequantized") else f" in {weights}"
 
 
 def examine() -> list[Finding]:

@@ -12,11 +12,15 @@ from transformers import PreTrainedConfig
 
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from engine.errors import ModelLoadError
+from engine.forward.cpu.products.block_formats import FORMATS
+from engine.forward.cpu.products.row_linear import PANEL, has_kernels
 from engine.forward.cpu.row_attention import laid_out
-from engine.loading.memory import free_bytes, stored_type
+from engine.loading.hybrids import refuse_place
+from engine.loading.memory import free_bytes, stored_type, weight_bytes
 from engine.loading.model import context_length, device_of, served_config
 from engine.loading.model_files import PACKAGED_MODELS, find_files, is_gguf, is_whole, kept_models
 from engine.loading.outline import Outline, outline
+from engine.loading.weights.packing import ROUNDED, refuse_unpackable
 
 _SLICED = ("tensor", "pipeline")  # modes whose ranks share one copy of the weights
 
@@ -30,6 +34,7 @@ class Footprint:
     parameters: int
     has_weights: bool  # whether the folder holds any
     dtype: str
+    weights: str  # ``model.weights``
     device: str
     ranks: int  # that share one copy of the weights and the KV
     weight_bytes: int
@@ -76,7 +81,9 @@ def footprint(
     if known is not None and not is_whole(kept_models() / model.path, known):
         raise ModelLoadError(f"model {model.path!r} is not here yet: `outrider generate --model {model.path}` fetches it")
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
+    refuse_place(config, device.type, model.dtype)
     found, dtype = outline(config), _dtype(model, config, files)
+    refuse_unpackable(model.weights, device, dtype)
     sliced = parallelism.mode in _SLICED and isinstance(parallelism.world_size, int)
     ranks = int(parallelism.world_size) if sliced else 1
     length, rows = context_length(config, model), speculation.most_draft_tokens * (1 if sliced else _width(parallelism))
@@ -84,12 +91,23 @@ def footprint(
     has_weights = is_gguf(files) or any(any(Path(files).expanduser().glob(f"*.{end}")) for end in ("safetensors", "bin"))
     made = Footprint(
         model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
-        parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."), device=str(device),
-        ranks=ranks, weight_bytes=-(-found.parameters * dtype.itemsize // ranks), kv_bytes_per_token=per_token,
-        max_model_len=length, draft_rows=rows, max_running=engine.max_running, slot_bytes=per_token * (length + rows),
+        parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."),
+        weights=model.weights, device=str(device), ranks=ranks,
+        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, dtype, device) // ranks),
+        kv_bytes_per_token=per_token, max_model_len=length, draft_rows=rows, max_running=engine.max_running,
+        slot_bytes=per_token * (length + rows) + found.state_bytes(dtype, engine.max_running) // engine.max_running,
         free_bytes=_free(device),
     )  # fmt: skip
     return replace(made, advice=tuple(_advice(made, found, dtype, device)))
+
+
+def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype, device: torch.device) -> int:
+    """Of the weights as they are held; of those that are quantized at load as if all of them were."""
+    if weights in ROUNDED:
+        form = FORMATS[ROUNDED[weights]]
+        return parameters * form.block_bytes // (form.block * PANEL)
+    packed = weights == "auto" and is_gguf(files) and has_kernels(device, dtype)
+    return weight_bytes(files, dtype, packed) if packed else parameters * dtype.itemsize
 
 
 def _dtype(model: ModelOptions, config: PreTrainedConfig, files: str) -> torch.dtype:
@@ -124,6 +142,9 @@ def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.d
         weights = found.parameters * torch.bfloat16.itemsize / made.ranks
         kv = _per_token(found, torch.bfloat16, device) * 1000 / made.ranks
         advice.append(f"model.dtype=bfloat16: {shown_bytes(weights)} of weights, {shown_bytes(kv)} per 1,000 tokens")
+    if made.weights == "auto" and has_kernels(device, dtype) and not is_gguf(made.model):
+        sizes = (f"{name} {shown_bytes(_weight_bytes(name, made.parameters, '', dtype, device))}" for name in ROUNDED)
+        advice.append(f"model.weights={'|'.join(ROUNDED)}, another model with other outputs: {', '.join(sizes)} of weights")
     room = made.free_bytes - made.weight_bytes
     if made.fits or room <= 0:
         return advice

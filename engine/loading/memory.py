@@ -50,7 +50,7 @@ def refuse_too_large(
     Raises:
         ModelLoadError: with how much it needs.
     """
-    refuse_more_than_free(path, _bytes(files, dtype, packed), adapter_bytes)
+    refuse_more_than_free(path, weight_bytes(files, dtype, packed), adapter_bytes)
 
 
 def refuse_more_than_free(path: str, need: int, adapter_bytes: int = 0) -> None:
@@ -64,8 +64,8 @@ def refuse_more_than_free(path: str, need: int, adapter_bytes: int = 0) -> None:
         )
 
 
-def _bytes(files: str, dtype: torch.dtype | Literal["auto"], packed: bool) -> int:
-    """Of the weights in memory; 0 where the files do not tell."""
+def weight_bytes(files: str, dtype: torch.dtype | Literal["auto"], packed: bool) -> int:
+    """Of the weights in memory; 0 where the files do not tell. The arguments are those of ``refuse_too_large``."""
     wide = torch.bfloat16.itemsize if dtype == "auto" else dtype.itemsize
     with contextlib.suppress(OSError, ValueError, SafetensorError):  # loading says what is wrong with them
         if is_gguf(files):

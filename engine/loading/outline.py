@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import AttentionCall
+from engine.forward.cpu.states.mixers import bind_mixers
+from engine.forward.cpu.states.state_step import StateShape, Survey
 from engine.forward.thin_modules import do_not_warn
 from engine.kv.kv_cache import KVShape
+from engine.kv.state_cache import StateCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,9 @@ class LayerOutline:
 class Outline:
     """A model without its weights."""
 
-    layers: tuple[LayerOutline, ...]
+    layers: tuple[LayerOutline, ...]  # those that attend
     parameters: int
+    states: tuple[StateShape, ...] = ()  # what other layers keep a state of
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
@@ -50,6 +54,11 @@ class Outline:
             len(self.layers), kv_heads, head_dim, dtype, device,
             value_dim=None if value_dim == head_dim else value_dim, ragged=len(shapes) > 1,
         )  # fmt: skip
+
+    def state_bytes(self, dtype: torch.dtype, slots: int) -> int:
+        """What states, their snapshots and kept rows take for so many slots."""
+        sites = [shape.site(dtype) for shape in self.states]
+        return StateCache.bytes_of(sites, slots) if sites else 0
 
     @property
     def is_plain(self) -> bool:
@@ -90,15 +99,19 @@ class _Listener:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``."""
-        (_, heads, rows, size), (_, kv_heads, _, value_dim) = call.query.shape, call.value.shape
-        found = LayerOutline(heads, kv_heads, size, value_dim, call.window, call.chunk, call.sinks is not None)
+        found = _layer_of(call)
         self.calls.append((call.layer, found))
-        return call.query.new_empty(1, rows, heads, value_dim)
+        return call.query.new_empty(1, call.query.shape[2], found.heads, found.value_dim)
+
+
+def _layer_of(call: AttentionCall) -> LayerOutline:
+    (_, heads, _, size), (_, kv_heads, _, value_dim) = call.query.shape, call.value.shape
+    return LayerOutline(heads, kv_heads, size, value_dim, call.window, call.chunk, call.sinks is not None)
 
 
 @lru_cache(16)
 def _outline(key: _Key) -> Outline:
-    config, listener = _still(key.config), _Listener()
+    config, listener, survey = _still(key.config), _Listener(), Survey()
     name = _architecture(config).__name__
     row = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
@@ -106,8 +119,14 @@ def _outline(key: _Key) -> Outline:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=TREE_ATTENTION).eval()
         do_not_warn(model)
         model.set_experts_implementation("batched_mm")  # whose shapes are no matter of what a router says
+        has_states = bool(bind_mixers(model))
+        step = survey if has_states else listener
         with torch.inference_mode():
-            model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=listener)
+            model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=step)
+        if has_states:
+            survey.check()
+            shapes = tuple(shape for _, shape in sorted(survey.shapes.items()))
+            return Outline(tuple(map(_layer_of, survey.calls)), model.num_parameters(), shapes)
     except ModelLoadError:
         raise
     except Exception as error:  # the code of any model, with any configuration

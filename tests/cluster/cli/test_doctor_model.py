@@ -15,7 +15,7 @@ from engine.engine import load_runner
 from engine.loading import footprint
 from tests.cluster.commands import error_line, outrider
 from tests.helpers.gguf_files import save_gguf
-from tests.helpers.models import VOCAB, llama_config, save_model
+from tests.helpers.models import HYBRIDS, VOCAB, llama_config, save_model
 
 LATENT = DeepseekV3Config(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
@@ -35,7 +35,9 @@ def told(*arguments: object) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("config", [llama_config(), LATENT, WINDOWS], ids=["llama", "latent", "windows"])
+@pytest.mark.parametrize(
+    "config", [llama_config(), LATENT, WINDOWS, HYBRIDS["qwen3_5"]], ids=["llama", "latent", "windows", "states"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_tells_what_the_server_takes(config: PreTrainedConfig, dtype: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny", config)
@@ -48,6 +50,9 @@ def test_it_tells_what_the_server_takes(config: PreTrainedConfig, dtype: str, tm
     assert said["kv_bytes_per_token"] == runner.cache.shape.bytes_per_token()
     assert said["max_model_len"] + said["draft_rows"] == runner.cache.capacity and said["max_running"] == runner.cache.slots
     assert said["need_bytes"] == said["weight_bytes"] + said["max_running"] * said["slot_bytes"]
+    states, slots = runner.cache.states, said["max_running"]
+    of_states = 0 if states is None else states.bytes_of(states.sites, slots) // slots
+    assert said["slot_bytes"] == said["kv_bytes_per_token"] * runner.cache.capacity + of_states
     assert bool([line for line in said["advice"] if "bfloat16" in line]) == (dtype == "float32")
 
 
@@ -71,6 +76,16 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert "is cut off" in told(file)["reason"]
 
 
+def test_weights_that_are_quantized_at_load(tmp_path: Path) -> None:
+    folder, config = save_model(tmp_path / "tiny", llama_config(hidden_size=64, intermediate_size=128)), tmp_path / "service.yaml"
+    plain = told(folder, "--dtype", "bfloat16")
+    for weights, times in (("int8", 17 / 32), ("int4", 10 / 32)):
+        config.write_text(f"model: {{weights: {weights}}}\n")
+        said = told(folder, "--dtype", "bfloat16", "--config", config)
+        assert said["weights"] == weights and said["weight_bytes"] == pytest.approx(plain["weight_bytes"] * times, rel=0.05)
+    assert any(line.startswith("model.weights=int8|int4, another model") for line in plain["advice"])
+
+
 def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "tiny", llama_config())
     config = tmp_path / "service.yaml"
@@ -80,7 +95,7 @@ def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(footprint, "free_bytes", lambda: whole["weight_bytes"] + 2 * whole["slot_bytes"] + 100)
     said = told(tmp_path / "tiny", "--config", config, "--dtype", "bfloat16")
     assert not said["ok"] and said["slots_that_fit"] == 2 and said["reason"].startswith("it needs ")
-    fewer, shorter = said["advice"]
+    *_, fewer, shorter = said["advice"]
     assert fewer.startswith("engine.max_running=2: ")
     tokens = int(shorter.removeprefix("model.max_model_len=").partition(":")[0])
     for setting in (

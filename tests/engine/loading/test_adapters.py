@@ -151,7 +151,7 @@ def test_the_older_names_of_tensors_are_read(stock: PreTrainedModel, tmp_path: P
 def test_their_memory_counts(stock: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(tmp_path / "a", stock, ("q_proj",), 32)
     options = ModelOptions(stock.name_or_path, device="cpu", adapters={"a": str(folder)})
-    need = memory._bytes(stock.name_or_path, "auto", packed=False)
+    need = memory.weight_bytes(stock.name_or_path, "auto", packed=False)
     monkeypatch.setattr(memory, "free_bytes", lambda: need)
     load_model(ModelOptions(stock.name_or_path, device="cpu"))
     with pytest.raises(ModelLoadError, match="GiB for its weights and adapters, and"):
