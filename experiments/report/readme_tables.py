@@ -24,6 +24,7 @@ from pathlib import Path
 import yaml
 
 from configs.schema import Config
+from engine.loading.hybrids import SERVED
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, published, validation
@@ -81,6 +82,14 @@ def families(served: bool) -> Table:
             rows.append([Cell(text) for text in (each["family"], each["models"], each["refused"])])
     header = ("family", "class", "models", "one call", "remarks") if served else ("family", "models", "why it is refused")
     return table_of("", header, rows)
+
+
+def hybrids() -> Table:
+    """The classes of models whose layers keep states, by what these layers compute."""
+    rules: dict[str, list[str]] = {}
+    for name, rule in SERVED.items():
+        rules.setdefault(rule, []).append(f"`{name.removesuffix('ForCausalLM')}`")
+    return table_of("", ("layers with", "classes"), [[Cell(rule), Cell(", ".join(names))] for rule, names in rules.items()])
 
 
 def _comment(kind: type, name: str) -> str:
@@ -162,7 +171,10 @@ EXACTNESS = {
     "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
 }
 CONFIGURATION = {"configuration": Source((), configuration)}
-MODELS = {"families": Source((), partial(families, served=True)), "refused": Source((), partial(families, served=False))}
+MODELS = {
+    "families": Source((), partial(families, served=True)), "hybrids": Source((), hybrids),
+    "refused": Source((), partial(families, served=False)),
+}  # fmt: skip
 ARCHITECTURE = {"rooms": Source((), rooms)}
 OPERATIONS = {
     "node-faults": Source(("2026-11-22-node-faults-2.json",), node_faults),
