@@ -229,7 +229,7 @@ def test_two_processes_at_once(model: PackagedModel) -> None:
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: PackagedModel) -> None:
-    halt = "from engine.loading import gguf\nimport time\nsave = gguf.convert_gguf\n"
+    halt = "from engine.loading.weights import gguf\nimport time\nsave = gguf.convert_gguf\n"
     halt += "gguf.convert_gguf = lambda *a: (save(*a), print('half', flush=True), time.sleep(300))"
     process = other(model, halt)
     assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")  # libraries have a word, too
@@ -242,7 +242,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
 
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
     # In the background of a shell SIGINT is ignored, which processes inherit.
-    halt = "import signal, time\nfrom engine.loading import gguf\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    halt = "import signal, time\nfrom engine.loading.weights import gguf\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     halt += "gguf.convert_gguf = lambda *a: (print('half', flush=True), time.sleep(300))"
     process = other(model, halt)
     assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")
