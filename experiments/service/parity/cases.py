@@ -106,9 +106,12 @@ def _told(said: Said) -> Iterator[Case]:
     yield Case("echo", {"echo": True, "logprobs": 2}, ("text",))
     yield Case("echo", {"echo": True, "logprobs": 1, "max_tokens": 0}, ("text",))
     yield from _values("return_token_ids", (True,))
+    yield from _values("include_reasoning", (True, False), ("chat",))
     ids = list(said.prompt_ids)
     yield from _values("prompt", (ids, [ids, ids[: len(ids) // 2]], [said.prompt, said.prompt[:-3]]), ("text",))
     yield Case("prompt", {"prompt": [said.prompt, said.prompt[:-3]], "n": 2}, ("text",))
+    yield from _values("reasoning_effort", ("none", "low"), ("chat",))
+    yield from _values("chat_template_kwargs", ({}, {"enable_thinking": False}), ("chat",))
     for label in ("user", "safety_identifier", "prompt_cache_key"):
         yield Case(label, {label: "someone"})
 
@@ -136,6 +139,7 @@ def _drafts(said: Said) -> Iterator[Case]:
     yield from _values("reference_documents", ([said.text], [said.text[::-1], said.text * 2]))
     predictions = ({"type": "content", "content": text} for text in (said.text, said.text[3:] + said.text))
     yield from _values("prediction", tuple(predictions), ("chat",))
+    yield from _values("reference_embedding", ([0.5, -0.25, 1.0, 0.125],))
     yield from _values("cache", ("tenant", "private", "off"))
     yield from _values("priority", (0,))
     yield from _values("timeout", (600.0,))

@@ -215,7 +215,7 @@ def test_processors_with_narrower_registers(tmp_path: Path, features: str, dtype
         pytest.skip("these are names of x86's features")
     code = f"""
 import torch
-from engine.forward.cpu import native_linear as native
+from engine.forward.cpu.products import native_linear as native
 from engine.forward.cpu.products.row_linear import has_kernels
 from tests.engine.forward import test_row_linear as tests
 assert native.TILE_ROWS == 2 and not native.PAIRS

@@ -265,7 +265,7 @@ def test_weights_that_are_not_there_at_all(folder: str, tmp_path: Path) -> None:
 OTHERS = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes_4bit"),
     ({"load_in_8bit": True}, "bitsandbytes_8bit"),
-    *(({"quant_method": name}, name) for name in ("mxfp4", "hqq", "aqlm", "modelopt", "torchao", "quanto")),
+    *(({"quant_method": name}, name) for name in ("hqq", "aqlm", "modelopt", "torchao", "quanto")),
 ]
 
 

@@ -40,8 +40,9 @@ def test_no_parameter_changes_an_answer(url: str, tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     rows: dict[str, Any] = record["results"]["parameters"]
     assert not record["results"]["mismatches"] and "none" not in json.dumps(record["config"].get("key", ""))
-    # This template shows no tools, and there is no tenant whose texts could be shared; all else is answered.
-    assert {name for name, row in rows.items() if row["refused"]} == {"tools", "tool_choice", "parallel_tool_calls", "cache"}
+    # This template shows no tools and reasons not, and there is no tenant whose texts could be shared; all else is answered.
+    refused = {"tools", "tool_choice", "parallel_tool_calls", "cache", "reasoning_effort", "chat_template_kwargs"}
+    assert {name for name, row in rows.items() if row["refused"]} == refused
     assert sum(row["accepted"] for row in rows.values()) > 500, "little was drafted: nothing was shown"
     assert all(row["gap"] < 1e-3 for row in rows.values())
     assert all(row["mismatches"] == 0 for row in rows.values())
