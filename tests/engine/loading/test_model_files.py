@@ -242,7 +242,8 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
 
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
     # In the background of a shell SIGINT is ignored, which processes inherit.
-    halt = "import signal, time\nfrom engine.loading.weights import gguf\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    halt = "import signal, time\nfrom engine.loading.weights import gguf\n"
+    halt += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     halt += "gguf.convert_gguf = lambda *a: (print('half', flush=True), time.sleep(300))"
     process = other(model, halt)
     assert process.stdout is not None and "half\n" in iter(process.stdout.readline, "")
