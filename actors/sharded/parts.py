@@ -28,7 +28,7 @@ def take_checked(model: PreTrainedModel, shard: Shard) -> ModelPart:
     part = take_slices(model, shard) if shard.mode == "tensor" else take_layers(model, shard)
     try:
         given = probe_logits(model, part.shape)
-    except RuntimeError as error:
+    except (RuntimeError, ArithmeticError) as error:
         raise GroupError(f"{type(model).__name__} cannot compute in {shard.world_size} parts: {one_line(error)}") from error
     if whole is not None:
         difference = float((given - whole).norm() / whole.norm())
