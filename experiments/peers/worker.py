@@ -216,7 +216,8 @@ def _only(runner: ModelRunner, kind: str) -> Iterator[bool]:
     native, layers = whole._native, len(runner.model.model.layers)
     kinds = {getattr(native, name) for name in KINDS[kind]}
     operations = [each for each in whole._operations_of(layers) if each.kind in kinds]
-    setattr(whole, "_operations_of", lambda layers: (native.Operation * len(operations))(*operations))  # noqa: B010 - mypy: a method
+    chosen = (native.Operation * len(operations))(*operations)
+    setattr(whole, "_operations_of", lambda layers, adapted=False: chosen)  # noqa: B010 - mypy: a method
     try:
         yield True
     finally:
