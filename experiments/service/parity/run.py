@@ -177,7 +177,7 @@ async def measure(url: str, key: str, asked: Asked, progress: Progress) -> tuple
     table, headers = Table(), {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=asked.together)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as client:
-        (card,) = (await client.get("/v1/models")).raise_for_status().json()["data"]
+        card, *_ = (await client.get("/v1/models")).raise_for_status().json()["data"]  # adapters follow
         if not asked.strategies:
             asked = replace(asked, strategies=[name for name in card["lossless_strategies"] if name != PLAIN])
         asker = Asker(client, card["id"], asked)
