@@ -9,9 +9,9 @@ In memory there are panels of ``PANEL`` outputs, as of ``PanelWeight``, and in e
 
     scales       PANEL float16, then as many minima where there are such
     for each group: where scales are bytes, PANEL of them, then those of the minima; then for each 16 numbers of a row (a set)
-        codes        in vectors of 16 numbers, in the order in which unpacked panels have them, 32 vectors in a set. Of 8 bits as
-                     they are; of others, words of 32 bits that hold the low 4 bits of vectors w, w + 4, w + 8, ..., four words a
-                     lane, and then two (one) whose two bits (bit) above those are of vectors w, w + 2, ... (of each vector)
+        codes        in vectors of 16 numbers, in the order in which unpacked panels have them, 32 vectors in a set. Words of 32
+                     bits hold the low 4 bits of vectors w, w + 4, w + 8, ..., four words a lane, and then two (one) whose two
+                     bits (bit) above those are of vectors w, w + 2, ... (of each vector); codes of 8 bits take eight words
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlockFormat:
 
     number: int  # by which compiled code knows it
     bits: int  # of a code
-    offset: int = 0  # of the codes; those of 8 bits have a sign
+    offset: int = 0  # of the codes
     minimum: bool = False
     block: int = 32  # numbers of a row
     group: int = 32
@@ -57,7 +57,7 @@ class BlockFormat:
     @property
     def high_bits(self) -> int:
         """Those above the low four."""
-        return 0 if self.bits == 8 else self.bits - 4
+        return self.bits - 4 if self.bits in (5, 6) else 0
 
     @property
     def set_bytes(self) -> int:
@@ -80,7 +80,7 @@ FORMATS = {
     "Q4_1": BlockFormat(2, 4, minimum=True),
     "Q5_0": BlockFormat(3, 5, offset=16),
     "Q5_1": BlockFormat(4, 5, minimum=True),
-    "Q8_0": BlockFormat(5, 8),
+    "Q8_0": BlockFormat(5, 8, offset=128),
     "Q4_K": BlockFormat(6, 4, minimum=True, block=256, byte_scales=True),
     "Q5_K": BlockFormat(7, 5, minimum=True, block=256, byte_scales=True),
     "Q6_K": BlockFormat(8, 6, offset=32, block=256, group=16, byte_scales=True, signed=True),
@@ -138,13 +138,9 @@ def _vectors(codes: Codes, pair: int) -> Codes:
 
 def _words(vectors: Codes, form: BlockFormat) -> Codes:
     """[panels, sets, ``form.set_bytes``]."""
-    panels, sets = vectors.shape[:2]
-    if form.bits == 8:
-        return vectors.reshape(panels, sets, -1)
-    parts = [_word(vectors & np.uint8(15), 4)]
-    if form.high_bits:
-        parts.append(_word(vectors >> np.uint8(4), form.high_bits))
-    return np.concatenate(parts, axis=-1)
+    if not form.high_bits:
+        return _word(vectors, form.bits)
+    return np.concatenate((_word(vectors & np.uint8(15), 4), _word(vectors >> np.uint8(4), form.high_bits)), axis=-1)
 
 
 def _word(numbers: Codes, bits: int) -> Codes:
@@ -177,7 +173,7 @@ def taken_apart(raw: Codes, name: str) -> Blocks:
         return numbers.reshape(rows, count * form.block)
 
     if name == "Q8_0":
-        return Blocks(codes(blocks[:, :, 2:]), half(0))
+        return Blocks(codes(blocks[:, :, 2:] ^ np.uint8(128)), half(0))  # bytes with a sign
     if name in ("Q4_0", "Q5_0", "Q4_1", "Q5_1"):
         at, minima = (4, half(2)) if form.minimum else (2, None)
         if form.bits == 4:
@@ -230,8 +226,5 @@ def quantized(numbers: npt.NDArray[np.float32], name: str) -> Blocks:
         inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales.astype(np.float32))[..., None]
     above = groups if minima is None else groups - minima.astype(np.float32)[..., None]
     rounded = np.rint(above * inverse)
-    if form.bits == 8:
-        codes = rounded.clip(-127, 127).astype(np.int8).view(np.uint8)
-    else:
-        codes = (rounded + np.float32(form.offset)).clip(0, 15).astype(np.uint8)
+    codes = (rounded + np.float32(form.offset)).clip(form.bits == 8, (1 << form.bits) - 1).astype(np.uint8)
     return Blocks(codes.reshape(numbers.shape), scales, minima)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -40,7 +40,6 @@ from engine.forward.cpu.lanes import (
 )
 from engine.forward.cpu.products.block_formats import FORMATS, PANEL, SET, BlockFormat
 
-_LOOKS_UP = "+avx512f" in FEATURES
 _HALVES = "+f16c" in FEATURES or platform.machine() in ("aarch64", "arm64")
 _VECTORS = SET * PANEL // WIDTH
 _PACKED_ROWS = 4  # that are multiplied with a panel as it is unpacked
@@ -118,49 +117,38 @@ def _as_lanes(b: Any, numbers: list[Any], pair: int) -> list[Any]:
     return turned
 
 
-def _looked_up(b: Any, word: Any, table: list[float], bits: int) -> Any:
-    """The table's entry for the lowest bits of each lane."""
-    if _LOOKS_UP:  # by four bits
-        kind = ir.FunctionType(FLOATS, (FLOATS, INTS))
-        look_up = b.module.declare_intrinsic("llvm.x86.avx512.permvar.sf.512", fnty=kind)
-        return b.call(look_up, (ir.Constant(FLOATS, table * (WIDTH // len(table))), word))
-    number = b.sitofp(b.and_(word, _constant((1 << bits) - 1, INTS)), FLOATS)
-    if table[1] - table[0] != 1:
-        number = b.fmul(number, _constant(table[1] - table[0], FLOATS))
-    return b.fadd(number, _constant(table[0], FLOATS)) if table[0] else number
+def _emit_set(b: Any, form: BlockFormat, codes: Any, scales: list[Any], minima: list[Any]) -> Iterator[Any]:
+    """The 32 vectors of a set, unrounded, each where it is asked for: they are more than there are registers."""
+    words: dict[tuple[int, int, bool], Any] = {}
 
-
-def _emit_set(b: Any, form: BlockFormat, codes: Any, scales: list[Any], minima: list[Any]) -> list[Any]:
-    """The 32 vectors of a set, unrounded."""
-    low = 0 if form.high_bits else -form.offset
-    tables = {4: [float(low + code) for code in range(16)], form.high_bits: []}
-    if form.high_bits:
-        tables[form.high_bits] = [float(16 * code - form.offset) for code in range(1 << form.high_bits)]
-    words: dict[tuple[int, int], Any] = {}
-
-    def part(bits: int, first: int, vector: int) -> Any:
-        key = bits, vector % bits
+    def part(bits: int, first: int, vector: int, unit: int, offset: int) -> Any:
+        """``unit * code - offset``, exactly: the code's bits as the lower ones of a float32 that is ``unit`` times 2 ** n."""
+        turn, reach = vector // bits * bits, 23 // bits * bits  # so many bits lie below a float32's exponent
+        key = bits, vector % bits, turn >= reach
         if key not in words:
-            words[key] = _at(b, codes, first + 64 * (vector % bits), INTS)
-        turn = vector // bits * bits
-        word = b.lshr(words[key], _constant(turn, INTS)) if turn else words[key]
-        return _looked_up(b, word, tables[bits], bits)
+            word = _at(b, codes, first + 64 * (vector % bits), INTS)
+            words[key] = b.lshr(word, _constant(reach, INTS)) if turn >= reach else word
+        place = turn % reach
+        base = float(unit << 23 - place)
+        mask, above = (1 << bits) - 1 << place, int(np.float32(base).view(np.int32))
+        number = b.bitcast(b.or_(b.and_(words[key], _constant(mask, INTS)), _constant(above, INTS)), FLOATS)
+        return b.fsub(number, _constant(base + offset, FLOATS))
 
-    found = []
     for vector in range(_VECTORS):
-        if form.bits == 8:
-            code = _octets(b, codes, vector * WIDTH, True)
+        if form.high_bits:
+            code = part(4, 0, vector, 1, 0)
+            code = b.fadd(code, part(form.high_bits, SET * PANEL // 2, vector, 16, form.offset))
         else:
-            code = part(4, 0, vector)
-            if form.high_bits:
-                code = b.fadd(code, part(form.high_bits, SET * PANEL // 2, vector))
+            code = part(form.bits, 0, vector, 1, form.offset)
         scale = scales[vector % len(scales)]
-        found.append(multiply_add.emit(b, code, scale, minima[vector % len(minima)]) if minima else b.fmul(code, scale))
-    return found
+        yield multiply_add.emit(b, code, scale, minima[vector % len(minima)]) if minima else b.fmul(code, scale)
 
 
-def _emit_blocks(b: Any, form: BlockFormat, source: Any, size: Any, pair: int, use: Callable[[Any, list[Any]], None]) -> None:
-    """Code for a panel; ``use(number, vectors)`` takes each set, by its number in the panel."""
+def _emit_blocks(
+    b: Any, form: BlockFormat, source: Any, size: Any, pair: int, ahead: bool, use: Callable[[Any, Iterator[Any]], None]
+) -> None:
+    """Code for a panel; ``use(number, vectors)`` takes each set, by its number in the panel. With ``ahead`` what comes later is
+    asked for beside it, which pays where a set takes longer than the processor's own asking reaches: not for one row."""
     heads_bytes, sets = 2 * PANEL * (1 + form.minimum), form.group // SET
     own = PANEL * (1 + form.minimum) * form.byte_scales
     groups = form.block // form.group
@@ -170,7 +158,7 @@ def _emit_blocks(b: Any, form: BlockFormat, source: Any, size: Any, pair: int, u
 
         def group(number: Any) -> None:
             at = b.add(b.add(start, LONG(heads_bytes)), b.mul(number, LONG(form.group_bytes)))
-            for line in range(0, form.group_bytes, 64):
+            for line in range(0, form.group_bytes, 64) if ahead else ():
                 prefetch(b, b.add(at, LONG(_AHEAD + line)))
             lanes = []
             for part, numbers in enumerate(heads):
@@ -192,7 +180,7 @@ def _emit_blocks(b: Any, form: BlockFormat, source: Any, size: Any, pair: int, u
 def _emit_unpack(b: Any, form: BlockFormat, source: Any, target: Any, size: Any, like: Any) -> None:
     pair, wide = (2 if like == types.uint16 else 1), (4 if like == types.float32 else 2)
 
-    def write(place: Any, vectors: list[Any]) -> None:
+    def write(place: Any, vectors: Iterator[Any]) -> None:
         at = b.add(target, b.mul(place, LONG(SET * PANEL * wide)))
         if like == types.uint16 and PAIRS:
             for place, two in enumerate(_rounded_pairs(b, vectors)):
@@ -201,14 +189,14 @@ def _emit_unpack(b: Any, form: BlockFormat, source: Any, target: Any, size: Any,
         for place, vector in enumerate(vectors):
             store.emit(b, b.add(at, LONG(place * WIDTH * wide)), vector, like)
 
-    _emit_blocks(b, form, source, size, pair, write)
+    _emit_blocks(b, form, source, size, pair, True, write)
 
 
-def _rounded_pairs(b: Any, vectors: list[Any]) -> list[Any]:
+def _rounded_pairs(b: Any, vectors: Iterator[Any]) -> Iterator[Any]:
     """Each two vectors as one of twice as many bfloat16. None of the numbers is below 2 ** -126, where this would round to 0."""
     kind = ir.FunctionType(ir.VectorType(ir.IntType(16), 2 * WIDTH), (FLOATS, FLOATS))
     convert = b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", fnty=kind)
-    return [b.bitcast(b.call(convert, (high, low)), INTS) for low, high in zip(vectors[::2], vectors[1::2], strict=True)]
+    return (b.bitcast(b.call(convert, (next(vectors), low)), INTS) for low in vectors)
 
 
 def _emit_products(b: Any, form: BlockFormat, rows: int, input: Any, stride: Any, source: Any, size: Any, sums_at: Any) -> None:
@@ -221,18 +209,21 @@ def _emit_products(b: Any, form: BlockFormat, rows: int, input: Any, stride: Any
     kind = ir.FunctionType(FLOATS, (FLOATS, INTS, INTS))
     multiply = b.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind)
 
-    def use(place: Any, vectors: list[Any]) -> None:
+    def use(place: Any, vectors: Iterator[Any]) -> None:
         at = b.mul(place, LONG(2 * SET))
+        sums = [b.load(total) for total in totals]
         weights = _rounded_pairs(b, vectors)
-        for row, address in enumerate(inputs):
-            for half in range(2):
-                total = b.load(totals[2 * row + half])
-                for step in range(SET // 2):
-                    pair = b.load(b.inttoptr(b.add(b.add(address, at), LONG(4 * step)), INT.as_pointer()), align=2)
-                    total = b.call(multiply, (total, spread(b, pair, INTS), weights[2 * step + half]))
-                b.store(total, totals[2 * row + half])
+        for step in range(SET // 2):
+            halves = next(weights), next(weights)
+            for row, address in enumerate(inputs):
+                pair = b.load(b.inttoptr(b.add(b.add(address, at), LONG(4 * step)), INT.as_pointer()), align=2)
+                for half in range(2):
+                    own = 2 * row + half
+                    sums[own] = b.call(multiply, (sums[own], spread(b, pair, INTS), halves[half]))
+        for total, changed in zip(totals, sums, strict=True):
+            b.store(changed, total)
 
-    _emit_blocks(b, form, source, size, 2, use)
+    _emit_blocks(b, form, source, size, 2, rows > 1, use)
     for place, total in enumerate(totals):
         b.store(b.load(total), b.inttoptr(b.add(sums_at, LONG(place * WIDTH * 4)), FLOATS.as_pointer()), align=4)
 
