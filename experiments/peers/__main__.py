@@ -34,7 +34,7 @@ from experiments.peers.contestants import CONTESTANTS, LLAMA_LOOKUP, NGRAM, SUFF
 from experiments.peers.environments import Environments, MissingPeerError, add_environments
 from experiments.peers.gguf_file import PACKAGED, packaged_file, write_gguf
 from experiments.peers.goals import Speeds, goals, summary
-from experiments.peers.rounds import ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
+from experiments.peers.rounds import ASKED_ONCE, ONCE, Prompt, Roof, Rounds, llama_bench, place, turns_of
 
 LEVELS = (1, 8, 32)
 
@@ -141,16 +141,14 @@ def _measure_model(
 ) -> dict[str, Any]:
     with running(name, args, made, progress) as (field, prompts):
 
-        def bench() -> dict[str, Any]:
-            file = made.llama() / "llama-bench"
-            return llama_bench(file, field.gguf("bf16"), args.threads)
+        def bench(system: str) -> dict[str, Any]:
+            return llama_bench(made.llama() / "llama-bench", field.gguf(system.removeprefix("llama ")), args.threads)
 
         rounds = Rounds(field, kept, roof, args.max_tokens, bench, progress.say)
         systems = {one.system for one in chosen}
-        once = {"rows": "ours", "llama-bench": "llama bf16"}
         for number in range(args.rounds):
             turns = list(turns_of(name, number, chosen, prompts, args.levels, args.together))
-            rounds.run([turn for turn in turns if turn[1] is not None or once[turn[0]["contestant"]] in systems])
+            rounds.run([turn for turn in turns if turn[1] is not None or ASKED_ONCE[turn[0]["contestant"]] in systems])
         told = field.told.get("ours") or field.ready("ours")
     missing = dict(rounds.missing)
     http: dict[str, Any] = {}
@@ -166,7 +164,7 @@ def _measure_model(
         "told": told,
         "roof_gb_s": [min(found), statistics.median(found), max(found)] if (found := speeds.roofs()) else [],
         "speeds": summary(speeds, [one.name for one in chosen], args.levels),
-        "llama_bench": speeds.found("llama-bench"),
+        "llama_bench": {name: speeds.found(name) for name in ASKED_ONCE if name.startswith("llama-bench")},
         "step": [turn["found"] | {"roof_gb_s": statistics.median(turn["roof"])} for turn in speeds.of("rows", ONCE)],
         "goals": goals(speeds, told, {prompt.key: prompt.workload for prompt in prompts}, missing),
         "missing": missing,

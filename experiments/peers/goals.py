@@ -80,6 +80,26 @@ class Speeds:
         """What was timed once a round."""
         return [turn["found"] for turn in self.of(name, ONCE)]
 
+    def prefill_ratios(self, name: str, bench: str) -> list[float]:
+        """How many times as fast as llama.cpp's own bench computes a prompt, round by round."""
+        theirs = {turn["round"]: turn["found"]["prefill"] for turn in self.of(bench, ONCE)}
+        ours = {number: self.rate(name, 1, number, "prefill") for number in theirs}
+        return [rate / theirs[number] for number, rate in ours.items() if rate]
+
+    def same_answers(self, name: str, other: str) -> list[float]:
+        """The share of answers at one request that are another's, round by round."""
+        found: dict[str, dict[tuple[int, str], str]] = {
+            each: {
+                (turn["round"], key): answer
+                for turn in self.of(each, 1)
+                for key, answer in zip(turn["asks"], turn["answers"], strict=True)
+            }
+            for each in (name, other)
+        }
+        both = found[name].keys() & found[other].keys()
+        same = [(number, found[name][number, key] == found[other][number, key]) for number, key in both]
+        return [statistics.fmean(equal for at, equal in same if at == number) for number in sorted({at for at, _ in same})]
+
     def best_ratios(self, name: str, others: Sequence[str], level: int, kind: str) -> list[float]:
         """Beside the fastest of some in each round."""
         per = [self.ratios(name, other, level, kind) for other in others]
@@ -118,6 +138,10 @@ def goals(
     quantized = (("plain Q4_1", "llama.cpp Q4_1", 1.3), ("auto Q4_1", "llama.cpp Q4_1", 2.0), ("plain int8", "plain", 1.5))
     for own, other, bound in quantized:
         add(f"{own} at 1, times {other}: at least {bound:g}", speeds.ratios(own, other, 1, "decode"), bound)
+    for own, bench in (("plain", "llama-bench"), ("plain Q4_1", "llama-bench Q4_1")):
+        add(f"{own}, prefill, times {bench}'s: at least 1", speeds.prefill_ratios(own, bench), 1.0)
+    for own, other in (("auto", "plain"), ("auto Q4_1", "plain Q4_1")):
+        add(f"{own} at 1, share of answers that are {other}'s: 1", speeds.same_answers(own, other), 1.0)
     add("plain at 1, share of the memory's roof: at least 0.60", _roof_shares(speeds, told), 0.6)
     steps = [found["ms"] for found in speeds.found("rows")]
     one, eight = map(str, ROWS)

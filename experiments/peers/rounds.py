@@ -25,7 +25,8 @@ Turn = dict[str, Any]
 _ROOF_BYTES = 256 << 20  # that each thread reads
 _ROOF_PASSES = 4
 ROW_REPEATS, ROW_CONTEXT = 40, 256  # of the timing of single steps
-ONCE = 0  # the level of what is not asked prompts: rows and llama.cpp's bench
+ONCE = 0  # the level of what is not asked prompts
+ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # by name, whose process or file
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def turns_of(
         levels: requests at once.
         together: prompts of a turn with one request at a time; with more, a turn has all.
     """
-    for name in ("rows", "llama-bench"):
+    for name in ASKED_ONCE:
         yield {"model": model, "round": number, "level": ONCE, "part": 0, "contestant": name}, None, []
     for level in levels:
         size = together if level == 1 else len(prompts)
@@ -104,7 +105,7 @@ class Rounds:
     """Runs turns of one model, and keeps them."""
 
     def __init__(
-        self, field: Field, kept: Kept, roof: Roof, max_tokens: int, bench: Callable[[], dict[str, Any]], say: Say
+        self, field: Field, kept: Kept, roof: Roof, max_tokens: int, bench: Callable[[str], dict[str, Any]], say: Say
     ) -> None:
         """
         Args:
@@ -112,7 +113,7 @@ class Rounds:
             kept: of the run.
             roof: of this machine.
             max_tokens: of each output.
-            bench: llama.cpp's own, see ``llama_bench``.
+            bench: llama.cpp's own of a system, see ``llama_bench``.
             say: gets a line of progress.
         """
         self._field, self._kept, self._roof = field, kept, roof
@@ -124,7 +125,7 @@ class Rounds:
         left = [turn for turn in turns if not self._kept.has(place(turn[0]))]
         began = time.perf_counter()
         for done, (turn, contestant, prompts) in enumerate(left):
-            system = contestant.system if contestant else {"rows": "ours", "llama-bench": "llama bf16"}[turn["contestant"]]
+            system = contestant.system if contestant else ASKED_ONCE[turn["contestant"]]
             if system in self.missing:
                 continue
             at = "" if contestant is None else f" at {turn['level']}, part {turn['part'] + 1}"
@@ -144,7 +145,8 @@ class Rounds:
         if contestant is None:
             before = self._roof.read()
             job = {"mode": "rows", "repeats": ROW_REPEATS, "prompt_tokens": ROW_CONTEXT}
-            found = self._field.ask("ours", job) if turn["contestant"] == "rows" else self._bench()
+            system = ASKED_ONCE[turn["contestant"]]
+            found = self._field.ask(system, job) if system == "ours" else self._bench(system)
             return {"roof": [before, self._roof.read()], "found": found}
         asks = [[prompt.key, prompt.ids, prompt.references] for prompt in prompts]
         if turn["part"] == 0:  # loads the model where it is the first time, compiles, reads tables: no part of what is measured

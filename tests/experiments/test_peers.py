@@ -13,7 +13,7 @@ from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.goals import Speeds, goals, summary
-from experiments.peers.rounds import Prompt, Roof, Rounds, asked, place, turns_of
+from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, turns_of
 from experiments.report.readme_tables import markdown
 from experiments.report.tables import goals as goal_table
 from experiments.report.tables import peers
@@ -36,9 +36,10 @@ def _once(name: str, **found: Any) -> dict[str, Any]:
 
 def test_goals_from_turns() -> None:
     turns = [
-        _once("rows", ms={"1": 10.0, "8": 11.0}),
-        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("llama.cpp", 1, 0.2), _turn("auto", 1, 0.05, host_share=0.1),
-        _turn("trie", 1, 0.04), _turn("plain", 8, 0.2), _turn("vLLM", 8, 0.1), _turn("vLLM ngram", 8, 0.3), _turn("auto", 8, 0.1),
+        _once("rows", ms={"1": 10.0, "8": 11.0}), _once("llama-bench", prefill=500.0, decode=50.0),
+        _turn("plain", 1, 0.1), _turn("vLLM", 1, 0.3), _turn("llama.cpp", 1, 0.2),
+        _turn("auto", 1, 0.05, host_share=0.1, answers=["x", "z"]), _turn("trie", 1, 0.04), _turn("plain", 8, 0.2),
+        _turn("vLLM", 8, 0.1), _turn("vLLM ngram", 8, 0.3), _turn("auto", 8, 0.1),
     ]  # fmt: skip
     speeds = Speeds(turns)
     rows = goals(speeds, TOLD, {"a/1": "a", "b/1": "b"}, {"llama q4_1": "no compiler"})
@@ -47,6 +48,8 @@ def test_goals_from_turns() -> None:
     assert figures == {
         "plain at 1, times vLLM": (3.0, True),
         "plain at 1, times llama.cpp": (2.0, False),
+        "plain, prefill, times llama-bench's": (2.0, True),
+        "auto at 1, share of answers that are plain's": (0.5, False),
         "plain at 1, share of the memory's roof": (0.5, False),  # 100 steps a second over 0.05 GB
         "8 rows of a request, times the step of one": (1.1, True),
         "plain at 8, times vLLM": (0.5, False),
@@ -81,11 +84,11 @@ def test_turns_stand_side_by_side_and_change_their_order() -> None:
         (turn["level"], turn["part"], turn["contestant"], len(own))
         for turn, _, own in turns_of("m", 0, field, prompts, [1, 8], 3)
     ]
-    assert turns[2:] == [
+    assert turns[len(ASKED_ONCE) :] == [
         (1, 0, "plain", 3), (1, 0, "auto", 3), (1, 0, "transformers", 2), (1, 1, "plain", 2), (1, 1, "auto", 2),
         (8, 0, "plain", 5), (8, 0, "auto", 5),
     ]  # fmt: skip
-    assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][2:] == ["auto", "plain"]
+    assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][len(ASKED_ONCE) :] == ["auto", "plain"]
     assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
 
 
@@ -110,13 +113,13 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
             return {"tokens": [[1, 2]] * count, "first_s": [0.1] * count, "last_s": [0.2] * count, "wall_s": 0.1}
 
     field = [one for one in CONTESTANTS if one.name in ("plain", "auto")]
-    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[2:]
+    turns = list(turns_of("m", 0, field, [Prompt("a", "w", [1], [])], [8], 1))[len(ASKED_ONCE) :]
     with pytest.raises(KeyboardInterrupt):
-        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, dict, said.append).run(turns)
+        Rounds(Cut(), Kept(path, {"a": 1}, place), Roof(1), 8, lambda system: {}, said.append).run(turns)
     assert asks == ["plain", "plain", "auto"]  # a job warms up
     kept = Kept(path, {"a": 1}, place)
     assert [turn["contestant"] for turn in kept.found] == ["plain"]
-    Rounds(Cut(), kept, Roof(1), 8, dict, said.append).run(turns)
+    Rounds(Cut(), kept, Roof(1), 8, lambda system: {}, said.append).run(turns)
     assert asks[3:] == ["auto", "auto"] and len(Kept(path, {"a": 1}, place).found) == 2
     with pytest.raises(ValueError, match=r"--kept kept\.jsonl is of another setting"):
         Kept(path, {"a": 2}, place)
