@@ -23,7 +23,7 @@ from engine.forward.cpu.states.state_step import States, Survey
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.kv.state_cache import StateCache
-from engine.loading.memory import free_bytes
+from engine.loading.memory import free_bytes, give_back
 from engine.loading.outline import outline
 from engine.loading.weights.adapters import Adapter
 from engine.text.grammar import Grammars
@@ -94,6 +94,7 @@ class ModelRunner:
         thin_modules(model)
         if survey is not None:
             round_alike(model, survey.delta_heads)
+        give_back(model)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows

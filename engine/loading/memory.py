@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 from pathlib import Path
@@ -33,6 +34,21 @@ def free_bytes() -> int:
         kinds = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
         free = min(free, limit - used + int(kinds["inactive_file"]))
     return free
+
+
+def give_back(model: torch.nn.Module) -> None:
+    """Lets go of what a model took while it was made ready and does not need: its mapped files, and what allocations left.
+
+    Weights on a CPU are parts of their file's mapping until they are laid out anew. The last few, norms and biases, would keep
+    all of it: they are copied. Where most weights are still there it stays.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    left = [each for each in tensors if each.device.type == "cpu" and type(each) in (torch.Tensor, torch.nn.Parameter)]
+    if 2 * sum(each.nbytes for each in left) < sum(each.nbytes for each in tensors):
+        for tensor in left:
+            tensor.data = tensor.data.clone()
+    with contextlib.suppress(OSError, AttributeError):  # a C library of another kind
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def refuse_too_large(
