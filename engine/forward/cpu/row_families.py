@@ -95,7 +95,9 @@ def parts_of(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
     if family is None or not type(model).__module__.startswith("transformers.models."):
         return None
     config, shape = model.config, cache.shape
-    if not has_kernels(model.device, model.dtype) or getattr(config, "hidden_act", "silu") != "silu" or not _turns_by_position(config):
+    if not has_kernels(model.device, model.dtype) or not _turns_by_position(config):
+        return None
+    if getattr(config, "hidden_act", "silu") != "silu":
         return None
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # somebody changes what they say
         return None
