@@ -123,6 +123,10 @@ def test_every_row_has_the_same_bits(family: str, number: int, dtype: torch.dtyp
     assert runner._whole is not None and exactness.check(runner) is None
 
 
+def test_one_slot_is_enough_to_look_for_that() -> None:
+    assert exactness.check(ModelRunner(build(HYBRIDS["lfm2"], torch.float32), 1, 400)) is None
+
+
 @pytest.mark.parametrize("rows", [600, 2])
 def test_there_is_room_for_more_rows_than_at_first(rows: int) -> None:
     model = build(KNOWN["llama"], torch.float32, max_position_embeddings=1024)
