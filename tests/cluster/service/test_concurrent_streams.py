@@ -144,5 +144,5 @@ def test_conversations_with_a_model_that_keeps_states(family: str, api_server: S
     assert first == (answers[0].text, 48, 0)
     assert on == (last.text, 48, len(answers[0].prompt_ids) - 1)  # behind the first prompt; its answer is cut into other tokens
     assert beside[:2] == (answers[1].text, 48) and beside[2] in (128, 256) and beside[2] <= common  # from a snapshot
-    accepted = [line for line in metrics.splitlines() if "accepted" in line and not line.startswith("#")]
+    accepted = [line for line in metrics.splitlines() if line.startswith("outrider:accepted_tokens")]
     assert any(float(line.rsplit(" ", 1)[1]) > 0 for line in accepted), accepted
