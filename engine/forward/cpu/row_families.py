@@ -102,7 +102,7 @@ def parts_of(model: PreTrainedModel, cache: SlotCache) -> ModelParts | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):  # somebody changes what they say
         return None
     parts = family(model)
-    if parts is None:
+    if parts is None or len(parts.layers) != config.num_hidden_layers:
         return None
     attending = [layer.mixing for layer in parts.layers if isinstance(layer.mixing, AttentionParts)]
     whole = (len(attending), config.num_key_value_heads, 0) == (shape.layers, shape.kv_heads, shape.first_layer)

@@ -66,6 +66,10 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
         **STATES, **SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], position_embedding_type="rope",
         mamba_proj_bias=True,
     ),
+    "granite 4, attention alone": GraniteMoeHybridConfig(
+        **{**STATES, "num_hidden_layers": 2}, **SPACE, layer_types=["attention", "attention"], residual_multiplier=0.4,
+        attention_bias=True,
+    ),
 }  # fmt: skip
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01, torch.float32: 1e-4}
 
