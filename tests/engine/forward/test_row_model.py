@@ -120,7 +120,10 @@ def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "lfm2", "qwen3.5", "granite 4"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "qwen3", "granite 4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lfm2", "qwen3.5"))],
+)
 def test_every_row_has_the_same_bits(family: str, number: int, dtype: torch.dtype, threads: None) -> None:
     torch.set_num_threads(number)
     runner = ModelRunner(build((KNOWN | HYBRIDS)[family], dtype), 2, 400)
