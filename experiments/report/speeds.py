@@ -25,10 +25,10 @@ def contestant(name: str) -> str:
     return "`generate` with its prompt lookup" if name == "generate + lookup" else f"`{name}`"
 
 
-def strategies(results: Results) -> Table | None:
-    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``. None where random models ran."""
+def strategies(results: Results) -> Table:
+    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``. See ``gains`` for random models."""
     if "gains" in results:
-        return None
+        return gains(results)
     rows = [
         [
             Cell(contestant(name)), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
@@ -39,10 +39,8 @@ def strategies(results: Results) -> Table | None:
     return table_of("", ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical"), rows)
 
 
-def gains(results: Results) -> Table | None:
+def gains(results: Results) -> Table:
     """``bench strategies --random-model``: a row a model; a strategy's speed is over plain decoding with the same model."""
-    if not results.get("gains"):
-        return None
     models, by_model = results["models"], results["gains"]
     first = next(iter(by_model))
     names, sizes = list(by_model[first]), list(models[first]["step_ms"])

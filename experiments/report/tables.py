@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report.cells import Cell, figure, median, repeats, rounded
 from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import Results, draft_models, forms, gains, load, rag, rag_pairs, strategies
+from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, strategies
 from experiments.report.values import Table, table_of
 
 _NODE_FAULTS = {
@@ -252,7 +252,7 @@ def exactness(results: Results) -> Table:
 
 
 _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
-    "bench-strategies": (strategies, gains),
+    "bench-strategies": (strategies,),
     "bench-load": (load,),
     "bench-draft-models": (draft_models,),
     "bench-scaling": (forms,),

@@ -33,8 +33,11 @@ def measure_models(args: argparse.Namespace, choices: Sequence[StrategyChoice], 
 
     Raises:
         PromptFileError, ModelLoadError: a file or a model that cannot be used.
+        ValueError: there is no strategy besides plain decoding.
     """
     wanted = [StrategyChoice(PLAIN, PLAIN, {}), *(choice for choice in choices if choice.name != PLAIN)]
+    if len(wanted) == 1:
+        raise ValueError(f"--random-model needs a --strategy besides {PLAIN}, which all are compared with")
     settings: dict[str, Setting] = {}
     models: dict[str, dict[str, Any]] = {}
     contestants: list[EngineContestant] = []
@@ -63,8 +66,7 @@ def measure_models(args: argparse.Namespace, choices: Sequence[StrategyChoice], 
         lengths = {"records": len(workload.prompts), "prompt_tokens": sum(len(prompt.ids) for prompt in workload.prompts)}
         workloads[workload.name] = lengths | {"output_tokens": sum(map(len, outputs.values())), "contestants": rows}
     gains = _gains(args.random_model, wanted[1:], speedups)
-    found = {"models": models, "workloads": workloads, "gains": gains}
-    return found | {"figures": _figures(gains)} if gains else found
+    return {"models": models, "workloads": workloads, "gains": gains, "figures": _figures(gains)}
 
 
 def differing(results: Mapping[str, Any]) -> list[str]:

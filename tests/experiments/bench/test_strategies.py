@@ -182,6 +182,9 @@ def test_random_models_of_several_families_follow_known_outputs_in_turns(
     for speedup, base, share in zip(other["speedup"], first["speedup"], other["of_first"], strict=True):
         assert share == pytest.approx(speedup / base, rel=0.02)
     assert "tiny-lfm2" in capsys.readouterr().out
+    alone = ["--tokenizer", str(tiny_model), "--strategy", "autoregressive"]
+    assert main(["strategies", *map(str, models), *alone, "--out", str(tmp_path)]) == 2
+    assert "needs a --strategy besides autoregressive" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         bench(*models, code=2)
     assert "--random-model needs --tokenizer" in capsys.readouterr().err
