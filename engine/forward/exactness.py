@@ -156,11 +156,10 @@ def _every_number_of_rows(runner: ModelRunner, tokens: Int32Array, layers: int, 
 def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Found) -> None:
     """A prompt in small pieces, and its beginning at once in another slot, where there is one."""
     _prefill(runner, 0, tokens, _PIECE)
-    expected, slot = _entries(runner, 0, len(tokens), layers), min(1, runner.cache.slots - 1)
+    expected, states, slot = _entries(runner, 0, len(tokens), layers), runner.state(0), min(1, runner.cache.slots - 1)
     for rows in (min(rows, len(tokens)) for rows in _MANY):
         _prefill(runner, slot, tokens[:rows], rows)
         found.compare(expected[:rows], _entries(runner, slot, rows, layers))
-    states = runner.state(0)
     if len(states):
         _prefill(runner, slot, tokens, len(tokens))
         found.compare(states[None], runner.state(slot)[None])

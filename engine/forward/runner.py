@@ -104,7 +104,7 @@ class ModelRunner:
             self._states = States(survey.shapes, self.cache.states, model.dtype)
         self._asked: tuple[int, list[int]] | None = None  # layers that attended in the last forward, and sites that were asked
         windows = self._probe()
-        self._whole = RowModel.over(model, self.cache, windows) if fixed_rows is None else None
+        self._whole = RowModel.over(model, self.cache, windows, self._states) if fixed_rows is None else None
 
     @torch.inference_mode()
     def _survey(self) -> Survey:
@@ -212,7 +212,10 @@ class ModelRunner:
     def _compute(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, in one."""
         if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
-            return self._whole.forward(batch)
+            logits = self._whole.forward(batch)
+            if self._states is not None:
+                self._asked = self._whole.asked
+            return logits
         return self._modules(batch)
 
     def _modules(self, batch: Batch) -> torch.Tensor:

@@ -27,12 +27,20 @@ _DIFFERING = 0.01  # of the numbers of a norm may be rounded to the other side, 
 
 
 class CompiledNorm(torch.nn.Module):
-    """An RMS norm as Llama's, in one call of compiled code."""
+    """An RMS norm as Llama's or Gemma's, in one call of compiled code."""
 
-    def __init__(self, weight: torch.nn.Parameter, epsilon: float) -> None:
-        """Takes over the weight of a norm: [size], of a type in ``DTYPES``, a multiple of sixteen."""
+    def __init__(self, weight: torch.nn.Parameter, epsilon: float, above: float | None = None) -> None:
+        """Takes over the weight of a norm: [size], of a type in ``DTYPES``, a multiple of sixteen.
+
+        Args:
+            weight: of the norm.
+            epsilon: of the norm.
+            above: of a norm that rounds once, at its end: what is added to the weight, 1 in Gemma's.
+        """
         super().__init__()
         self.weight, self.variance_epsilon, self._size = weight, epsilon, weight.shape[0]
+        self.wide = above is not None
+        self.factors: torch.Tensor = weight.detach() if above is None else weight.detach().float() + above  # as they are used
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
@@ -41,7 +49,8 @@ class CompiledNorm(torch.nn.Module):
         rows = hidden_states.contiguous()
         output = torch.empty_like(rows)
         kernel, job = _norm_kernel(DTYPES[weight.dtype])
-        kernel(job(rows.data_ptr(), weight.data_ptr(), output.data_ptr(), rows.numel() // size, size, self.variance_epsilon))
+        count, factors = rows.numel() // size, self.factors.data_ptr()
+        kernel(job(rows.data_ptr(), factors, output.data_ptr(), count, size, self.variance_epsilon, self.wide))
         return output
 
 
@@ -147,12 +156,17 @@ def _compiled_norm(norm: torch.nn.Module) -> CompiledNorm | None:
         return None
     if not has_kernels(weight.device, weight.dtype) or weight.dim() != 1 or weight.shape[0] % 16:
         return None
-    compiled = CompiledNorm(weight, epsilon)
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBE_ROWS, weight.shape[0], generator=generator).to(weight.dtype)
-    expected, given = norm(probe), compiled(probe)
-    half = weight.dtype != torch.float32
+    expected = norm(probe)
+    for above in (None, 1.0):
+        compiled = CompiledNorm(weight, epsilon, above)
+        if _agree(compiled(probe), expected):
+            return compiled
+    return None
+
+
+def _agree(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    half = given.dtype != torch.float32
     close = torch.allclose(given, expected, rtol=1e-2 if half else 1e-5, atol=1e-6)
-    if half:
-        close &= (given != expected).double().mean().item() < _DIFFERING
-    return compiled if close else None
+    return close and not (half and (given != expected).double().mean().item() >= _DIFFERING)

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 DTYPES = ("bfloat16", "float32", "float64")
-# Shapes of random models: with the 50,257 tokens of GPT-2 the first has 109 million parameters, the second 283.
-SIZES: dict[str, dict[str, int]] = {
-    "110m": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 12},
+_LAYERS = 12
+_SMALL = {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": _LAYERS, "num_attention_heads": 12}
+
+
+def _layers(kind: str, attending: Collection[int]) -> list[str]:
+    return ["full_attention" if number in attending else kind for number in range(_LAYERS)]
+
+
+# Shapes of random models, Llamas where no type is named: with the 50,257 tokens of GPT-2 the first has 109 million parameters,
+# the second 283. The others have layers with a state in the proportions of their families' own.
+SIZES: dict[str, dict[str, Any]] = {
+    "110m": _SMALL,
     "280m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 18, "num_attention_heads": 16},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
+    "lfm2-110m": {
+        **_SMALL, "model_type": "lfm2", "num_key_value_heads": 4, "block_auto_adjust_ff_dim": False,
+        "layer_types": _layers("conv", (2, 5, 8, 10)),
+    },
+    "qwen3.5-140m": {
+        **_SMALL, "model_type": "qwen3_5_text", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
+        "linear_num_key_heads": 12, "linear_num_value_heads": 12, "layer_types": _layers("linear_attention", (3, 7, 11)),
+    },
+    "granite4-120m": {
+        **_SMALL, "model_type": "granitemoehybrid", "num_key_value_heads": 4, "num_local_experts": 0,
+        "shared_intermediate_size": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128,
+        "layer_types": _layers("linear_attention", (5, 11)), "position_embedding_type": None, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "logits_scaling": 8.0, "attention_multiplier": 1 / 64,
+    },
+}  # fmt: skip
 
 
 def add_model(parser: argparse.ArgumentParser, dtype: str, dtypes: Sequence[str] = DTYPES, model: str = "demo_model") -> None:
@@ -43,9 +67,11 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines with id, prompt, references, output")
 
 
-def add_random_model(parser: argparse.ArgumentParser) -> None:
-    """Adds what runs have that follow known outputs, along which any model can be driven."""
-    parser.add_argument("--random-model", choices=SIZES, help="a Llama of random weights; with --tokenizer")
+def add_random_model(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Adds what runs have that follow known outputs, along which any model can be driven; ``several`` in turns."""
+    what = "models of random weights" if several else "a model of random weights"
+    more: dict[str, Any] = {"nargs": "+"} if several else {}
+    parser.add_argument("--random-model", choices=SIZES, help=f"{what}; with --tokenizer", **more)
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer of known outputs; the model's own when absent")
 
 

@@ -13,9 +13,10 @@ from configs.slices import Dtype, SpeculationOptions
 from decoding.drafters import LOSSLESS
 from experiments.bench.engines.competition import Tally, compete, decode_ratios, joules_per_token, summary, where_time_goes
 from experiments.bench.engines.models import Workload, calm, contestants, load_setting
+from experiments.bench.engines.random_models import differing, measure_models
 from experiments.bench.engines.stock_generate import StockPromptLookup
 from experiments.bench.figure import panel
-from experiments.bench.options import add_engine, add_model, add_prompts, check_prompts
+from experiments.bench.options import add_engine, add_model, add_prompts, add_random_model, check_prompts, check_random_model
 from experiments.bench.run import Bench, Results, Run
 
 TEXT = """Every strategy on the same prompts with a real model, beside transformers, in one run.
@@ -25,6 +26,13 @@ exit from the model's own first layers). All take turns on each prompt, one prom
 starts each workload and each repeat without history. Ratios are seconds of greedy generate over a contestant's own, prefill
 included, as the mean over the workloads, with the lowest and the highest of the repeats; "decode" leaves out the prefill,
 which no drafting shortens.
+
+With --random-model, models of random weights follow the known outputs of the files instead, in turns: each strategy beside
+plain decoding with the same model, after the first token, and its speed-up beside the first model's.
+
+example, four families at one size:
+  outrider bench strategies --random-model 110m lfm2-110m qwen3.5-140m granite4-120m --tokenizer DIR --prompts FILE.jsonl
+      --strategy auto --strategy llma
 """
 EXACT_DTYPES = ("float32", "float64")
 
@@ -42,6 +50,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     add_strategies(parser, get_args(Dtype))
     parser.add_argument("--assistant", help="model for transformers' assisted generation, with the same tokenizer")
+    add_random_model(parser, several=True)
     parser.add_argument("--early-exit", type=int, help="without --assistant, layers of the model that draft; half when absent")
 
 
@@ -50,10 +59,13 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
 
     Returns:
         ``workloads`` by name, each with its counts and a row a contestant, ``overall`` with a row a contestant, ``skipped`` by
-        name with the reason, and ``lossless``, the strategies whose outputs must be those of ``generate``.
+        name with the reason, and ``lossless``, the strategies whose outputs must be those of ``generate``. With
+        ``--random-model`` see ``measure_models``.
     """
     calm(args.threads)
     choices = chosen_strategies(args.strategy)
+    if args.random_model:
+        return measure_models(args, choices, run)
     setting = load_setting(args)
     runners, skipped = contestants(setting, choices, args)
     for name, reason in skipped.items():
@@ -130,11 +142,19 @@ def figures(overall: Mapping[str, Any]) -> dict[str, Any]:
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
     """The lossless strategies whose outputs are not what they must be; none where the type's rounding excuses it."""
+    if "gains" in results:
+        return differing(results)
     if args.dtype not in EXACT_DTYPES:
         return []
     rows = results["overall"]
     wrong = [name for name in results["lossless"] if rows[name]["identical"] < rows[name]["records"]]
     return [f"{name} is not identical to plain decoding" for name in wrong]
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where two files have one name, or random models no tokenizer."""
+    check_prompts(args, parser)
+    check_random_model(args, parser)
 
 
 BENCH = Bench(
@@ -143,6 +163,6 @@ BENCH = Bench(
     measure,
     options,
     dict.fromkeys(("records", "max_tokens", "repeats", "threads", "early_exit"), 1) | {"budget": 0},
-    check_prompts,
+    check,
     unfaithful,
 )

@@ -28,7 +28,7 @@ from engine.loading.hybrids import SERVED
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import draft_models, forms, rag, rag_pairs
+from experiments.report.speeds import draft_models, forms, gains, rag, rag_pairs
 from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
 from experiments.report.values import Table, table_of
 
@@ -142,6 +142,7 @@ BENCHMARKS: dict[str, Source] = {
     "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
     "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
     "rag": Source(("2026-11-24-bench-rag.json",), rag),
+    "gains": Source(("2026-11-25-bench-strategies.json",), gains),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {

@@ -26,7 +26,9 @@ def contestant(name: str) -> str:
 
 
 def strategies(results: Results) -> Table:
-    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``."""
+    """``bench strategies``: a row a contestant; speeds are ratios to greedy ``generate``. See ``gains`` for random models."""
+    if "gains" in results:
+        return gains(results)
     rows = [
         [
             Cell(contestant(name)), repeats(row["ratio"]), median(row["decode_ratio"]), figure(row["tokens_per_step"]),
@@ -35,6 +37,23 @@ def strategies(results: Results) -> Table:
         for name, row in results["overall"].items()
     ]  # fmt: skip
     return table_of("", ("", "speed", "decode", "tokens per step", "tokens/s", "ms a forward", "identical"), rows)
+
+
+def gains(results: Results) -> Table:
+    """``bench strategies --random-model``: a row a model; a strategy's speed is over plain decoding with the same model."""
+    models, by_model = results["models"], results["gains"]
+    first = next(iter(by_model))
+    names, sizes = list(by_model[first]), list(models[first]["step_ms"])
+    rows = []
+    for model, own in by_model.items():
+        row = [Cell(model), figure(models[model]["parameters"] / 1e6, 0)]
+        row += [figure(models[model]["step_ms"].get(size), 1) for size in sizes]
+        for name in names:
+            row += [repeats(own[name]["speedup"]), median(own[name]["of_first"])]
+        rows.append(row)
+    steps = (f"ms of {size} row{'s' * (size != '1')}" for size in sizes)
+    speeds = (title for name in names for title in (f"`{name}`", f"of {first}'s"))
+    return table_of("", ("", "million parameters", *steps, *speeds), rows)
 
 
 def load(results: Results) -> Table:

@@ -128,17 +128,25 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 # Families some of whose layers keep a state: short convolutions, the gated delta rule, Mamba-2.
 HYBRIDS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(
-        **_STATES, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3, block_auto_adjust_ff_dim=False
+        **{**_STATES, "hidden_size": 128}, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
     ),
     "lfm2_moe": Lfm2MoeConfig(
         **_STATES, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3, num_dense_layers=1, num_experts=32,
         num_experts_per_tok=2, moe_intermediate_size=32,
     ),
     "qwen3_next": Qwen3NextConfig(**_DELTA, **_EXPERTS, head_dim=16),
-    "qwen3_5": Qwen3_5TextConfig(**_DELTA, head_dim=16),
+    "qwen3_5": Qwen3_5TextConfig(
+        **_DELTA, head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**_DELTA, **_EXPERTS, head_dim=16),
     "olmo_hybrid": OlmoHybridConfig(**_DELTA),
     "granite4": GraniteMoeHybridConfig(
+        **_SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], num_local_experts=0,
+        shared_intermediate_size=64, embedding_multiplier=2.0, residual_multiplier=0.7, logits_scaling=2.0,
+        position_embedding_type=None,
+    ),
+    "granite4_moe": GraniteMoeHybridConfig(
         **_SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=64, embedding_multiplier=1.0, logits_scaling=1.0,
     ),

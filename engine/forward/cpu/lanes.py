@@ -278,12 +278,18 @@ def exponential(builder: Any, numbers: Any) -> Any:
 
 
 @primitive(LANES, LANES)
-def silu(builder: Any, numbers: Any) -> Any:
-    """``x / (1 + exp(-x))`` of each number."""
+def sigmoid(builder: Any, numbers: Any) -> Any:
+    """``1 / (1 + exp(-x))`` of each number."""
     down = builder.bitcast(builder.or_(builder.bitcast(numbers, INTS), _all(0x80000000, INTS)), FLOATS)  # -|x|
     power = exponential.emit(builder, down)
     above = builder.select(builder.fcmp_ordered("<", numbers, _all(0.0)), power, _all(1.0))
-    return builder.fmul(numbers, builder.fdiv(above, builder.fadd(_all(1.0), power)))
+    return builder.fdiv(above, builder.fadd(_all(1.0), power))
+
+
+@primitive(LANES, LANES)
+def silu(builder: Any, numbers: Any) -> Any:
+    """``x / (1 + exp(-x))`` of each number."""
+    return builder.fmul(numbers, sigmoid.emit(builder, numbers))
 
 
 @primitive(types.void, types.int64, types.int64, types.int64)

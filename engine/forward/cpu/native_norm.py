@@ -20,11 +20,12 @@ class Norm(ctypes.Structure):
 
     _fields_ = (
         ("input", ctypes.c_int64),  # [rows, size]
-        ("weight", ctypes.c_int64),  # [size]
+        ("weight", ctypes.c_int64),  # [size], float32 where it is ``wide``
         ("output", ctypes.c_int64),  # [rows, size]
         ("rows", ctypes.c_int64),  # of a step that says how many there are: 0
         ("size", ctypes.c_int64),  # a multiple of ``WIDTH``
         ("epsilon", ctypes.c_double),
+        ("wide", ctypes.c_int64),  # whether nothing is rounded before the end
     )
 
 
@@ -32,16 +33,22 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(Norm))))
 
 
 @compiled
-def normalise(input: int, weight: int, output: int, size: int, epsilon: float, like: Any) -> None:
-    """``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded where Llama's module rounds: before the weight and after it."""
+def normalise(input: int, weight: int, output: int, size: int, epsilon: float, wide: int, like: Any) -> None:
+    """``weight * (x / sqrt(mean(x ** 2) + epsilon))``, rounded where Llama's module rounds: before the weight and after it.
+
+    Where it is ``wide``, the weight is float32 and the result is rounded once, as in Gemma's module.
+    """
     squares, step = splat(_FLOAT), bytes_of(like)
     for first in range(0, size, WIDTH):
         numbers = load(input + first * step, like)
         squares = multiply_add(numbers, numbers, squares)
     scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + np.float32(epsilon)))
     for first in range(0, size, WIDTH):
-        numbers = stored(multiply(load(input + first * step, like), scale), like)
-        store(output + first * step, multiply(numbers, load(weight + first * step, like)), like)
+        numbers = multiply(load(input + first * step, like), scale)
+        if wide:
+            store(output + first * step, multiply(numbers, load(weight + first * 4, _FLOAT)), like)
+        else:
+            store(output + first * step, multiply(stored(numbers, like), load(weight + first * step, like)), like)
 
 
 @compiled
@@ -49,7 +56,7 @@ def _run(job: Any, like: Any) -> None:
     norm, wide = carray(job, 1)[0], bytes_of(like)
     for row in range(norm.rows):
         at = row * norm.size * wide
-        normalise(norm.input + at, norm.weight, norm.output + at, norm.size, norm.epsilon, like)
+        normalise(norm.input + at, norm.weight, norm.output + at, norm.size, norm.epsilon, norm.wide, like)
 
 
 @cache

@@ -4,7 +4,8 @@ A forward of a few rows takes some milliseconds, and each of its operations some
 Python, costs as much again. Here threads take parts of an operation until none is left, and wait for each other only where the
 next one needs all of its results.
 
-Results are rounded where the modules of Llama round; see ``engine.forward.cpu.row_model`` for the models that are computed so.
+Results are rounded where the modules of Llama round, or those of the family; see ``engine.forward.cpu.row_model`` for the models
+that are computed so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from engine.forward.cpu.lanes import (
     int_at,
     load,
     multiply,
+    sigmoid,
     silu,
+    splat,
     store,
     stored,
     subtract,
@@ -41,8 +44,14 @@ from engine.forward.cpu.products.native_blocks import Forms, packed_bytes, unpac
 from engine.forward.cpu.products.native_linear import Linear, multiply_rows, panels, piece_of
 from engine.forward.cpu.products.native_low_rank import LowRank, add_low_rank
 from engine.forward.cpu.products.row_linear import COUNTER, PANEL
+from engine.forward.cpu.states.native_convolution import CONVOLUTION, channel_parts, convolve_channels
+from engine.forward.cpu.states.native_gates import Decays, GatedNorm, norm_and_gate, set_decays
+from engine.forward.cpu.states.native_rule import RULE, keep_rows, kept_rows, walk_heads
+from engine.forward.cpu.states.native_walk import WALK
 
-EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND, LOW_RANK, SUM, GATE = range(10)  # the last two of ``Pairs``
+EMBED, NORM, PICKED_NORM, LINEAR, PICKED_LINEAR, ROTATE, ATTEND, LOW_RANK = range(8)
+SUM, GATE, PRODUCT, SIGMOID = range(8, 12)  # of ``Pairs``
+DECAYS, GATED_NORM, CONVOLVE, DELTA_RULE, SPACE_RULE, KEEP = range(12, 18)  # of layers with a state; ``KEEP`` follows its rule
 
 
 class Embed(ctypes.Structure):
@@ -55,6 +64,7 @@ class Embed(ctypes.Structure):
         ("output", ctypes.c_int64),  # [rows, size]
         ("form", ctypes.c_int64),  # as ``Linear``, and the next one
         ("scratch", ctypes.c_int64),
+        ("factor", ctypes.c_double),  # that numbers are multiplied with; 0: they are taken as they are
     )
 
 
@@ -63,15 +73,18 @@ class Rotate(ctypes.Structure):
 
     _fields_ = (
         ("query", ctypes.c_int64),  # [rows, heads, head_dim], turned in place
+        ("query_head", ctypes.c_int64),  # bytes from one head to the next
         ("key", ctypes.c_int64),  # [rows, kv_heads, head_dim]
         ("value", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),  # a multiple of 2 * ``WIDTH``
+        ("head_dim", ctypes.c_int64),  # a multiple of ``WIDTH``
+        ("turned", ctypes.c_int64),  # the first numbers of a head that are turned, a multiple of 2 * ``WIDTH``; 0: none
         ("query_norm", ctypes.c_int64),  # weight of a norm of each head before it is turned; 0 without one
         ("key_norm", ctypes.c_int64),
         ("epsilon", ctypes.c_double),
-        ("angles", ctypes.c_int64),  # [positions, 2, head_dim]: cosines and sines
+        ("wide", ctypes.c_int64),  # of the norms, as that of ``Norm``
+        ("angles", ctypes.c_int64),  # [positions, 2, turned]: cosines and sines
         ("keys", ctypes.c_int64),  # as those of ``attention.Layer``, and the next two
         ("values", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
@@ -79,14 +92,16 @@ class Rotate(ctypes.Structure):
 
 
 class Pairs(ctypes.Structure):
-    """Numbers of two buffers that become one: ``target + other``, or ``silu(target) * other``.
-
-    A product with a layer does so itself. Where adapters add to the layer, it has to be done behind them.
-    """
+    """Numbers of two buffers that become one: ``target + other``, ``silu(target) * other``, ``target * other`` or
+    ``target * sigmoid(other)``. Rows may lie apart, and so may parts of a row of the other."""
 
     _fields_ = (
-        ("target", ctypes.c_int64),  # [rows, size]
-        ("other", ctypes.c_int64),  # [rows, size]
+        ("target", ctypes.c_int64),  # [rows, parts * size]
+        ("target_row", ctypes.c_int64),
+        ("other", ctypes.c_int64),  # [rows, parts, size]
+        ("other_row", ctypes.c_int64),
+        ("other_part", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
         ("size", ctypes.c_int64),
     )
 
@@ -97,7 +112,7 @@ class Operation(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int64),
         ("waits", ctypes.c_int64),  # whether all before it must be done
-        ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate``, ``Layer``, ``LowRank`` or ``Pairs``
+        ("job", ctypes.c_int64),  # address of ``Embed``, ``Norm``, ``Linear``, ``Rotate``, ``Layer``, ``LowRank``, ``Pairs``, ...
     )
 
 
@@ -117,6 +132,8 @@ class NativeStep(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("counters", ctypes.c_int64),  # ``num_counters`` of them, all 0
         ("adapters", ctypes.c_int64),  # [rows] int64: the adapter of each row, -1 for none; 0 where no operation asks
+        ("walks", ctypes.c_int64),  # address of ``NativeWalk``, of a model with states
+        ("num_walks", ctypes.c_int64),
     )
 
 
@@ -126,7 +143,8 @@ def num_counters(operations: int, threads: int) -> int:
 
 
 _EMBED, _NORM, _LINEAR, _ROTATE, _LOW_RANK, _PAIRS = (np.dtype(each) for each in (Embed, Norm, Linear, Rotate, LowRank, Pairs))
-_OPERATION = np.dtype(Operation)
+_OPERATION, _DECAYS, _GATED_NORM = np.dtype(Operation), np.dtype(Decays), np.dtype(GatedNorm)
+_FLOAT = np.float32(0)  # names the type
 
 
 @compiled
@@ -149,11 +167,19 @@ def _embed(job: Any, token: int, row: int, thread: int, forms: Any, like: Any) -
 
 
 @compiled
-def _turn(head: int, norm: int, epsilon: float, angles: int, size: int, like: Any) -> None:
-    """One head, in place: ``x * cos + (-x2, x1) * sin`` with x1 and x2 its halves, each product rounded."""
-    wide, half = bytes_of(like), size // 2
+def _scale(target: int, size: int, factor: float, like: Any) -> None:
+    """Numbers times a factor, in place."""
+    wide, factors = bytes_of(like), splat(np.float32(factor))
+    for first in range(0, size, WIDTH):
+        store(target + first * wide, multiply(load(target + first * wide, like), factors), like)
+
+
+@compiled
+def _turn(head: int, job: Any, norm: int, angles: int, like: Any) -> None:
+    """One head, in place: ``x * cos + (-x2, x1) * sin`` with x1 and x2 the halves of what is turned, each product rounded."""
+    wide, size, half = bytes_of(like), job.turned, job.turned // 2
     if norm:
-        normalise(head, norm, head, size, epsilon, like)
+        normalise(head, norm, head, job.head_dim, job.epsilon, job.wide, like)
     for first in range(0, half, WIDTH):
         low, high = first * wide, (half + first) * wide
         one, other = load(head + low, like), load(head + high, like)
@@ -169,13 +195,12 @@ def _turn(head: int, norm: int, epsilon: float, angles: int, size: int, like: An
 def _rotate(job: Any, row: int, position: int, slot: int, entry: int, like: Any) -> None:
     """All heads of a row."""
     wide = job.head_dim * bytes_of(like)
-    angles = job.angles + position * 2 * wide
+    angles = job.angles + position * 2 * job.turned * bytes_of(like)
     for head in range(job.heads):
-        at = job.query + (row * job.heads + head) * wide
-        _turn(at, job.query_norm, job.epsilon, angles, job.head_dim, like)
+        _turn(job.query + (row * job.heads + head) * job.query_head, job, job.query_norm, angles, like)
     for head in range(job.kv_heads):
         at, kept = (row * job.kv_heads + head) * wide, (slot * job.kv_heads + head) * job.capacity * wide
-        _turn(job.key + at, job.key_norm, job.epsilon, angles, job.head_dim, like)
+        _turn(job.key + at, job, job.key_norm, angles, like)
         keep_key(job.key + at, job.keys + kept, entry, job.head_dim, like)
         copy_bytes(job.value + at, job.values + kept + entry * wide, wide)
 
@@ -191,33 +216,37 @@ def _rotate_rows(step: Any, job: Any, first: int, last: int, requests: Any, like
 
 
 @compiled
-def _join(target: int, other: int, size: int, gate: bool, like: Any) -> None:
-    """A row of ``Pairs``, rounded as in ``native_linear``."""
+def _join(target: int, other: int, size: int, kind: int, like: Any) -> None:
+    """A part of a row of ``Pairs``, rounded as in ``native_linear``."""
     wide = bytes_of(like)
     for first in range(0, size, WIDTH):
         place = first * wide
         if first + WIDTH <= size:
-            store(target + place, _joined(target + place, other + place, gate, like), like)
+            store(target + place, _joined(target + place, other + place, kind, like), like)
         else:  # the last ones of a row that is no multiple: what is behind them belongs to others
-            _join_last(target + place, other + place, (size - first) * wide, gate, np.zeros(2 * WIDTH, np.float32), like)
+            _join_last(target + place, other + place, (size - first) * wide, kind, np.zeros(2 * WIDTH, np.float32), like)
 
 
 @compiled
-def _join_last(target: int, other: int, left: int, gate: bool, spare: Any, like: Any) -> None:
+def _join_last(target: int, other: int, left: int, kind: int, spare: Any, like: Any) -> None:
     """So many bytes; see ``native_linear`` for why the array is an argument."""
     one, two = spare.ctypes.data, spare.ctypes.data + WIDTH * 4
     copy_bytes(target, one, left)
     copy_bytes(other, two, left)
-    store(one, _joined(one, two, gate, like), like)
+    store(one, _joined(one, two, kind, like), like)
     copy_bytes(one, target, left)
 
 
 @compiled
-def _joined(target: int, other: int, gate: bool, like: Any) -> Any:
-    numbers = load(target, like)
-    if gate:
-        return multiply(stored(silu(numbers), like), load(other, like))
-    return add(numbers, load(other, like))
+def _joined(target: int, other: int, kind: int, like: Any) -> Any:
+    numbers, others = load(target, like), load(other, like)
+    if kind == SUM:
+        return add(numbers, others)
+    if kind == GATE:
+        numbers = stored(silu(numbers), like)
+    elif kind == SIGMOID:
+        others = stored(sigmoid(others), like)
+    return multiply(numbers, others)
 
 
 @compiled
@@ -228,23 +257,32 @@ def _by_rows(step: Any, operation: Any, first: int, last: int, requests: Any, th
         embed = carray(address_of(operation.job), 1, _EMBED)[0]
         for row in range(first, last):
             _embed(embed, int_at(step.tokens + row * 8), row, thread, forms, like)
+            if embed.factor:
+                _scale(embed.output + row * embed.size * wide, embed.size, embed.factor, like)
     elif kind == ROTATE:
         _rotate_rows(step, carray(address_of(operation.job), 1, _ROTATE)[0], first, last, requests, like)
     elif kind == LOW_RANK:
         low_rank = carray(address_of(operation.job), 1, _LOW_RANK)[0]
         for row in range(first, last):
             add_low_rank(low_rank, row, int_at(step.adapters + row * 8), like)
-    elif kind >= SUM:
+    elif SUM <= kind <= SIGMOID:
         pairs = carray(address_of(operation.job), 1, _PAIRS)[0]
-        size = pairs.size * wide
         for row in range(first, last):
-            _join(pairs.target + row * size, pairs.other + row * size, pairs.size, kind == GATE, like)
+            target, other = pairs.target + row * pairs.target_row, pairs.other + row * pairs.other_row
+            for part in range(pairs.parts):
+                _join(target + part * pairs.size * wide, other + part * pairs.other_part, pairs.size, kind, like)
+    elif kind == DECAYS:
+        for row in range(first, last):
+            set_decays(carray(address_of(operation.job), 1, _DECAYS)[0], row, like)
+    elif kind == GATED_NORM:
+        for row in range(first, last):
+            norm_and_gate(carray(address_of(operation.job), 1, _GATED_NORM)[0], row, like)
     else:
         norm = carray(address_of(operation.job), 1, _NORM)[0]
         for row in range(first, last):
             source = int_at(step.picked + row * 8) if kind == PICKED_NORM else row
             size = norm.size * wide
-            normalise(norm.input + source * size, norm.weight, norm.output + row * size, norm.size, norm.epsilon, like)
+            normalise(norm.input + source * size, norm.weight, norm.output + row * size, norm.size, norm.epsilon, norm.wide, like)
 
 
 @compiled
@@ -261,7 +299,27 @@ def _take_rows(step: Any, operation: Any, rows: int, taken: int, requests: Any, 
 
 
 @compiled
-def _run(steps: Any, forms: Any, like: Any) -> None:
+def _take_states(step: Any, operation: Any, taken: int, states: Any, like: Any) -> tuple[int, int]:
+    """What every thread does of an operation with states; returns how many parts it has, and how many were computed here.
+
+    Without states there are none, and no code for them.
+    """
+    if states is None:
+        return 0, 0
+    walks = carray(address_of(step.walks), step.num_walks, WALK)
+    if operation.kind == CONVOLVE:
+        convolution = carray(address_of(operation.job), 1, CONVOLUTION)[0]
+        return channel_parts(convolution) * len(walks), convolve_channels(convolution, walks, taken, like)
+    rule = carray(address_of(operation.job), 1, RULE)[0]
+    if operation.kind == KEEP:
+        return kept_rows(walks), keep_rows(rule, walks, taken, like)
+    if operation.kind == DELTA_RULE:
+        return rule.heads * len(walks), walk_heads(rule, walks, taken, like, like)
+    return rule.heads * len(walks), walk_heads(rule, walks, taken, like, _FLOAT)
+
+
+@compiled
+def _run(steps: Any, forms: Any, states: Any, like: Any) -> None:
     """What every thread does. ``expected`` parts are done once all operations up to here are."""
     step = carray(steps, 1)[0]
     operations = carray(address_of(step.operations), step.count, _OPERATION)
@@ -282,6 +340,9 @@ def _run(steps: Any, forms: Any, like: Any) -> None:
             layer = carray(address_of(operation.job), 1, LAYER)[0]
             expected += blocks_of(requests, layer)
             done = attend_blocks(layer, requests, taken, like)
+        elif operation.kind >= CONVOLVE:
+            parts, done = _take_states(step, operation, taken, states, like)
+            expected += parts
         else:
             expected += rows
             done = _take_rows(step, operation, rows, taken, requests, thread, forms, like)
@@ -293,13 +354,13 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(np.dtype(NativeStep))))
 
 
 @cache
-def entry_point(dtype: str, names: tuple[str, ...] = ()) -> Any:
-    """The C function ``void (NativeStep *)`` that every thread calls, for weights of a type and in some formats; see
-    ``native_attention.entry_point``."""
-    like, forms = TYPES[dtype], Forms(names)
+def entry_point(dtype: str, names: tuple[str, ...] = (), states: bool = False) -> Any:
+    """The C function ``void (NativeStep *)`` that every thread calls, for weights of a type and in some formats, with layers that
+    keep states or without; see ``native_attention.entry_point``."""
+    like, forms, kept = TYPES[dtype], Forms(names), 1 if states else None
 
     def run(job: Any) -> None:
-        _run(job, forms, like)
+        _run(job, forms, kept, like)
 
-    run.__qualname__ = f"run_{dtype}_{forms}"  # by which it is kept on disk
+    run.__qualname__ = f"run_{dtype}_{forms}_{states}"  # by which it is kept on disk
     return compiled_callback(_SIGNATURE)(run)

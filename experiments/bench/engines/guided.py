@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoding.drafters.base import TargetRows
 from engine.executor import LocalExecutor, Outcome, Verifier
@@ -25,7 +25,7 @@ _CERTAIN = 3e4  # logit of a known token: above all others, and a number in floa
 
 
 def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A Llama with random weights, tied embeddings and no end token, for the engine.
+    """A model with random weights, tied embeddings and no end token, for the engine.
 
     Args:
         size: a key of ``SIZES``.
@@ -34,10 +34,10 @@ def random_model(size: str, vocab_size: int, context: int, dtype: torch.dtype, s
         dtype: of weights and activations.
         seed: same seed, same weights.
     """
-    config = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, **SIZES[size],
-    )  # fmt: skip
+    config = AutoConfig.for_model(**{
+        "model_type": "llama", "vocab_size": vocab_size, "max_position_embeddings": context, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **SIZES[size],
+    })  # fmt: skip
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION).eval()
 

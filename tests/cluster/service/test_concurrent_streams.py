@@ -4,17 +4,20 @@ and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cache_service.namespace import hash_key
 from decoding.request import SamplingParams
-from tests.cluster.circle import bearer
-from tests.cluster.service.applications import TWIN_RUNNING, Answer, Twins, plain_answers
-from tests.helpers.models import SENTENCES
+from tests.cluster.circle import Server, bearer
+from tests.cluster.service.applications import TWIN_RUNNING, Answer, Twins, plain_answers, serving, tiny_config
+from tests.helpers.models import HYBRIDS, SENTENCES, save_model
 
 STREAMS, EACH = 32, 3  # streams at once, and requests that each makes one after another
 LONG = 64  # tokens
@@ -95,3 +98,51 @@ def test_many_streams_at_once_say_what_each_says_alone(twins: Twins, questions: 
     whole = asyncio.run(run())
     assert STREAMS * EACH // 2 < whole < STREAMS * EACH  # some left
     twins.becomes(status="ok", running=0, waiting=0, free_slots=2 * TWIN_RUNNING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granite4"])
+def test_conversations_with_a_model_that_keeps_states(family: str, api_server: Server, tmp_path: Path) -> None:
+    """Two at once that begin alike, drafted for, behind snapshots of the state: their texts are those of plain decoding."""
+    shape = copy.deepcopy(HYBRIDS[family])
+    shape.max_position_embeddings = 1024
+    save_model(tmp_path / "tiny", shape, seed=2)
+    config = tiny_config(
+        tmp_path, speculation={"strategy": "auto", "max_draft_tokens": 16, "options": {"all_rows": True}},
+        tenancy={"tenants": {"one": {"keys": [hash_key("key of one")]}}},
+    )  # fmt: skip
+    params = SamplingParams(48, ignore_eos=True)
+    alike = " ".join(SENTENCES) * 3
+    beginnings = [alike + " And then?", alike + " What of the fox?"]
+    answers = plain_answers(config.model, *((prompt, params) for prompt in beginnings))
+    further = beginnings[0] + answers[0].text + " Why?"
+    (last,) = plain_answers(config.model, (further, params))
+    common = next(at for at, pair in enumerate(zip(*(each.prompt_ids for each in answers), strict=False)) if pair[0] != pair[1])
+    assert common > 128 and len({tuple(each.ids) for each in (*answers, last)}) == 3
+
+    async def read(http: httpx.AsyncClient, prompt: str) -> tuple[str, int, int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
+        text, usage = "", {}
+        async with http.stream("POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line and line != "data: [DONE]":
+                    event = json.loads(line.removeprefix("data: "))
+                    usage = event["usage"] or usage
+                    text += "".join(choice["text"] for choice in event["choices"])
+        return text, usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    async def talk(url: str) -> list[tuple[str, int, int]]:
+        async with httpx.AsyncClient(base_url=url, headers=bearer("key of one"), timeout=120) as http:
+            first = await read(http, beginnings[0])
+            return [first, *await asyncio.gather(read(http, further), read(http, beginnings[1]))]
+
+    with serving(api_server, f"states-{family.replace('_', '-')}", config, 8) as served:
+        served.becomes(status="ok")
+        first, on, beside = asyncio.run(talk(served.url))
+        metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
+    assert first == (answers[0].text, 48, 0)
+    assert on == (last.text, 48, len(answers[0].prompt_ids) - 1)  # behind the first prompt; its answer is cut into other tokens
+    assert beside[:2] == (answers[1].text, 48) and beside[2] in (128, 256) and beside[2] <= common  # from a snapshot
+    accepted = [line for line in metrics.splitlines() if line.startswith("outrider:accepted_tokens")]
+    assert any(float(line.rsplit(" ", 1)[1]) > 0 for line in accepted), accepted

@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -41,6 +44,33 @@ KNOWN: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**QWEN2, sliding_window=10, use_sliding_window=True, max_window_layers=1),
     "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
 }
+STATES = {**COMMON, "num_hidden_layers": 4, "tie_word_embeddings": True}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+SPACE = {
+    "mamba_n_heads": 20, "mamba_d_head": 16, "mamba_expand": 5, "mamba_d_state": 16, "mamba_n_groups": 2, "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+}  # fmt: skip
+LINEAR, FULL = "linear_attention", "full_attention"
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "lfm2": Lfm2Config(**STATES, layer_types=["conv", FULL, "conv", FULL], conv_L_cache=3, block_auto_adjust_ff_dim=False),
+    "lfm2, biases": Lfm2Config(**STATES, layer_types=[FULL, "conv", "conv", "conv"], conv_bias=True),
+    "qwen3.5": Qwen3_5TextConfig(
+        **{**STATES, "head_dim": 64}, **DELTA, layer_types=[LINEAR, FULL, LINEAR, LINEAR],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "granite 4": GraniteMoeHybridConfig(
+        **STATES, **SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], embedding_multiplier=3.0, logits_scaling=6.0,
+        residual_multiplier=0.4, attention_multiplier=0.1, position_embedding_type=None,
+    ),
+    "granite 4, turned": GraniteMoeHybridConfig(
+        **STATES, **SPACE, layer_types=["mamba", "attention", "mamba", "mamba"], position_embedding_type="rope",
+        mamba_proj_bias=True,
+    ),
+    "granite 4, attention alone": GraniteMoeHybridConfig(
+        **{**STATES, "num_hidden_layers": 2}, **SPACE, layer_types=["attention", "attention"], residual_multiplier=0.4,
+        attention_bias=True,
+    ),
+}  # fmt: skip
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.01, torch.float32: 1e-4}
 
 
@@ -72,10 +102,9 @@ def batches() -> list[Batch]:
 
 
 @pytest.mark.parametrize("dtype", COMPILED)
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", KNOWN | HYBRIDS)
 def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
-    model = build(KNOWN[family], dtype)
-    runner, modules = ModelRunner(model, 2, 96), ModelRunner(model, 2, 96)
+    runner, modules = (ModelRunner(build((KNOWN | HYBRIDS)[family], dtype), 2, 96) for _ in range(2))
     assert runner._whole is not None
     modules._whole = None
     scale = 0.0
@@ -91,11 +120,18 @@ def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "qwen3", "granite 4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lfm2", "qwen3.5"))],
+)
 def test_every_row_has_the_same_bits(family: str, number: int, dtype: torch.dtype, threads: None) -> None:
     torch.set_num_threads(number)
-    runner = ModelRunner(build(KNOWN[family], dtype), 2, 400)
+    runner = ModelRunner(build((KNOWN | HYBRIDS)[family], dtype), 2, 400)
     assert runner._whole is not None and exactness.check(runner) is None
+
+
+def test_one_slot_is_enough_to_look_for_that() -> None:
+    assert exactness.check(ModelRunner(build(HYBRIDS["lfm2"], torch.float32), 1, 400)) is None
 
 
 @pytest.mark.parametrize("rows", [600, 2])

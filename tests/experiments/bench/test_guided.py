@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
 from cluster.cli.generate.strategy_option import parse_strategy
@@ -20,6 +20,7 @@ from decoding.drafters.base import Drafter, TargetRows
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request
 from decoding.tree import DraftTree
+from engine.loading.hybrids import is_hybrid
 from engine.loading.model import LoadedModel
 from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import EngineContestant, Prompt
@@ -139,8 +140,10 @@ def test_same_seed_same_weights() -> None:
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
-def test_the_model_of_110_million_parameters_has_them() -> None:
+@pytest.mark.parametrize("size", [size for size in SIZES if size.endswith("m")])
+def test_a_random_model_has_as_many_parameters_as_it_is_called_after(size: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=50257, tie_word_embeddings=True, **SIZES["110m"]))
-    assert 107e6 < model.num_parameters() < 113e6
-    assert (model.config.num_hidden_layers, model.config.hidden_size) == (12, 768)
+        model = random_model(size, 50257, 64, torch.bfloat16, 0)
+    assert 0.96 < model.num_parameters() / float(size.rpartition("-")[2].removesuffix("m")) / 1e6 < 1.04
+    hybrid = is_hybrid(model.config)
+    assert hybrid == ("-" in size) and len(set(getattr(model.config, "layer_types", None) or [0])) == 1 + hybrid

@@ -17,6 +17,7 @@ from experiments.bench.engines.competition import Tally, decode_ratios, where_ti
 from experiments.bench.engines.contestants import Prompt, Run
 from experiments.bench.engines.models import Workload, fitting
 from experiments.bench.engines.stock_generate import StockAssisted, StockGenerate
+from experiments.bench.options import SIZES
 from experiments.bench.strategies import unfaithful
 from tests.helpers.models import llama_config, save_model
 
@@ -155,3 +156,35 @@ def test_bad_names_are_one_line(tiny_model: Path, known: Path, tmp_path: Path, c
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert ["did you mean 'llma'" in errors[0], "could not be read" in errors[1], "--assistant" in errors[2]] == [True] * 3
     assert not (tmp_path / "out").exists()
+
+
+def test_random_models_of_several_families_follow_known_outputs_in_turns(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "num_key_value_heads": 2}
+    monkeypatch.setitem(SIZES, "tiny-lfm2", {**SIZES["tiny"], "model_type": "lfm2", "hidden_size": 128, **layers})
+    path, out = tmp_path / "known.jsonl", tmp_path / "out"
+    path.write_text(json.dumps({"id": "k/1", "prompt": SENTENCE, "output": SENTENCE * 2}) + "\n")
+    models = ("--random-model", "tiny", "tiny-lfm2", "--prompts", path)
+    bench(*models, "--tokenizer", tiny_model, "--dtype", "float32", "--out", out)
+    results = record_of(out)["results"]
+    assert list(results["models"]) == list(results["gains"]) == ["tiny", "tiny-lfm2"]
+    assert all(list(model["step_ms"]) == ["1", "8", "16"] for model in results["models"].values())
+    (workload,) = results["workloads"].values()
+    assert workload["records"] == 1 and len(workload["contestants"]) == 6
+    for name in results["models"]:
+        plain, drafted = (workload["contestants"][f"{name}, {strategy}"] for strategy in ("plain", OURS[1]))
+        assert (plain["speedup"], plain["tokens_per_step"], plain["differing"]) == ([1.0, 1.0], 1.0, 0)
+        assert drafted["tokens_per_step"] > 1.5 and drafted["drafted_per_step"] > 1 and drafted["differing"] == 0
+        assert list(results["gains"][name]) == [*OURS[1:]]
+    first, other = (results["gains"][name][OURS[1]] for name in results["models"])
+    assert first["of_first"] == [1.0, 1.0]
+    for speedup, base, share in zip(other["speedup"], first["speedup"], other["of_first"], strict=True):
+        assert share == pytest.approx(speedup / base, rel=0.02)
+    assert "tiny-lfm2" in capsys.readouterr().out
+    alone = ["--tokenizer", str(tiny_model), "--strategy", "autoregressive"]
+    assert main(["strategies", *map(str, models), *alone, "--out", str(tmp_path)]) == 2
+    assert "needs a --strategy besides autoregressive" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        bench(*models, code=2)
+    assert "--random-model needs --tokenizer" in capsys.readouterr().err

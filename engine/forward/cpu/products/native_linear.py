@@ -43,6 +43,7 @@ from engine.forward.cpu.lanes import (
     prefetch,
     primitive,
     silu,
+    splat,
     spread,
     store,
     stored,
@@ -76,6 +77,7 @@ class Linear(ctypes.Structure):
         ("form", ctypes.c_int64),  # number of the format of the weight's panels; 0 where they are of the type
         ("up_form", ctypes.c_int64),
         ("scratch", ctypes.c_int64),  # for each thread room for two unpacked panels, where there are packed ones
+        ("factor", ctypes.c_double),  # that the output is multiplied with before it is added; 0: with none
     )
 
 
@@ -187,6 +189,8 @@ def _finish(job: Any, row: int, rows: int, first: int, sums: int, ups: int, like
             if job.up:
                 up = _with_bias(ups + own * _PANEL_BYTES + half * 4, job.up_bias, place, like)
                 numbers = multiply(stored(silu(numbers), like), up)
+            if job.factor:
+                numbers = multiply(stored(numbers, like), splat(np.float32(job.factor)))
             target = (row + own) * job.output_stride + place
             if first + half + WIDTH <= job.outputs:
                 if job.added:

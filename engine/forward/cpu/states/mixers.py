@@ -20,6 +20,7 @@ from engine.errors import ModelLoadError
 from engine.forward.thin_modules import whole_parts
 
 CONVOLUTION, DELTA_RULE, SPACE_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+CONVOLUTION_ALONE = ""  # in the place of a rule, where there is none
 _NAMES = (CONVOLUTION, DELTA_RULE, SPACE_RULE)
 _METHODS = {CONVOLUTION: "convolve", DELTA_RULE: "delta_rule", SPACE_RULE: "space_rule"}  # of a running step's ``states``
 

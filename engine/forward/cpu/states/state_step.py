@@ -1,4 +1,4 @@
-"""The states of a running step, as the mixers of a model ask for them: see ``engine.forward.cpu.states.native_states``."""
+"""The states of a running step, as the mixers of a model ask for them: see ``engine.forward.cpu.states.native_walk``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.kv.kv_cache import KVShape
 from engine.kv.state_cache import StateCache, StatePlan, StateSite
 
 if TYPE_CHECKING:  # it imports numba
-    from engine.forward.cpu.states.native_states import NativeWalk
+    from engine.forward.cpu.states.native_walk import NativeWalk
 
 _WIDTH = 16  # numbers of a vector
 _WORTH_THREADS = 1 << 16  # numbers that are computed with: some microseconds, as much as it takes to wake a thread
@@ -133,7 +133,7 @@ class States:
             cache: with a site for each, in the order of their numbers.
             dtype: of the model.
         """
-        self.cache, self.dtype = cache, DTYPES[dtype]
+        self.cache, self.dtype, self.shapes = cache, DTYPES[dtype], shapes
         self.places = {number: at for at, number in enumerate(sorted(shapes))}
         self.reach = max((shape.reach for shape in shapes.values()), default=0)
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
@@ -158,7 +158,8 @@ class States:
 @cache
 def _kernels(dtype: str) -> tuple[Kernel, Kernel, Kernel]:
     """Of convolutions, of the delta rule and of the state space rule."""
-    from engine.forward.cpu.states.native_states import convolution_entry, rule_entry  # needs numba
+    from engine.forward.cpu.states.native_convolution import convolution_entry  # needs numba
+    from engine.forward.cpu.states.native_rule import rule_entry
 
     entries = convolution_entry(dtype), rule_entry(dtype, dtype), rule_entry(dtype, "float32")
     found = tuple(Kernel(entry.address) for entry in entries)
@@ -170,7 +171,7 @@ class StateStep:
 
     def __init__(self, states: States, segments: Sequence[Segment], plans: Sequence[StatePlan]) -> None:
         """See ``States.begin``."""
-        from engine.forward.cpu.states.native_states import NativeWalk
+        from engine.forward.cpu.states.native_walk import NativeWalk
 
         self._states, self._segments, self._plans = states, segments, plans
         self._rows = sum(segment.rows for segment in segments)
@@ -181,7 +182,7 @@ class StateStep:
             self._fill(walk, segment, plan)
 
     def _fill(self, walk: NativeWalk, segment: Segment, plan: StatePlan) -> None:
-        from engine.forward.cpu.states.native_states import walk_steps, walk_taps
+        from engine.forward.cpu.states.native_walk import walk_steps, walk_taps
 
         cache, reach = self._states.cache, self._states.reach
         parents = _NO_TREE if segment.parents is None else np.ascontiguousarray(segment.parents)
@@ -197,6 +198,11 @@ class StateStep:
         walk.steps, walk.taps, walk.windows = steps.ctypes.data, taps.ctypes.data, windows.ctypes.data
         walk.most_taps, walk.num_windows = reach, len(windows)
         walk.keep_first, walk.keep_count = plan.spine, plan.keep
+
+    @property
+    def walks(self) -> tuple[int, int]:
+        """The address of the walks of all requests, which stay as long as this does, and how many there are."""
+        return ctypes.addressof(self._walks), len(self._walks)
 
     def finish(self) -> None:
         """Says that all layers were computed."""
@@ -215,7 +221,7 @@ class StateStep:
             bias: [channels].
             activation: silu, or none.
         """
-        from engine.forward.cpu.states.native_states import NativeConvolution
+        from engine.forward.cpu.states.native_convolution import NativeConvolution
 
         states, cache = self._states, self._states.cache
         rows, place = hidden[0].t(), states.places[site]
@@ -267,7 +273,7 @@ class StateStep:
         self, kernel: int, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
         rate: torch.Tensor, output: torch.Tensor, **more: Any,
     ) -> None:  # fmt: skip
-        from engine.forward.cpu.states.native_states import NativeRule
+        from engine.forward.cpu.states.native_rule import NativeRule
 
         states, cache = self._states, self._states.cache
         place = states.places[site]

@@ -1,9 +1,4 @@
-"""Recurrent rules and short convolutions in compiled code: one form for prompts, decoding steps and trees.
-
-A row's state is that of its parent, advanced by one step. So a head walks the rows of a request one after another, wherever a
-text is cut: over committed rows in the slot itself, then down the tree, depth first, with a copy of the state for each branch
-that is still to be gone down. A chunk form would read the weights of many rows at once, and would add up in an order that follows
-the cut. What a row is given depends on the tokens before it alone, to the last bit.
+"""Recurrent rules in compiled code, along the paths of ``native_walk``: one form for prompts, decoding steps and trees.
 
 Two rules are computed, both in float32 whatever the model's type, over a state S of [key_dim, value_dim] for each head:
 
@@ -31,46 +26,24 @@ from engine.forward.cpu.lanes import (
     bytes_of,
     claim,
     copy_bytes,
+    count_on,
     int_at,
     load,
     load_splat,
     multiply,
     multiply_add,
-    silu,
     splat,
     store,
-    stored,
     subtract,
     total,
     wait_for,
 )
+from engine.forward.cpu.states.native_walk import ADVANCE, COMPUTE, SAVE, WALK
 
 BLOCK = 4 * WIDTH  # values of a head whose states are in the nearest cache together, where there are so many
-_CHANNELS = 8 * WIDTH  # of a convolution that a thread takes at once
 _TILE = 16  # steps of a walk that go through one block before the next one
 _FLOAT = np.float32(0)  # names the type
 _ONE = np.float32(1)
-ADVANCE, COMPUTE, SAVE = 0, 1, 2  # kinds of steps: over a kept row, over a row of the batch, to another place
-
-
-class NativeWalk(ctypes.Structure):
-    """What is done with the state of one slot. Addresses are those of the first element."""
-
-    _fields_ = (
-        ("slot", ctypes.c_int64),
-        ("fresh", ctypes.c_int64),  # whether it begins from zeros
-        ("offset", ctypes.c_int64),  # first row in the batch
-        ("rows", ctypes.c_int64),
-        ("steps", ctypes.c_int64),  # [num_steps, 4] int64: kind, row or place, buffer from which, buffer to which; -1: to none
-        ("num_steps", ctypes.c_int64),
-        ("buffers", ctypes.c_int64),  # the slot's own, number 0, counts
-        ("taps", ctypes.c_int64),  # [rows, most_taps] int64: the rows before each, the nearest first; see ``_column``
-        ("most_taps", ctypes.c_int64),
-        ("windows", ctypes.c_int64),  # [num_windows, 1 + most_taps] int64: a place, and what its window will hold, as ``taps``
-        ("num_windows", ctypes.c_int64),
-        ("keep_first", ctypes.c_int64),  # of the rows whose inputs are kept
-        ("keep_count", ctypes.c_int64),
-    )
 
 
 class NativeRule(ctypes.Structure):
@@ -111,152 +84,8 @@ class NativeRule(ctypes.Structure):
     )
 
 
-class NativeConvolution(ctypes.Structure):
-    """A convolution's work, as ``NativeRule``."""
-
-    _fields_ = (
-        ("input", ctypes.c_int64),  # [rows, channels]
-        ("input_row", ctypes.c_int64),
-        ("weight", ctypes.c_int64),  # [taps + 1, channels] float32, that of the row itself last
-        ("bias", ctypes.c_int64),  # [channels] float32; 0 without one
-        ("output", ctypes.c_int64),  # [rows, channels]
-        ("channels", ctypes.c_int64),  # a multiple of ``WIDTH``
-        ("taps", ctypes.c_int64),  # rows before each that count
-        ("silu", ctypes.c_int64),  # whether the outputs go through it
-        ("states", ctypes.c_int64),  # of each place, [taps, channels]: the last rows, the nearest first
-        ("place_bytes", ctypes.c_int64),
-        ("kept", ctypes.c_int64),  # [slots, kept_rows, channels]
-        ("kept_rows", ctypes.c_int64),
-        ("walks", ctypes.c_int64),
-        ("num_walks", ctypes.c_int64),
-        ("taken", ctypes.c_int64),  # parts that threads have taken: 0 at the start
-    )
-
-
-RULE, CONVOLUTION, WALK = np.dtype(NativeRule), np.dtype(NativeConvolution), np.dtype(NativeWalk)
+RULE = np.dtype(NativeRule)
 _TAKEN, _DONE, _COPIED = NativeRule.taken.offset, NativeRule.done.offset, NativeRule.copied.offset
-_CONV_TAKEN = NativeConvolution.taken.offset
-
-
-# ---- what a forward does with a slot -------------------------------------------------------------------------------------------
-
-
-@compiled
-def walk_steps(parents: Any, spine: int, path: Any, saves: Any, steps: Any) -> tuple[int, int]:
-    """Fills the steps of a walk: over kept rows, over the spine, and down the tree.
-
-    A branch that is the last one below its row takes over the state of that row; a row without branches leaves none behind.
-
-    Args:
-        parents: [n] int32 of the tree's rows, parents first; -1: below the spine.
-        spine: rows before the tree.
-        path: [m] int64, kept rows to begin with.
-        saves: [s, 2] int64: after how many rows of the spine the state is copied, and to which place; in order.
-        steps: [m + spine + s + n, 4] int64.
-
-    Returns:
-        The number of steps and of buffers.
-    """
-    count = 0
-    for row in path:
-        steps[count] = (ADVANCE, row, 0, 0)
-        count += 1
-    save = 0
-    for row in range(spine):
-        steps[count] = (COMPUTE, row, 0, 0)
-        count += 1
-        while save < len(saves) and saves[save, 0] == row + 1:
-            steps[count] = (SAVE, saves[save, 1], 0, 0)
-            count, save = count + 1, save + 1
-    nodes = len(parents)
-    below, waiting = np.zeros(nodes, np.int64), np.empty(nodes, np.int64)
-    for node in range(nodes):
-        if parents[node] >= 0:
-            below[parents[node]] += 1
-    left, held, free = below.copy(), np.zeros(nodes, np.int64), np.empty(nodes + 1, np.int64)
-    # The rows below each, linked.
-    first, following = np.full(nodes, -1, np.int64), np.full(nodes, -1, np.int64)
-    num_waiting = num_free = 0
-    for node in range(nodes - 1, -1, -1):
-        parent = parents[node]
-        if parent < 0:
-            waiting[num_waiting] = node
-            num_waiting += 1
-        else:
-            following[node], first[parent] = first[parent], node
-    buffers = 1
-    while num_waiting:
-        num_waiting -= 1
-        node = waiting[num_waiting]
-        parent = parents[node]
-        source, last = 0, False
-        if parent >= 0:
-            left[parent] -= 1
-            source, last = held[parent], left[parent] == 0
-        target = -1
-        if below[node]:
-            if last:
-                target = source
-            elif num_free:
-                num_free -= 1
-                target = free[num_free]
-            else:
-                target = buffers
-                buffers += 1
-            held[node] = target
-        elif last:
-            free[num_free] = source
-            num_free += 1
-        steps[count] = (COMPUTE, spine + node, source, target)
-        count += 1
-        begin, child = num_waiting, first[node]
-        while child >= 0:
-            waiting[num_waiting] = child
-            num_waiting, child = num_waiting + 1, following[child]
-        waiting[begin:num_waiting] = waiting[begin:num_waiting][::-1].copy()
-    return count, buffers
-
-
-@compiled
-def walk_taps(parents: Any, spine: int, path: Any, taps: Any, saves: Any, windows: Any) -> None:
-    """Fills the rows before each row, and what the windows of the slot and of other places will hold.
-
-    Codes: a row of the request in this forward, or below 0: -1 and what ``_column`` says.
-
-    Args:
-        parents: as in ``walk_steps``; so are ``spine``, ``path`` and ``saves``.
-        taps: [rows, k] int64 to be filled, the nearest row first.
-        windows: [s + 1, 1 + k] int64 to be filled but for the last place, which is set.
-    """
-    rows, reach = taps.shape
-    for row in range(rows):
-        before = row - 1
-        if row >= spine:
-            parent = parents[row - spine]
-            before = spine - 1 if parent < 0 else spine + parent
-        if reach:
-            taps[row, 0] = before if before >= 0 else _past(0, path, reach)
-            for tap in range(1, reach):
-                taps[row, tap] = taps[before, tap - 1] if before >= 0 else _past(tap, path, reach)
-    for at in range(len(windows)):
-        end = spine
-        if at < len(saves):
-            end = saves[at, 0]
-            windows[at, 0] = saves[at, 1]
-        for tap in range(reach):
-            row = end - 1 - tap
-            windows[at, 1 + tap] = row if row >= 0 else _past(-1 - row, path, reach)
-
-
-@compiled
-def _past(back: int, path: Any, reach: int) -> int:
-    """The code of what is so many rows before the last one that was committed before this forward."""
-    if back < len(path):
-        return -1 - (reach + path[len(path) - 1 - back])
-    return -1 - (back - len(path))
-
-
-# ---- rules ---------------------------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -440,104 +269,55 @@ def _keep_row(rule: Any, walk: Any, kept_row: int, like: Any) -> None:
 
 
 @compiled
-def _run_rule(job: Any, like: Any, written: Any) -> None:
-    """What every thread does: takes heads; when all are computed, and nobody needs what was kept before, keeps inputs of rows."""
-    rules = carray(job, 1)
-    rule, at = rules[0], rules.ctypes.data
-    walks = carray(address_of(rule.walks), rule.num_walks, WALK)
-    items = rule.num_walks * rule.heads
+def walk_heads(rule: Any, walks: Any, taken: int, like: Any, written: Any) -> int:
+    """What every thread does: takes heads of requests until none are left; returns how many."""
+    done = 0
     while True:
-        item = claim(at + _TAKEN)
-        if item >= items:
-            break
+        item = claim(taken)
+        if item >= len(walks) * rule.heads:
+            return done
         _walk(rule, walks[item // rule.heads], item % rule.heads, like, written)
-        claim(at + _DONE)
-    wait_for(at + _DONE, items)
-    row, number, begun = claim(at + _COPIED), 0, 0  # the kept rows before those of walk ``number``
-    while number < rule.num_walks:
+        done += 1
+
+
+@compiled
+def keep_rows(rule: Any, walks: Any, taken: int, like: Any) -> int:
+    """What every thread does once all heads are computed, and nobody needs what was kept before: keeps inputs of rows.
+
+    Returns:
+        How many rows it took.
+    """
+    row, number, begun, done = claim(taken), 0, 0, 0  # the kept rows before those of walk ``number``
+    while number < len(walks):
         if row - begun < walks[number].keep_count:
             _keep_row(rule, walks[number], row - begun, like)
-            row = claim(at + _COPIED)
+            row, done = claim(taken), done + 1
         else:
             begun += walks[number].keep_count
             number += 1
-
-
-# ---- convolutions --------------------------------------------------------------------------------------------------------------
-
-
-@compiled
-def _column(conv: Any, walk: Any, code: int, wide: int) -> int:
-    """The address of a row's numbers: of the forward where the code is not below 0; else of the window of the slot, -1 being the
-    nearest row, and behind the window of the kept rows."""
-    if code >= 0:
-        return conv.input + (walk.offset + code) * conv.input_row
-    back = -1 - code
-    if back < conv.taps:
-        return conv.states + walk.slot * conv.place_bytes + back * conv.channels * wide
-    return conv.kept + (walk.slot * conv.kept_rows + back - conv.taps) * conv.channels * wide
+    return done
 
 
 @compiled
-def _convolve(conv: Any, walk: Any, first: int, last: int, like: Any) -> None:
-    """Some channels of all rows of a request; then the windows, and what is kept."""
-    wide, taps = bytes_of(like), conv.taps
-    if walk.fresh:
-        for tap in range(taps):
-            at = conv.states + walk.slot * conv.place_bytes + tap * conv.channels * wide
-            for channel in range(first, last, WIDTH):
-                store(at + channel * wide, splat(_FLOAT), like)
-    for row in range(walk.rows):
-        codes = walk.taps + row * walk.most_taps * 8
-        own = conv.input + (walk.offset + row) * conv.input_row
-        output = conv.output + (walk.offset + row) * conv.channels * wide
-        for channel in range(first, last, WIDTH):
-            place, weight = channel * wide, conv.weight + channel * 4
-            sums = load(conv.bias + channel * 4, _FLOAT) if conv.bias else splat(_FLOAT)
-            for tap in range(taps - 1, -1, -1):
-                numbers = load(_column(conv, walk, int_at(codes + tap * 8), wide) + place, like)
-                sums = multiply_add(numbers, load(weight + (taps - 1 - tap) * conv.channels * 4, _FLOAT), sums)
-            sums = multiply_add(load(own + place, like), load(weight + taps * conv.channels * 4, _FLOAT), sums)
-            sums = stored(sums, like)
-            if conv.silu:
-                sums = silu(sums)
-            store(output + place, sums, like)
-    held = np.empty(taps * (last - first), np.float32)
-    for number in range(walk.num_windows):
-        window = walk.windows + number * (1 + walk.most_taps) * 8
-        target = conv.states + int_at(window) * conv.place_bytes
-        for tap in range(taps):
-            source = _column(conv, walk, int_at(window + (1 + tap) * 8), wide)
-            for channel in range(first, last, WIDTH):
-                numbers = load(source + channel * wide, like)
-                store(held.ctypes.data + (tap * (last - first) + channel - first) * 4, numbers, _FLOAT)
-        for tap in range(taps):
-            for channel in range(first, last, WIDTH):
-                numbers = load(held.ctypes.data + (tap * (last - first) + channel - first) * 4, _FLOAT)
-                store(target + (tap * conv.channels + channel) * wide, numbers, like)
-    for kept_row in range(walk.keep_count):
-        source = conv.input + (walk.offset + walk.keep_first + kept_row) * conv.input_row + first * wide
-        target = conv.kept + ((walk.slot * conv.kept_rows + kept_row) * conv.channels + first) * wide
-        copy_bytes(source, target, (last - first) * wide)
+def kept_rows(walks: Any) -> int:
+    """How many rows are kept."""
+    count = 0
+    for number in range(len(walks)):
+        count += walks[number].keep_count
+    return count
 
 
 @compiled
-def _run_convolution(job: Any, like: Any) -> None:
-    """What every thread does: takes some channels of a request until none are left."""
-    convs = carray(job, 1)
-    conv, at = convs[0], convs.ctypes.data
-    walks = carray(address_of(conv.walks), conv.num_walks, WALK)
-    parts = (conv.channels + _CHANNELS - 1) // _CHANNELS
-    while True:
-        item = claim(at + _CONV_TAKEN)
-        if item >= parts * conv.num_walks:
-            break
-        first = item % parts * _CHANNELS
-        _convolve(conv, walks[item // parts], first, min(first + _CHANNELS, conv.channels), like)
+def _run(job: Any, like: Any, written: Any) -> None:
+    rules = carray(job, 1)
+    rule, at = rules[0], rules.ctypes.data
+    walks = carray(address_of(rule.walks), rule.num_walks, WALK)
+    count_on(at + _DONE, walk_heads(rule, walks, at + _TAKEN, like, written))
+    wait_for(at + _DONE, rule.num_walks * rule.heads)
+    keep_rows(rule, walks, at + _COPIED, like)
 
 
-_RULE_SIGNATURE = types.void(types.CPointer(from_dtype(RULE)))
-_CONV_SIGNATURE = types.void(types.CPointer(from_dtype(CONVOLUTION)))
+_SIGNATURE = types.void(types.CPointer(from_dtype(RULE)))
 
 
 @cache
@@ -551,19 +331,7 @@ def rule_entry(dtype: str, written: str) -> Any:
     like, output = TYPES[dtype], TYPES[written]
 
     def run(job: Any) -> None:
-        _run_rule(job, like, output)
+        _run(job, like, output)
 
-    run.__qualname__ = f"run_rule_{dtype}_{written}"  # by which it is kept on disk
-    return compiled_callback(_RULE_SIGNATURE)(run)
-
-
-@cache
-def convolution_entry(dtype: str) -> Any:
-    """The C function ``void (NativeConvolution *)`` that every thread calls, as ``rule_entry``."""
-    like = TYPES[dtype]
-
-    def run(job: Any) -> None:
-        _run_convolution(job, like)
-
-    run.__qualname__ = f"run_convolution_{dtype}"
-    return compiled_callback(_CONV_SIGNATURE)(run)
+    run.__qualname__ = f"run_{dtype}_{written}"  # by which it is kept on disk
+    return compiled_callback(_SIGNATURE)(run)

@@ -1,0 +1,113 @@
+"""Memory for what is between the operations of a forward, and what these are told of it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.forward.cpu.products.row_linear import PANEL, filled_up, unpacked_numbers, where_it_lies
+
+if TYPE_CHECKING:  # it imports numba
+    from engine.forward.cpu.products.native_linear import Linear
+
+
+class RowBuffers:
+    """Rows of numbers, by name, and all that operations point to. It stays where it is."""
+
+    def __init__(self, rows: int, threads: int, dtype: torch.dtype) -> None:
+        """Room for so many rows of a model of a type."""
+        self.rows, self.threads, self.dtype = rows, threads, dtype
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._scratch: dict[int, torch.Tensor] = {}  # by the size of rows: threads may be in different operations
+        self._kept: list[object] = []
+
+    def make(self, name: str, size: int, dtype: torch.dtype | None = None) -> None:
+        """Takes memory for [rows, size], of the model's type when none is named; once for a name."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self.rows, size, dtype=dtype or self.dtype)
+        assert self._buffers[name].shape[1] == size, (name, size)
+
+    def at(self, name: str, first: int = 0) -> int:
+        """The address of a number of the first row."""
+        buffer = self._buffers[name]
+        return buffer.data_ptr() + first * buffer.element_size()
+
+    def size(self, name: str) -> int:
+        """Numbers of a row."""
+        return self._buffers[name].shape[1]
+
+    def stride(self, name: str) -> int:
+        """Bytes from one row to the next."""
+        return self._buffers[name].shape[1] * self._buffers[name].element_size()
+
+    def address_of(self, numbers: torch.Tensor | None) -> int:
+        """Where they lie, and stay; 0 for none."""
+        if numbers is None:
+            return 0
+        self._kept.append(numbers)
+        return numbers.data_ptr()
+
+    def keep(self, job: ctypes.Structure) -> int:
+        """Its address, which stays."""
+        self._kept.append(job)
+        return ctypes.addressof(job)
+
+    def scratch(self, size: int) -> int:
+        """Where threads unpack panels of rows of a size."""
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(unpacked_numbers(size, self.threads), dtype=self.dtype)
+        return self._scratch[size].data_ptr()
+
+    def panels_of(self, weight: torch.Tensor | None) -> tuple[int, int]:
+        """See ``where_it_lies``; they stay there."""
+        self._kept.append(weight)
+        return (0, 0) if weight is None else where_it_lies(weight)
+
+    def linear(
+        self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = "",
+        factor: float = 0.0, halves: bool = False,
+    ) -> Linear:  # fmt: skip
+        """A product of rows with a layer.
+
+        Args:
+            layer: whose outputs they are.
+            source: where the rows are.
+            target: where the outputs go.
+            up: of a product with a gate, which ``layer`` is then.
+            added: what the outputs are added to.
+            factor: what they are multiplied with before; 0: with nothing.
+            halves: whether ``layer`` is the gate, and ``up`` behind it.
+        """
+        from engine.forward.cpu.products.native_linear import Linear
+
+        outputs, size = layer.weight.shape
+        (address, form), (up_address, up_form) = (self.panels_of(None if one is None else one.weight) for one in (layer, up))
+        if halves:
+            outputs //= 2
+            panels = getattr(layer.weight, "panels", None)
+            panel_bytes = PANEL * size * layer.weight.element_size() if panels is None else panels.nbytes // len(panels)
+            up_address, up_form = address + outputs // PANEL * panel_bytes, form
+        bias, up_bias = (None if each is None or each.bias is None else filled_up(each.bias) for each in (layer, up))
+        return Linear(
+            self.at(source), self.stride(source), address, self.address_of(bias), up_address, self.address_of(up_bias),
+            self.at(added) if added else 0, self.at(target), self.stride(target), 0, size, outputs, 0, 0, form, up_form,
+            self.scratch(size) if form or up_form else 0, factor,
+        )  # fmt: skip
+
+    def product(
+        self, layer: torch.nn.Linear, source: str, target: str, up: torch.nn.Linear | None = None, added: str = "",
+        factor: float = 0.0, halves: bool = False,
+    ) -> int:  # fmt: skip
+        """The address of ``linear``."""
+        return self.keep(self.linear(layer, source, target, up, added, factor, halves))
+
+    def pairs(self, target: str, other: str, size: int = 0, first: int = 0, other_first: int = 0) -> int:
+        """The address of ``Pairs``: some numbers of each row of two buffers, all of the target's when no size is named."""
+        from engine.forward.cpu.native_step import Pairs
+
+        size = size or self.size(target)
+        return self.keep(
+            Pairs(self.at(target, first), self.stride(target), self.at(other, other_first), self.stride(other), 0, 1, size)
+        )
