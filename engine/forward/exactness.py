@@ -88,7 +88,7 @@ def check_attention(runner: ModelRunner) -> str | None:
     vocab = int(model.config.get_text_config().vocab_size)
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
     with first_layers(model):
-        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1)).float()
+        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1), reach=count).float()
         model.set_attn_implementation("eager")
         try:
             with torch.compiler.set_stance("force_eager"):  # layers that are compiled are so for tree attention
@@ -200,11 +200,12 @@ def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int) -> 
 
 
 def _logits(
-    runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)
-) -> torch.Tensor:
+    runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,),
+    reach: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """[n, vocab] of a tree below the last of the tokens, which is its root."""
     tree = _tree(int(tokens[-1]), rows, parents)
-    return runner.forward(pack([LineWork(Line(0, tokens), start, len(tokens), tree)])).clone()
+    return runner.forward(pack([LineWork(Line(0, tokens, reach=reach), start, len(tokens), tree)])).clone()
 
 
 def _tree(root: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)) -> DraftTree:
