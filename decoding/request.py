@@ -93,9 +93,9 @@ class Request:
     __slots__ = (
         "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
         "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
-        "params", "priority",
-        "prompt_logprobs", "prompt_scores", "public", "queued_s", "reach", "references", "report", "request_id", "scope", "siblings",
-        "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s", "weight",
+        "params", "priority", "prompt_logprobs", "prompt_scores", "public", "queued_s", "reach", "references", "report",
+        "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s",
+        "weight",
     )  # fmt: skip
 
     def __init__(

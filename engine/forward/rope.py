@@ -66,7 +66,7 @@ class LengthRope:
 def length_rope(config: PreTrainedConfig) -> LengthRope | None:
     """By a model's configuration; None where frequencies stay the same as far as the model goes, or cannot be followed by row.
 
-    That cannot be where kinds of layers have rotations of their own, or where ``generate`` gives up its cache at another length.
+    They cannot be where kinds of layers have rotations of their own.
     """
     text = config.get_text_config()
     rope, own = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
@@ -76,11 +76,11 @@ def length_rope(config: PreTrainedConfig) -> LengthRope | None:
     if kind == "dynamic":
         longest = int(own * rope.get("factor", 1.0))
         return LengthRope(int(own), longest, True, False) if longest > own else None
-    border, other = rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None)
-    prepare = inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].prepare_inputs_for_generation)
-    recomputes = other is not None and _ORIGINAL in prepare.__code__.co_names
-    if border is None or border >= own or (recomputes and other != border):
+    border = rope.get(_ORIGINAL)  # which is the configuration's own, where it has one
+    if border is None or border >= own:
         return None
+    prepare = inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].prepare_inputs_for_generation)
+    recomputes = getattr(config, _ORIGINAL, None) == border and _ORIGINAL in prepare.__code__.co_names
     return LengthRope(int(border), int(own), False, recomputes)
 
 

@@ -261,7 +261,7 @@ def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
 
 
 def _constant_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which longrope keeps one set of frequencies, where the next one cannot be had by row; None for other models."""
+    """Tokens up to which longrope keeps one set of frequencies, where the others cannot be had by row; None for other models."""
     if length_rope(config) is not None:
         return None
     text = config.get_text_config()

@@ -171,7 +171,8 @@ ROPES: dict[str, PreTrainedConfig] = {
     ),
     "llama_long": LlamaConfig(**_ROPED, rope_parameters=_LONG),
     "llama_dynamic": LlamaConfig(
-        **{**_ROPED, "max_position_embeddings": BORDER}, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        **{**_ROPED, "max_position_embeddings": BORDER},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
     ),
 }  # fmt: skip
 

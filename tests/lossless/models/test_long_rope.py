@@ -1,4 +1,4 @@
-"""Frequencies that depend on the length of a text: what comes out is what plain decoding gives, token for token, and ``generate``.
+"""Frequencies that depend on the length of a text: what comes out is what plain decoding and ``generate`` give.
 
 Texts end below the border, cross it, begin at it and begin beyond it.
 """
@@ -158,8 +158,8 @@ def test_a_text_that_crosses_is_computed_once_more_in_its_slot_while_others_go_o
     assert run(engine) == [] and [one.output_ids.tolist(), other.output_ids.tolist()] == [expected[2], expected[0]]
 
 
-# Prompts of one tenant, one after another, tokens wanted, and how many of the prompt are there; of dynamic rope only where another
-# number is given, since there each length of a prompt has frequencies of its own.
+# Lengths of prompts of one tenant, one after another, tokens wanted, and how many of the prompt are there by then. Of dynamic
+# rope the fifth finds none: there each length of a prompt has frequencies of its own.
 _SHARING = ((30, 4, 0), (38, 1, 30), (60, 24, 0), (60, 24, 59), (64, 24, 60), (35, 4, 34), (35, 24, 34))
 _OF_DYNAMIC = {4: 0}
 
