@@ -23,7 +23,7 @@ from engine.scheduling.placement import SlotPlacement
 from engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import BORDER, COMPILED, ROPES, VOCAB, engine_over, nearly, prepared, run, tiny_model
-from tests.helpers.ranks import BranchingDrafter, TinyGroup
+from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
 
 _QUICK = ("phi3_long", "llama_dynamic")
 FAMILIES = pytest.mark.parametrize(
@@ -114,6 +114,8 @@ def test_prompts_may_be_cut_anywhere(family: str, dtype: torch.dtype) -> None:
     for step_tokens in (4, 7, 13, 31, 64):
         engine = engine_over(tiny_model(family, name_of(dtype)).runner, build_drafter("llma", {}), 2, step_tokens)
         assert run(engine, *requests(expected)) == expected, step_tokens
+    cut = rank_runner(family, name_of(dtype), 0, fixed_rows=5)  # each forward of a step has so many rows
+    assert run(engine_over(cut, build_drafter("llma", {}), 3), *requests(expected)) == expected
 
 
 @FAMILIES
