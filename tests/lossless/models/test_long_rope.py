@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import STRATEGIES, build_drafter
 from decoding.request import Request, SamplingParams
+from engine.engine import Engine
 from engine.forward import exactness
 from engine.forward.rope import LengthRope
 from engine.kv.kv_cache import SlotCache
@@ -22,7 +25,7 @@ from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling.placement import SlotPlacement
 from engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
-from tests.helpers.models import BORDER, COMPILED, ROPES, VOCAB, engine_over, nearly, prepared, run, tiny_model
+from tests.helpers.models import BORDER, COMPILED, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
 
 _QUICK = ("phi3_long", "llama_dynamic")
@@ -218,6 +221,21 @@ def test_ranks_share_steps(family: str, dtype: torch.dtype) -> None:
                 assert group.run(requests(expected, tenant)) == expected
             assert len(group.state.ready) == world and not group.state.disagreements and not group.state.divergences
             assert any(min(times.rows) > 1 for times in group.times)
+
+
+@FAMILIES
+def test_a_draft_model_drafts_up_to_the_border(family: str, tmp_path: Path) -> None:
+    """The target drafts for itself, both loaded from a folder."""
+    folder = str(save_model(tmp_path, ROPES[family], seed=1))
+    options, running = ModelOptions(folder, dtype="float32"), EngineOptions(max_running=3)
+    alone = Engine.load(options, running, SpeculationOptions("autoregressive"))
+    assert alone.info.exact and alone.info.max_model_len > BORDER + MAX_TOKENS
+    expected = run(alone, *requests())
+    wanted = requests()
+    assert run(Engine.load(options, running, SpeculationOptions("speculative", 16, {}, draft_model=folder)), *wanted) == expected
+    drafted = [request.stats.drafted for request in wanted]
+    assert min(drafted[:3]) > 0 and not any(drafted[3:6]), drafted  # prompts below the border, and from there on
+    assert sum(request.stats.accepted for request in wanted) > sum(drafted) // 2
 
 
 @pytest.mark.parametrize("missing", ["recomputation", "the limit of drafts"])
