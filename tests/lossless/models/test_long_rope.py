@@ -28,11 +28,11 @@ from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import BORDER, COMPILED, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
 
-_QUICK = ("phi3_long", "llama_dynamic")
+_QUICK = "phi3_long"
 FAMILIES = pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in ROPES]
+    "family", [pytest.param(family, marks=() if family == _QUICK else pytest.mark.slow) for family in ROPES]
 )
-RECOMPUTING = pytest.mark.parametrize("family", ["phi3_long", pytest.param("phimoe_long", marks=pytest.mark.slow)])
+RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, pytest.param("phimoe_long", marks=pytest.mark.slow)])
 DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]
 MAX_TOKENS = 24
 _RNG = np.random.default_rng(5)
@@ -114,7 +114,7 @@ def test_hostile_drafts_change_nothing(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompts_may_be_cut_anywhere(family: str, dtype: torch.dtype) -> None:
     expected = plain(family, name_of(dtype))
-    for step_tokens in (4, 7, 13, 31, 64):
+    for step_tokens in (4, 13, 31):
         engine = engine_over(tiny_model(family, name_of(dtype)).runner, build_drafter("llma", {}), 2, step_tokens)
         assert run(engine, *requests(expected)) == expected, step_tokens
     cut = rank_runner(family, name_of(dtype), 0, fixed_rows=5)  # each forward of a step has so many rows
