@@ -74,7 +74,7 @@ def length_rope(config: PreTrainedConfig) -> LengthRope | None:
     if own is None or kind not in ("longrope", "dynamic") or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     if kind == "dynamic":
-        longest = int(own * rope.get("factor", 1.0))
+        longest = int(own * (rope.get("factor") or 1.0))
         return LengthRope(int(own), longest, True, False) if longest > own else None
     border = rope.get(_ORIGINAL)  # which is the configuration's own, where it has one
     if border is None or border >= own:
