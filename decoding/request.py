@@ -93,9 +93,9 @@ class Request:
     __slots__ = (
         "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
         "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
-        "params", "priority",
-        "prompt_logprobs", "prompt_scores", "public", "queued_s", "references", "report", "request_id", "scope", "siblings",
-        "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s", "weight",
+        "params", "priority", "prompt_logprobs", "prompt_scores", "public", "queued_s", "reach", "references", "report",
+        "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +142,7 @@ class Request:
         self.slot: int | None = None
         self.num_computed = 0  # tokens whose KV is in the slot
         self.scope: str | None = None  # whose KV it may reuse, and who its own; set at admission, None: nobody
+        self.reach = 0  # length of text by which its rows are rotated at least, set with ``scope``; 0: by their positions alone
         self.arrival = 0  # order of arrival, set by the scheduler
         self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
         self.finish_reason: FinishReason | None = None

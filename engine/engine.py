@@ -106,7 +106,7 @@ class Engine:
         self._scheduler = Scheduler(options, max_draft_rows, self._admission.place)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
-        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs)
+        self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope)
         self._by_strategy = CountsByStrategy(info.choices)
         self._ledger = EnergyLedger(NoMeter())
         self._metrics = EngineMetrics(info.max_model_len)
@@ -350,6 +350,8 @@ class Engine:
         if reason is None:
             if not request.plain:
                 self._drafter.observe(request, tree, outcome.target, acceptance)
+            if self._admission.crosses(request):
+                self._scheduler.recompute(request)
             return StepOutput(request.request_id, emitted, text, logprobs=logprobs, report=report, prompt_logprobs=scores)
         self._release(request, reason)
         return StepOutput(request.request_id, emitted, text, reason, None, request.stats, logprobs, report, scores)

@@ -25,6 +25,7 @@ from decoding.verify.tree_rows import compile_rows
 from engine.errors import one_line
 from engine.forward import prompt_scores
 from engine.forward.batch import Work, pack
+from engine.forward.rope import LengthRope
 from engine.forward.runner import ModelRunner
 from engine.text.grammar import Grammars
 
@@ -47,6 +48,11 @@ class Executor(Protocol):
     @property
     def width(self) -> int:
         """Ranks that will share the trees of the next step: 1 where there is one replica."""
+        ...
+
+    @property
+    def rope(self) -> LengthRope | None:
+        """How the model's frequencies follow the length of a text; None where they stay the same."""
         ...
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
@@ -180,6 +186,11 @@ class LocalExecutor:
         compile_draws(runner.model.dtype)
 
     width = 1
+
+    @property
+    def rope(self) -> LengthRope | None:
+        """See ``Executor``."""
+        return self.runner.rope
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """See ``Executor``."""

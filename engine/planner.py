@@ -10,6 +10,7 @@ from decoding.drafters.base import Drafter
 from decoding.tree import DraftTree
 from decoding.verify.grammar import permitted
 from engine.forward.batch import Work
+from engine.forward.rope import LengthRope
 from engine.loading.model_info import ModelInfo
 from engine.scheduling.scheduler import Scheduler, Share
 from engine.text.outputs import Outputs
@@ -18,8 +19,10 @@ from engine.text.outputs import Outputs
 class StepPlanner:
     """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills."""
 
-    def __init__(self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs) -> None:
-        self._scheduler, self._drafter, self._info, self._outputs = scheduler, drafter, info, outputs
+    def __init__(
+        self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs, rope: LengthRope | None = None
+    ) -> None:
+        self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
         self._propose_s: float | None = None  # of the last step
 
     def plan(self, width: int) -> list[Work]:
@@ -52,11 +55,11 @@ class StepPlanner:
             drafts[request.request_id] = tree
             if len(tree.tokens) == 1:
                 continue
+            room = self._info.max_model_len - request.num_tokens
+            if self._rope is not None:
+                room = min(room, self._rope.depth(request))
             kept = drafts[request.request_id] = tree.clipped(
-                share.draft_rows + 1,
-                request.remaining - 1,
-                self._info.vocab_size,
-                self._info.max_model_len - request.num_tokens,
+                share.draft_rows + 1, min(request.remaining - 1, room), self._info.vocab_size, room
             )
             kept.rule = tree.rule
             if kept.rule is None and request.grammar is not None:  # a rule counts on all that was drawn

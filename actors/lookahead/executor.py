@@ -25,6 +25,7 @@ from decoding.tree import DraftTree, Part
 from engine.errors import one_line
 from engine.executor import LocalExecutor, Outcome
 from engine.forward.batch import Work
+from engine.forward.rope import LengthRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,11 @@ class LookaheadParallelExecutor:
         self._choice = self._choices.of(ranks, self._decoding) if self._adaptive and ranks > 1 else None
         self._began = time.perf_counter()
         return 1 if self._choice is not None and not self._choice.shared else ranks
+
+    @property
+    def rope(self) -> LengthRope | None:
+        """See ``Executor``."""
+        return self._local.rope
 
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""

@@ -20,6 +20,7 @@ class OpenMessage:
     end_tokens: tuple[int, ...]
     scope: str | None = None  # see ``engine.kv.prefix_cache.PrefixCache``
     adapter: str | None = None
+    reach: int = 0  # see ``engine.forward.rope``
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Rank:
             self._close(number)
         for one in message.opened:
             request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter)
-            request.state, request.scope = RequestState.RUNNING, one.scope
+            request.state, request.scope, request.reach = RequestState.RUNNING, one.scope, one.reach
             self._requests[one.number] = request, frozenset(one.end_tokens)
         made = [self._work(work) for work in message.works]
         works = [work for work in made if work is not None]

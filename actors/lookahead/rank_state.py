@@ -40,6 +40,7 @@ class Held:
     number: int  # stands for it in messages
     computed: int = 0  # tokens whose KV the rank has
     preemptions: int = 0  # of the request when they were counted
+    reach: int = 0  # of the request when it was given its number
     told: int = -1  # tokens of the output that it was sent; -1: not even that there is such a request
 
 
@@ -63,8 +64,11 @@ class Holdings:
 
     def _of(self, request: Request) -> Held:
         held = self._held.get(request.request_id)
+        if held is not None and held.reach != request.reach:  # computed anew since: to the rank it is another one
+            self.end(request)
+            held = None
         if held is None:
-            held = self._held[request.request_id] = Held(request, next(self._numbers))
+            held = self._held[request.request_id] = Held(request, next(self._numbers), reach=request.reach)
         if held.preemptions != request.stats.preemptions:  # it has had another slot, or the same one after others had it
             held.computed, held.preemptions = 0, request.stats.preemptions
         return held
@@ -178,6 +182,7 @@ class RankState:
                 tuple(work.end_tokens),
                 work.request.scope,
                 work.request.adapter,
+                work.request.reach,
             )
             for work, held, _ in partitioned
             if held.told < 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ class Line:
     slot: int
     tokens: Int32Array  # [n]
     adapter: str | None = None
+    reach: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Segment:
     before: tuple[int, ...] = ()  # positions of rows of the tree that an earlier forward computed
     parents: Int32Array | None = None  # of the last rows, which are a tree: see ``DraftTree``; None where all are committed
     adapter: str | None = None  # that computes its rows; None: the model alone
+    reach: int = 0  # length of text by which its rows are rotated at least: see ``engine.forward.rope``
 
     @property
     def end(self) -> int:
@@ -146,9 +149,10 @@ def _pack_roots(works: Sequence[Span]) -> Batch:
     """As ``pack``, where each request has its root alone: plain decoding."""
     segments = []
     for row, work in enumerate(works):
-        assert work.request.slot is not None and work.start >= 0, (work.request.slot, work.start)
-        assert work.tree is not None, work.request
-        segments.append(Segment(work.request.slot, work.start, row, 1, None, (), work.tree.parents, work.request.adapter))
+        one = work.request
+        assert one.slot is not None and work.start >= 0, (one.slot, work.start)
+        assert work.tree is not None, one
+        segments.append(Segment(one.slot, work.start, row, 1, None, (), work.tree.parents, one.adapter, one.reach))
     return Batch(
         np.array([work.request.tokens[work.start] for work in works], np.int64),
         np.array([work.start for work in works], np.int64),
@@ -168,9 +172,9 @@ def _segments(works: Sequence[Span], sizes: Sequence[int], chains: Sequence[bool
             if not chain:
                 mask = masks[cell : cell + rows * rows].reshape(rows, rows)
             cell += rows * rows
-        assert work.request.slot is not None
-        parents = None if work.tree is None else work.tree.parents
-        segments.append(Segment(work.request.slot, work.start, offset, rows, mask, (), parents, work.request.adapter))
+        one, parents = work.request, None if work.tree is None else work.tree.parents
+        assert one.slot is not None
+        segments.append(Segment(one.slot, work.start, offset, rows, mask, (), parents, one.adapter, one.reach))
         offset += rows
     return tuple(segments)
 
@@ -216,10 +220,11 @@ def cut(batch: Batch, rows: int) -> Iterator[tuple[Batch, npt.NDArray[np.int64]]
 def _part(batch: Batch, segment: Segment, first: int, last: int, offset: int) -> Segment:
     """The rows ``first:last`` of the batch, which are of one segment, in a batch that begins at ``offset``."""
     done, end = first - segment.offset, last - segment.offset
+    told: dict[str, Any] = {"adapter": segment.adapter, "reach": segment.reach}
     if segment.mask is None:  # each sees all before it: those are as good as committed
-        return Segment(segment.slot, segment.start + done, first - offset, end - done, None, adapter=segment.adapter)
+        return Segment(segment.slot, segment.start + done, first - offset, end - done, None, **told)
     seen = segment.mask[done:end, :done].all(0)
     common = done if seen.all() else int(seen.argmin())  # rows before, from the first on, that all of these see: a chain
     before = tuple(batch.positions[segment.offset + common : first].tolist())
     mask = np.ascontiguousarray(segment.mask[done:end, common:end])
-    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, adapter=segment.adapter)
+    return Segment(segment.slot, segment.start + common, first - offset, end - done, mask, before, **told)

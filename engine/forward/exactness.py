@@ -69,8 +69,9 @@ def check(runner: ModelRunner) -> str | None:
             _every_number_of_rows(runner, tokens[: min(_TOKENS, longest)], layers, found)
             if not found.differing:
                 _many_rows(runner, tokens[: min(len(tokens), longest)], layers, found)
-    if not found.differing:
-        _trees(runner, tokens, found)
+    for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # with each set of frequencies
+        if not found.differing:
+            _trees(runner, tokens, found, reach)
     return f"{found.differing} of {found.rows} rows were computed otherwise in other company" if found.differing else None
 
 
@@ -88,7 +89,7 @@ def check_attention(runner: ModelRunner) -> str | None:
     vocab = int(model.config.get_text_config().vocab_size)
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
     with first_layers(model):
-        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1)).float()
+        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1), reach=count).float()
         model.set_attn_implementation("eager")
         try:
             with torch.compiler.set_stance("force_eager"):  # layers that are compiled are so for tree attention
@@ -170,40 +171,45 @@ def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.
     return runner.entries(slot, length, layers)
 
 
-def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found) -> None:
-    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, beside another request."""
+def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -> None:
+    """The last tokens one by one, and in trees, behind a prompt in one piece and in several, beside another request.
+
+    ``reach`` is that of the text, whose frequencies may depend on it: see ``engine.forward.rope``.
+    """
     most = runner.fixed_rows or _TREE_ROWS
     length = max(1, min(_TOKENS - 1, _longest(runner) - min(most, 8) - _LAST))
-    _prefill(runner, 0, tokens[:length], length)
-    plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k) for k in range(_LAST)])
+    _prefill(runner, 0, tokens[:length], length, reach)
+    plain = torch.cat([_logits(runner, tokens[: length + 1 + k], length + k, reach=reach) for k in range(_LAST)])
     a, b, c = tokens[length + 1 : length + _LAST].tolist()
     root = int(tokens[length])
-    _prefill(runner, 0, tokens[:length], max(1, length // 3))  # the same entries again, computed in other cuts
+    _prefill(runner, 0, tokens[:length], max(1, length // 3), reach)  # the same entries again, computed in other cuts
     siblings = max(1, min(most - 1, runner.cache.capacity - length - 1))
-    crowd = _logits(runner, tokens[: length + 1], length, [a] * siblings, [-1] + [0] * siblings)
+    crowd = _logits(runner, tokens[: length + 1], length, [a] * siblings, [-1] + [0] * siblings, reach)
     found.compare(plain[[0] + [1] * siblings], crowd)
     # The path root, a, b, c, with other tokens between its rows.
     rows, parents = [c, a, b, root, b, c], [-1, 0, 0, 1, 2, 2, 5]
-    tree = _logits(runner, tokens[: length + 1], length, rows[: most - 1], parents[:most])
+    tree = _logits(runner, tokens[: length + 1], length, rows[: most - 1], parents[:most], reach)
     path = [row for row in (0, 2, 5, 6) if row < len(tree)]
     found.compare(plain[: len(path)], tree[path])
     if runner.cache.slots > 1:
         text = tokens[: length + 1]  # whole in the one slot, and its last token in the other
-        works = [LineWork(Line(slot, text), start, length + 1, _tree(root)) for slot, start in ((1, 0), (0, length))]
+        lines = [(Line(slot, text, reach=reach), start) for slot, start in ((1, 0), (0, length))]
+        works = [LineWork(line, start, length + 1, _tree(root)) for line, start in lines]
         found.compare(plain[[0, 0]], runner.forward(pack(works)))
 
 
-def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int) -> None:
+def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int, reach: int = 0) -> None:
     for start in range(0, len(tokens), piece):
-        runner.forward(pack([LineWork(Line(slot, tokens), start, min(start + piece, len(tokens)), None)]))
+        runner.forward(pack([LineWork(Line(slot, tokens, reach=reach), start, min(start + piece, len(tokens)), None)]))
 
 
 def _logits(
-    runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)
-) -> torch.Tensor:
+    runner: ModelRunner, tokens: Int32Array, start: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,),
+    reach: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """[n, vocab] of a tree below the last of the tokens, which is its root."""
     tree = _tree(int(tokens[-1]), rows, parents)
-    return runner.forward(pack([LineWork(Line(0, tokens), start, len(tokens), tree)])).clone()
+    return runner.forward(pack([LineWork(Line(0, tokens, reach=reach), start, len(tokens), tree)])).clone()
 
 
 def _tree(root: int, rows: Sequence[int] | Int32Array = (), parents: Sequence[int] = (-1,)) -> DraftTree:

@@ -20,6 +20,7 @@ from engine.forward.cpu.row_attention import RowAttention, laid_out
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.cpu.states.mixers import bind_mixers, round_alike
 from engine.forward.cpu.states.state_step import States, Survey
+from engine.forward.rope import LengthRope, ropes_by_row
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.kv.state_cache import StateCache
@@ -90,6 +91,7 @@ class ModelRunner:
             what = "the KV slots and states" if sites else "the KV slots"
             need = f"{what} need {size / 2**30:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+        self._ropes = ropes_by_row(model)
         row_linears(model)
         thin_modules(model)
         if survey is not None:
@@ -164,6 +166,11 @@ class ModelRunner:
         kinds = sorted({weight.kind for weight in self.model.parameters() if type(weight) is PackedWeight})
         return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled} | ({"packed": kinds} if kinds else {})
 
+    @property
+    def rope(self) -> LengthRope | None:
+        """How the model's frequencies follow the length of a text; None where they stay the same."""
+        return self._ropes[0].rope if self._ropes else None
+
     def _told(self, positions: torch.Tensor) -> dict[str, Any]:
         """What else a model is given: Llama 4 scales queries by their positions, and takes these from its cache."""
         scales = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", None)
@@ -230,14 +237,20 @@ class ModelRunner:
         device, keep = self._device, logit_rows
         if self.fixed_rows is not None and len(logit_rows):
             keep = np.arange(self.fixed_rows)
-        output = self.model(
-            input_ids=torch.from_numpy(self._padded(token_ids))[None].to(device),
-            position_ids=context.positions[None],
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(keep).to(device),
-            tree_step=context,
-            **self._told(context.positions),
-        )
+        for rotation in self._ropes:
+            rotation.lengths = rotation.rope.lengths(context.segments, context.positions.cpu().numpy())
+        try:
+            output = self.model(
+                input_ids=torch.from_numpy(self._padded(token_ids))[None].to(device),
+                position_ids=context.positions[None],
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(keep).to(device),
+                tree_step=context,
+                **self._told(context.positions),
+            )
+        finally:
+            for rotation in self._ropes:
+                rotation.lengths = None
         if context.states is not None:
             context.states.finish()
             self._asked = len(context.windows), context.states.asked

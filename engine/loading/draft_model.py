@@ -15,6 +15,7 @@ from decoding.request import Request
 from decoding.tree import DraftTree, Int32Array
 from engine.errors import ModelLoadError
 from engine.forward.batch import Line, LineWork, pack
+from engine.forward.rope import length_rope
 from engine.forward.runner import ModelRunner
 from engine.kv.prefix_cache import common_prefix
 from engine.loading.hybrids import refuse_role
@@ -199,7 +200,8 @@ def load_draft_model(
     vocab_size = int(target.model.config.get_text_config().vocab_size)
     most = min(vocab_size, int(loaded.model.config.get_text_config().vocab_size))
     check_vocabularies(options.path, target.tokenizer, path, loaded.tokenizer, most)
-    max_model_len = min(target.max_model_len, loaded.max_model_len)
+    rope = length_rope(loaded.model.config)  # drafts go by their positions alone: beyond the border they would be poor
+    max_model_len = min(target.max_model_len, loaded.max_model_len if rope is None else rope.border)
     runner = ModelRunner(loaded.model, slots, max_model_len + draft_rows)
     return LocalDraftModel(runner, vocab_size, max_model_len, step_tokens)
 

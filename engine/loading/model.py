@@ -25,6 +25,7 @@ from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cpu.products.packed_weight import PackedWeight
 from engine.forward.cpu.products.row_linear import has_kernels
+from engine.forward.rope import length_rope
 from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
 from engine.loading.memory import refuse_more_than_free, refuse_too_large
 from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
@@ -239,8 +240,8 @@ def device_of(name: str) -> torch.device:
 
 def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
     """Tokens of prompt and output together. Raises ``ModelLoadError`` where more are wanted than the model has."""
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    constant = _constant_positions(config)
+    rope, constant = length_rope(config), _constant_positions(config)
+    own = getattr(config.get_text_config(), "max_position_embeddings", None) if rope is None else rope.longest
     if options.max_model_len is None:
         if own is None:
             raise ModelLoadError(f"model {options.path!r} does not say how long its context is: set model.max_model_len")
@@ -254,17 +255,15 @@ def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:
     if constant is not None and options.max_model_len > constant:
         raise ModelLoadError(
             f"model.max_model_len is {options.max_model_len}, but {options.path!r} changes the positions of all tokens beyond "
-            f"{constant} (longrope), which cached keys cannot follow: set it to {constant} at most"
+            f"{constant} (longrope) in a way that is not computed here: set it to {constant} at most"
         )
     return options.max_model_len
 
 
 def _constant_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which longrope keeps one set of frequencies; None for other models.
-
-    transformers picks the set by the longest sequence of a forward, so that beyond this length the other requests of a step, and
-    refused drafts, would change an output.
-    """
+    """Tokens up to which longrope keeps one set of frequencies, where the others cannot be had by row; None for other models."""
+    if length_rope(config) is not None:
+        return None
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one set, or one for each kind of layer

@@ -164,6 +164,6 @@ def _still(config: PreTrainedConfig) -> PreTrainedConfig:
         del copied.quantization_config
     rope = getattr(copied.get_text_config(), "rope_parameters", None)
     for each in (rope, *(rope or {}).values()):
-        if isinstance(each, dict) and each.get("rope_type") == "dynamic":
+        if isinstance(each, dict) and each.get("rope_type") in ("dynamic", "longrope"):
             each["rope_type"] = "default"
     return copied

@@ -28,17 +28,28 @@ class SlotPlacement:
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """The slot of a request, one of ``free``, and how many of its first tokens are computed there: see ``Executor.place``.
 
-        A request that has a slot is asked for again, with that slot alone, when others may have computed what it lacks.
+        A request that has a slot is asked for again, with that slot alone, when others may have computed what it lacks, and when
+        it ``crosses``: what was computed with other frequencies is of another scope.
         """
-        if request.slot is None:
+        if request.slot is None or self.crosses(request):
+            rope = self._executor.rope
+            request.reach = 0 if rope is None else rope.reach(request)
             request.scope = self._scope(request)
+            if request.scope is not None and request.reach:
+                request.scope += f"/{request.reach}"
         slot, computed = self._executor.place(request, free)
         assert slot in free and request.num_computed <= computed < request.num_tokens, (slot, computed, request.num_tokens)
-        if request.scope is not None and not request.stats.preemptions:  # what it computed itself before is no hit
+        again = request.stats.preemptions > 0 or request.reach > request.num_prompt
+        if request.scope is not None and not again:  # what it computed itself before is no hit
             self.queries += request.num_tokens if request.slot is None else 0
             self.hits += computed - request.num_computed
             request.stats.cached_tokens += min(computed, request.num_prompt) - min(request.num_computed, request.num_prompt)
         return slot, computed
+
+    def crosses(self, request: Request) -> bool:
+        """Whether the text of a running request has become so long that all of it has other frequencies than before."""
+        rope = self._executor.rope
+        return rope is not None and rope.reach(request) != request.reach
 
     def _scope(self, request: Request) -> str | None:
         tenant = request.memory

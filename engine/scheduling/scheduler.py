@@ -153,6 +153,12 @@ class Scheduler:
         request.queued_s = self._clock()
         self._waiting.push(request)
 
+    def recompute(self, request: Request) -> None:
+        """Has a running request computed anew, in its slot: none of what is there of it counts any more."""
+        assert request.slot is not None, request.request_id
+        request.num_computed = 0
+        request.num_computed = self._place(request, (request.slot,))[1]
+
     def schedule(self, width: int = 1) -> list[Share]:
         """The shares of the next step; empty when there is nothing to do.
 

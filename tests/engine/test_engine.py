@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from transformers import BertConfig, DiffLlamaConfig, DogeConfig, Phi3Config, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    DiffLlamaConfig,
+    DogeConfig,
+    Gemma3TextConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters.llma import LlmaDrafter
@@ -273,15 +281,36 @@ def test_attention_that_is_not_computed_is_refused_at_the_start(tmp_path: Path) 
             Engine.load(ModelOptions(str(folder)), EngineOptions(), SpeculationOptions())
 
 
-def test_longrope_is_served_as_far_as_its_frequencies_stay(tmp_path: Path) -> None:
+def test_the_context_of_a_model_whose_frequencies_depend_on_the_length(tmp_path: Path) -> None:
     config = Phi3Config(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0,
         max_position_embeddings=256, original_max_position_embeddings=64,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
     )  # fmt: skip
+    folder = str(save_model(tmp_path / "longrope", config))
+    assert load_model(ModelOptions(folder)).max_model_len == 256
+    assert load_model(ModelOptions(folder, max_model_len=32)).max_model_len == 32
+    with pytest.raises(ModelLoadError, match="256"):
+        load_model(ModelOptions(folder, max_model_len=257))
+    dynamic = llama_config(max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5})
+    folder = str(save_model(tmp_path / "dynamic", dynamic))
+    assert load_model(ModelOptions(folder)).max_model_len == 160
+    with pytest.raises(ModelLoadError, match="160"):
+        load_model(ModelOptions(folder, max_model_len=161))
+
+
+def test_longrope_of_some_layers_is_served_as_far_as_its_frequencies_stay(tmp_path: Path) -> None:
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    kinds = {
+        "full_attention": long | {"original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=256, layer_types=["sliding_attention", "full_attention"], rope_parameters=kinds,
+    )  # fmt: skip
     folder = str(save_model(tmp_path, config))
     assert load_model(ModelOptions(folder)).max_model_len == 64
-    assert load_model(ModelOptions(folder, max_model_len=32)).max_model_len == 32
     with pytest.raises(ModelLoadError, match=r"64.*longrope"):
         load_model(ModelOptions(folder, max_model_len=65))
 

@@ -37,6 +37,7 @@ from transformers import (
     OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -164,6 +165,25 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
     ),
 }  # fmt: skip
 
+BORDER = 40  # tokens of a text up to which models of ``ROPES`` have their first frequencies
+_FACTORS = {"short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5], "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0]}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER, **_FACTORS}
+_ROPED = {**_GROUPED, "initializer_range": 0.15}
+
+# Families whose frequencies depend on the length of a text. The first two compute it anew when it crosses the border.
+ROPES: dict[str, PreTrainedConfig] = {
+    "phi3_long": Phi3Config(**_ROPED, original_max_position_embeddings=BORDER, rope_parameters=_LONG),
+    "phimoe_long": PhimoeConfig(
+        **_ROPED, original_max_position_embeddings=BORDER, num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.6},
+    ),
+    "llama_long": LlamaConfig(**_ROPED, rope_parameters=_LONG),
+    "llama_dynamic": LlamaConfig(
+        **{**_ROPED, "max_position_embeddings": BORDER},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+}  # fmt: skip
+
 
 def redraw_decays(model: PreTrainedModel) -> None:
     """Draws how fast the states of a model forget, which its configuration makes alike for all heads, and too fast to matter."""
@@ -177,7 +197,7 @@ def redraw_decays(model: PreTrainedModel) -> None:
 # Of the weights. Chosen so that greedy outputs vary, repeat themselves in places, and are nowhere within rounding of a tie.
 _SEEDS = {
     "llama": 9, "mistral": 4, "qwen2": 6, "qwen3": 3, "phi3": 1, "opt": 9, "gpt2": 8, "gpt_neox": 10, "glm": 11, "glm4": 9,
-    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6, **dict.fromkeys(HYBRIDS, 1),
+    "gemma": 1, "gemma2": 4, "gemma3": 3, "mixtral": 6, **dict.fromkeys((*HYBRIDS, *ROPES), 1),
 }  # fmt: skip
 
 
@@ -233,11 +253,11 @@ def tiny_model(family: str, dtype: str) -> TinyModel:
     """A random model of a family; tests share it, one after another.
 
     Args:
-        family: a key of ``FAMILIES`` or ``HYBRIDS``.
+        family: a key of ``FAMILIES``, ``HYBRIDS`` or ``ROPES``.
         dtype: float32, or float64 with the same weights.
     """
     torch.manual_seed(_SEEDS[family])
-    config = (FAMILIES | HYBRIDS)[family]
+    config = (FAMILIES | HYBRIDS | ROPES)[family]
     plain = "eager" if family == "gemma2" else "sdpa"  # transformers bounds scores in no other attention
     stock, tree = (
         AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32, attn_implementation=attention)

@@ -28,7 +28,7 @@ from decoding.request import PLAIN, Request, SamplingParams
 from engine.executor import LocalExecutor
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.runner import ModelRunner
-from tests.helpers.models import CONTEXT, FAMILIES, MAX_DRAFT, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
+from tests.helpers.models import CONTEXT, FAMILIES, MAX_DRAFT, ROPES, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 
 PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], [5] * 40, [3, 1, 4, 1, 5, 9, 2, 6] * 3)
 SYSTEM = np.random.default_rng(12).integers(1, VOCAB, 40).tolist()
@@ -50,7 +50,7 @@ class Answers:
 def whole(family: str) -> PreTrainedModel:
     """A tiny model of which nobody has taken a part yet, with the weights of ``tiny_model``."""
     model = AutoModelForCausalLM.from_config(
-        deepcopy(FAMILIES[family]), dtype=torch.float32, attn_implementation=TREE_ATTENTION
+        deepcopy((FAMILIES | ROPES)[family]), dtype=torch.float32, attn_implementation=TREE_ATTENTION
     ).eval()
     model.load_state_dict(tiny_model(family, "float32").stock.state_dict())
     return cast(PreTrainedModel, model)

@@ -20,6 +20,7 @@ from engine.forward.batch import AttentionCall, Batch
 from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
 from engine.forward.cuda.slot_kernels import kernel_errors
 from engine.forward.cuda.step_buffers import StepBuffers, longest_path
+from engine.forward.rope import length_rope
 from engine.forward.runner import ModelRunner, kv_shape, wanted_rows
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.loading.outline import outline
@@ -39,7 +40,8 @@ def has_graphs(model: PreTrainedModel) -> bool:
     shape = kv_shape(model)
     group = model.config.get_text_config().num_attention_heads // shape.kv_heads
     plain = outline(model.config).is_plain and not getattr(model.config.get_text_config(), "attn_temperature_tuning", None)
-    return available(shape) and plain and group <= best_block_rows(shape)
+    alike = length_rope(model.config) is None  # a graph has the same frequencies for all rows
+    return available(shape) and plain and alike and group <= best_block_rows(shape)
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:

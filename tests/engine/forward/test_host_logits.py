@@ -41,7 +41,7 @@ class Far:
     """A runner's forward whose logits are elsewhere."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self._runner, self.rope = runner, runner.rope
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner``."""

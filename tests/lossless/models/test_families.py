@@ -93,8 +93,9 @@ def check_generate(stock: PreTrainedModel, outputs: Sequence[Sequence[int]], dty
     """Outputs are those of transformers; in bfloat16 up to the first token, or expert, that was nearly another one."""
     routed = any(getattr(stock.config, name, None) for name in _EXPERTS)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
+        fresh = deepcopy(stock)  # dynamic rope goes on with the frequencies of the text before
         with torch.inference_mode():
-            given = stock.generate(
+            given = fresh.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS, do_sample=False,
                 pad_token_id=0, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
