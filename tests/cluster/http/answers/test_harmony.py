@@ -133,9 +133,7 @@ def test_a_call(speaking: Speaking) -> None:
         tool_turn = {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "blue"}
         again = ask(client, messages=[*MESSAGES, told, tool_turn], tools=[TOOL], reasoning_effort="low")
         assert whole(again) == ("", "vw.", [], "stop")
-        assert tokenizer.decode(
-            engine.jobs[-1].prompt_ids
-        ).endswith(
+        assert tokenizer.decode(engine.jobs[-1].prompt_ids).endswith(
             f"{START}user{MESSAGE}hi{END}{START}assistant{CHANNEL}analysis{MESSAGE}Hm.Let me see.{END}"
             f'{START}assistant to=functions.look{CHANNEL}commentary json{MESSAGE}{{"at": "é é"}}{CALL}'
             f'{START}functions.look to=assistant{CHANNEL}commentary{MESSAGE}"blue"{END}'
