@@ -136,7 +136,7 @@ class Asker:
 
     def _body(self, route: Route, prompt: str) -> dict[str, Any]:
         chat = {"messages": [{"role": "user", "content": prompt}]}
-        asked = {"chat": chat, "text": {"prompt": prompt}, "responses": {"input": prompt}}[route]
+        asked: dict[str, Any] = {"chat": chat, "text": {"prompt": prompt}, "responses": {"input": prompt}}[route]
         return {"max_output_tokens" if route == "responses" else "max_tokens": self._asked.max_tokens, **asked}
 
     async def _ask(self, route: Route, body: dict[str, Any]) -> Answer:
