@@ -135,9 +135,11 @@ class Asker:
         )
 
     def _body(self, route: Route, prompt: str) -> dict[str, Any]:
-        chat = {"messages": [{"role": "user", "content": prompt}]}
-        asked: dict[str, Any] = {"chat": chat, "text": {"prompt": prompt}, "responses": {"input": prompt}}[route]
-        return {"max_output_tokens" if route == "responses" else "max_tokens": self._asked.max_tokens, **asked}
+        prompts: dict[Route, tuple[str, Any]] = {
+            "chat": ("messages", [{"role": "user", "content": prompt}]), "text": ("prompt", prompt), "responses": ("input", prompt),
+        }  # fmt: skip
+        most, (name, asked) = "max_output_tokens" if route == "responses" else "max_tokens", prompts[route]
+        return {most: self._asked.max_tokens, name: asked}
 
     async def _ask(self, route: Route, body: dict[str, Any]) -> Answer:
         if "max_completion_tokens" in body:
