@@ -136,7 +136,8 @@ class Asker:
 
     def _body(self, route: Route, prompt: str) -> dict[str, Any]:
         prompts: dict[Route, tuple[str, Any]] = {
-            "chat": ("messages", [{"role": "user", "content": prompt}]), "text": ("prompt", prompt), "responses": ("input", prompt),
+            "chat": ("messages", [{"role": "user", "content": prompt}]), "text": ("prompt", prompt),
+            "responses": ("input", prompt),
         }  # fmt: skip
         most, (name, asked) = "max_output_tokens" if route == "responses" else "max_tokens", prompts[route]
         return {most: self._asked.max_tokens, name: asked}
