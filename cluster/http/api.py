@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 
-from cluster.admission.controller import AdmissionController, AdmissionOptions
+from cluster.admission.controller import AdmissionController, AdmissionOptions, AdmittedRequest
 from cluster.admission.middleware import AdmissionMiddleware, HostMiddleware
 from cluster.admission.tenancy import Tenancy
 from cluster.http import documents, errors
@@ -26,7 +26,7 @@ from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.compare import Baseline, CompareService, Comparison
 from cluster.http.documents import Authorization, SessionId
 from cluster.http.errors import ApiError, renamed_errors
-from cluster.http.job_planner import Answering
+from cluster.http.job_planner import Answering, Planner
 from cluster.http.playground import add_playground
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from cluster.http.text_api import TextService, Tokens
@@ -37,7 +37,7 @@ from cluster.observe.audit import Auditor
 from cluster.observe.metrics import MetricsService
 from cluster.serving.cache_port import CacheAdminPort
 from cluster.serving.draining import Draining
-from cluster.serving.generation import EnginePort, Listener
+from cluster.serving.generation import EnginePort, Generation, Listener
 from cluster.serving.health import HealthService
 from configs.slices import CacheOptions, ServerOptions, TenancyOptions
 from engine.loading.model_info import ModelInfo
@@ -118,21 +118,9 @@ class Service:
     ) -> Response:
         """The assistant's next message."""
         planner = await self._answering.planner("chatcmpl-", body, authorization, session_id)
-        planned = await planner.chat(body)
-        reasoning, calls = planner.reads(body, self._token_bytes)
-        form = Form(
-            bool(body.stream),
-            body.include_usage,
-            prediction=None if body.prediction is None else Predicted(planned[0].references[0]),
-            reasoning=reasoning,
-            calls=calls,
-            reports_usage=body.reports_usage,
-            shape=self._guard.shape(body),
-        )
-        admitted = self.admission.admit(planned, body)
+        form, admitted, generation = await self._chat(planner, body, body)
         answer = AnswerBuilder(planner.answer_id, body, planner.info, self._token_bytes, admitted.jobs)
-        self.metrics.asked(body.n or 1, planner.info.served_name)
-        return await respond(answer, self._answering.generation(self._engine, admitted, body.n or 1), form)
+        return await respond(answer, generation, form)
 
     async def response(
         self, body: ResponsesRequest, authorization: Authorization = None, session_id: SessionId = None
@@ -140,13 +128,27 @@ class Service:
         """The items that follow the input: reasoning, a message, calls of functions."""
         planner = await self._answering.planner("resp_", body, authorization, session_id)
         with renamed_errors():
-            planned = await planner.chat(body.chat)
-            reasoning, calls = planner.reads(body.chat, self._token_bytes)
-            form = Form(bool(body.stream), reasoning=reasoning, calls=calls, shape=self._guard.shape(body))
-            admitted = self.admission.admit(planned, body)
-            self.metrics.asked(1, body.model)
-            answer = ResponseBuilder(planner.answer_id, body, planner.info)
-            return await respond_items(answer, self._answering.generation(self._engine, admitted), form)
+            form, _, generation = await self._chat(planner, body.chat, body)
+            return await respond_items(ResponseBuilder(planner.answer_id, body, planner.info), generation, form)
+
+    async def _chat(
+        self, planner: Planner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
+    ) -> tuple[Form, AdmittedRequest, Generation]:
+        """How a chat, which the body is or asks for, is to be answered, and its generation, which is let in and not started."""
+        planned = await planner.chat(chat)
+        reasoning, calls = planner.reads(chat, self._token_bytes)
+        form = Form(
+            bool(body.stream),
+            chat.include_usage,
+            prediction=None if chat.prediction is None else Predicted(planned[0].references[0]),
+            reasoning=reasoning,
+            calls=calls,
+            reports_usage=chat.reports_usage,
+            shape=self._guard.shape(body),
+        )
+        admitted = self.admission.admit(planned, body)
+        self.metrics.asked(chat.n or 1, planner.info.served_name)
+        return form, admitted, self._answering.generation(self._engine, admitted, chat.n or 1)
 
     async def embeddings(self, authorization: Authorization = None) -> Response:
         """Refused, with what to do instead. Raises ``ApiError`` (404, as vLLM)."""

@@ -28,8 +28,8 @@ from decoding.tree import Int32Array
 from engine.errors import ContextLengthError, RequestError
 from engine.loading.model_info import ModelInfo
 from engine.text.chat import bracketed_tokens, knows_variable, render_chat
-from engine.text.chat_format import CALL_MARKS, ChatFormat, added_tokens
-from engine.text.grammar import after_reasoning
+from engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
+from engine.text.grammar import after_reasoning, behind_analysis
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
 
@@ -210,6 +210,8 @@ class Planner:
             grammar = body.grammar()
         if grammar is None or form.reasoning is None:
             return grammar
+        if form.reasoning is HARMONY:
+            return behind_analysis(grammar, tokens, self._begins_within, has_header=body.binds_calls is not None)
         return after_reasoning(grammar, form.reasoning, tokens, self._begins_within)
 
     def _choices(self, job: Job, first: int, n: int) -> list[Job]:
@@ -299,12 +301,19 @@ class Planner:
             seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),
             ignore_eos=bool(body.ignore_eos),
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skips_special and not self._needs_special(body),
             grammar=grammar,
         )
+
+    def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:
+        """Tokens that end the answer in the format of the model, whether or not its configuration names them."""
+        if not isinstance(body, ChatCompletionRequest) or self._format.reasoning is not HARMONY or body.ignore_eos:
+            return []
+        tokens = added_tokens(self._tokenizer)
+        return [tokens[mark] for mark in HARMONY_ENDS if mark in tokens]
 
     def _needs_special(self, body: ChatCompletionRequest | CompletionRequest) -> bool:
         """Whether special tokens have to show as text, since some of them tell parts of the answer from others."""

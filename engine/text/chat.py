@@ -20,6 +20,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 _BRACKETED = re.compile(r"<[^<>\s]+>")
 
+_THINKING = re.compile(r"""\.thinking\b|\[?["']thinking["']""")  # how a template reads the reasoning of GPT-OSS's turns
+
 # What the server says itself of a prompt, or of what is made of it.
 _OWN_VARIABLES = frozenset({
     "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -60,6 +62,8 @@ def render_chat(
         raise RequestError("messages", "must hold at least one message")
     turns = [{**message, "role": _role(index, message["role"])} for index, message in enumerate(messages)]
     template = None if tokenizer.chat_template else DEFAULT_TEMPLATE
+    if _THINKING.search(template_text(tokenizer)):
+        turns = [_with_thinking(turn) for turn in turns]
     if tools and "tools" not in _template(tokenizer, tools):
         raise RequestError("tools", "the model's chat template does not show tools; leave them out, or send tool_choice: none")
     for name in variables or ():
@@ -97,6 +101,16 @@ def bracketed_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         text for token in tokenizer.added_tokens_decoder.values()
         if not token.special and _BRACKETED.fullmatch(text := token.content)
     ]  # fmt: skip
+
+
+def _with_thinking(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn for a template that has reasoning as ``thinking``, beside calls in place of the content: both are one text there."""
+    thought = turn.get("reasoning_content") or turn.get("reasoning")
+    if not thought:
+        return turn
+    if not turn.get("tool_calls") or not turn["content"]:
+        return turn | {"thinking": thought}
+    return turn | {"thinking": f"{thought}\n\n{turn['content']}", "content": ""}
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What a model's chat template has it write: reasoning between tags, and calls of tools in a form of its own.
+"""What a chat template has its model write: reasoning between tags, calls of tools in a form of its own, or GPT-OSS's messages.
 
 It is read off the template, whatever the model's name: who changes the template of a model changes this, too.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral"]  # vLLM's names of its tool parsers
+CallForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "harmony"]  # vLLM's names of its tool parsers, but the last
 
 
 class Tags(NamedTuple):
@@ -33,8 +33,12 @@ REASONING_TAGS = (
     Tags("<reasoning>", "</reasoning>"),
     Tags("Here is my thought process:", "Here is my response:"),
 )
+# Of the harmony format: a message of the channel that is reasoning, of which there may be several, at any place.
+HARMONY = Tags("<|channel|>analysis<|message|>", "<|end|>")
+_FINAL = "<|channel|>final<|message|>"
 # What of a template shows a form of calls: all of some words, and none of others.
 _CALL_FORMS: tuple[tuple[CallForm, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("harmony", ("<|start|>", "<|channel|>", "<|message|>"), ()),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
     ("hermes", ("<tool_call>",), ("<arg_key>",)),  # with it, the form is that of GLM, which is not read
     ("mistral", ("[TOOL_CALLS]",), ()),
@@ -46,7 +50,9 @@ CALL_MARKS: dict[CallForm, tuple[str, ...]] = {
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "llama3_json": ("<|python_tag|>",),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
 }  # texts of which some tokenizers have tokens
+HARMONY_ENDS = CALL_MARKS["harmony"][-2:]  # that end an answer
 _END_TOKENS = 24  # of a prompt, in which a tag would stand
 
 
@@ -61,14 +67,16 @@ class ChatFormat:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-        """What the template of a tokenizer shows; nothing where it has none."""
-        template = template_text(tokenizer)
-        reasoning = next((tags for tags in REASONING_TAGS if tags.closing in template), None)
+        """What the template of a tokenizer shows; nothing where it has none. The marks of harmony have to be tokens, too."""
+        template, added = template_text(tokenizer), added_tokens(tokenizer)
         forms = (
             form for form, words, others in _CALL_FORMS
-            if all(word in template for word in words) and not any(word in template for word in others)
+            if all(word in template and (form != "harmony" or word in added) for word in words)
+            and not any(word in template for word in others)
         )  # fmt: skip
         calls: CallForm | None = next(forms, None)
+        known = (HARMONY,) if calls == "harmony" else REASONING_TAGS
+        reasoning = next((tags for tags in known if tags is HARMONY or tags.closing in template), None)
         marks = {*(reasoning or ()), *(() if calls is None else CALL_MARKS[calls])}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         return cls(reasoning, calls, "[ARGS]" in template, frozenset(marks & special))
@@ -84,7 +92,7 @@ class ChatFormat:
         end = str(tokenizer.decode(list(prompt_ids[-_END_TOKENS:]), skip_special_tokens=False)).rstrip()
         if end.endswith(self.reasoning.opening):
             return True
-        return False if end.endswith(self.reasoning.closing) else None
+        return False if end.endswith(_FINAL if self.reasoning is HARMONY else self.reasoning.closing) else None
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -46,6 +46,7 @@ KEPT = 64  # compiled grammars
 _STACK_BYTES = 256 << 20
 _STACK_LOCK = threading.Lock()  # the size is that of all threads which start meanwhile
 _UNFORCED = '%llguidance {"no_forcing": true}'
+HARMONY_TEXT = r"TEXT: /(?s:.*)/ & ~/(?s:.*)<\|[a-z]+\|>(?s:.*)/"  # of a message: marks are no text
 # Runs of it between the tokens of JSON. Bounded: a model may lose itself in it otherwise, and never come to the next value.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,40}"
 
@@ -126,6 +127,38 @@ def after_reasoning(answer: str, tags: Tags, tokens: Mapping[str, int], begins_w
     rules = [start, *rules, *([] if begins_within else [r"SPACE: /[ \n]{0,2}/"])]
     outer = {"lark_grammar": "\n".join((_UNFORCED, *rules))}
     return json.dumps({"grammars": [outer, {"name": "answer", "lark_grammar": answer}]})
+
+
+def behind_analysis(answer: str, tokens: Mapping[str, int], begins_within: bool | None, has_header: bool) -> str:
+    """A grammar that binds the last message of an answer in the harmony format, behind any number of messages of reasoning.
+
+    Args:
+        answer: as the functions of this module return it.
+        tokens: of the model, its marks of the format among them.
+        begins_within: the prompt has begun a message of the channel ``analysis`` (true) or ``final`` (false); None: it ends
+            before the header of a message.
+        has_header: the answer begins with the header of its message; otherwise it is the text of one in the channel ``final``.
+    """
+    if begins_within is False and not has_header:
+        return answer
+    mark = {name: f"<[{tokens[f'<|{name}|>']}]>" for name in ("start", "channel", "message", "end")}
+    first = "" if begins_within is None else "TEXT next" if begins_within else "next"
+    rules = [
+        f"start: {first} thought* {'' if has_header else 'final'} @answer",
+        f'thought: {mark["channel"]} "analysis" {mark["message"]} TEXT next',
+        f'next: {mark["end"]} {mark["start"]} "assistant"',
+        f'final: {mark["channel"]} "final" type {mark["message"]}',
+        harmony_type(tokens),
+        HARMONY_TEXT,
+    ]
+    outer = {"lark_grammar": "\n".join((_UNFORCED, *rules))}
+    return json.dumps({"grammars": [outer, {"name": "answer", "lark_grammar": answer}]})
+
+
+def harmony_type(tokens: Mapping[str, int]) -> str:
+    """The rule ``type`` of how a message's header may say that its text is JSON."""
+    mark = tokens.get("<|constrain|>")
+    return 'type: (" json")?' if mark is None else f'type: (" json" | " "? <[{mark}]> "json")?'
 
 
 def _checked(grammar: str, size: int) -> str:

@@ -67,11 +67,19 @@ class Ask:
     body: Mapping[str, Any]  # without the model
 
 
+_LAST_EVENTS = (
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+)  # of the streams of responses, which have no [DONE]
+
+
 @dataclass(slots=True)
 class Choice:
     """One choice of an answer."""
 
     text: str = ""
+    reasoning: str = ""
     finish_reason: str | None = None
     calls: list[list[str]] = field(default_factory=list)  # name and arguments
     tokens: list[str] = field(default_factory=list)  # those that have log-probabilities
@@ -87,7 +95,9 @@ class Choice:
         text: str = part.get("text") or message.get("content") or ""
         self.text += text
         self.finish_reason = part.get("finish_reason") or self.finish_reason
-        self.calls += [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+        self.reasoning += message.get("reasoning") or ""
+        for call in message.get("tool_calls") or ():
+            self.add_call(call["function"].get("name"), call["function"]["arguments"])
         self.token_ids += part.get("token_ids") or ()
         self.prompt_token_ids = part.get("prompt_token_ids") or self.prompt_token_ids
         self.prompt_logprobs = part.get("prompt_logprobs") or self.prompt_logprobs
@@ -101,6 +111,23 @@ class Choice:
             self.logprobs.append(entry["logprob"])
         return text
 
+    def add_call(self, name: str | None, arguments: str) -> None:
+        """Takes in a call, or more of the arguments of the last one, without a name."""
+        if name is not None:
+            self.calls.append([name, ""])
+        self.calls[-1][1] += arguments
+
+    def add_item(self, item: Mapping[str, Any]) -> str:
+        """Takes in an item of a response, be it without its text; returns the text in it."""
+        if item["type"] == "function_call":
+            self.add_call(item["name"], item["arguments"])
+        told = "".join(part["text"] for part in item.get("content") or ())
+        if item["type"] == "reasoning":
+            self.reasoning += told
+            return ""
+        self.text += told
+        return told
+
     def numbers(self) -> Iterator[float]:
         """All log-probabilities of emitted and of prompt tokens."""
         yield from (value for value in self.logprobs if value is not None)
@@ -111,7 +138,8 @@ class Choice:
         """All that must be equal to the letter."""
         prompt = [list(entry or ()) for entry in self.prompt_logprobs or ()]
         return {
-            "text": self.text, "finish_reason": self.finish_reason, "calls": self.calls, "tokens": self.tokens,
+            "text": self.text, "reasoning": self.reasoning, "finish_reason": self.finish_reason, "calls": self.calls,
+            "tokens": self.tokens,
             "offsets": self.offsets, "token_ids": self.token_ids, "prompt_token_ids": self.prompt_token_ids,
             "prompt_logprobs": prompt,
         }  # fmt: skip
@@ -138,6 +166,10 @@ class Answer:
 
     def add(self, part: Mapping[str, Any]) -> str:
         """Takes in a whole answer, or a chunk of one; returns the text in it."""
+        if part.get("object") == "response":
+            return self._add_response(part)
+        if str(part.get("type", "")).startswith("response."):
+            return self._add_event(part)
         added = ""
         for choice in part.get("choices") or ():
             # Those of an answer as a whole are told beside the choices in a chat.
@@ -145,6 +177,35 @@ class Answer:
             added += self.choices.setdefault(choice["index"], Choice()).add(beside | choice)
         self.usage |= part.get("usage") or {}
         return added
+
+    def _add_response(self, whole: Mapping[str, Any]) -> str:
+        choice = self.choices.setdefault(0, Choice())
+        added = "".join(map(choice.add_item, whole["output"]))
+        self._end_response(whole)
+        return added
+
+    def _add_event(self, event: Mapping[str, Any]) -> str:
+        """An event of the stream of a response."""
+        choice, kind = self.choices.setdefault(0, Choice()), event["type"]
+        if kind == "response.output_item.added":
+            choice.add_item(event["item"])
+        elif kind == "response.function_call_arguments.delta":
+            choice.add_call(None, event["delta"])
+        elif kind == "response.reasoning_text.delta":
+            choice.reasoning += event["delta"]
+        elif kind == "response.output_text.delta":
+            choice.text += event["delta"]
+            return str(event["delta"])
+        elif kind in _LAST_EVENTS:
+            self._end_response(event["response"])
+        return ""
+
+    def _end_response(self, whole: Mapping[str, Any]) -> None:
+        self.choices[0].finish_reason = whole["status"]
+        usage = whole["usage"] or {}
+        pairs = (("prompt", "input"), ("completion", "output"))
+        self.usage = {f"{name}_tokens": usage.get(f"{other}_tokens") for name, other in pairs}
+        self.usage |= {"total_tokens": usage.get("total_tokens"), "completion_tokens_details": usage.get("output_tokens_details")}
 
     def differs(self, right: Answer, near: float = LOGPROB_TOLERANCE) -> list[str]:
         """The names of what is not as it should be; empty where all is. Log-probabilities may be ``near`` the right ones."""
@@ -230,16 +291,17 @@ async def ask(
                 if not line.startswith("data: "):
                     continue
                 told.times.append(time.monotonic())
-                ended = line == "data: [DONE]"
-                if ended:
+                if line == "data: [DONE]":
+                    ended = True
                     break
                 event = json.loads(line.removeprefix("data: "))
+                ended = event.get("type") in _LAST_EVENTS
                 if "error" in event:
                     told.error = f"in the stream: {event['error']['message']}"
                     return told
                 came(told.add(event))
             if not ended:
-                told.error = "the stream ended without [DONE]"
+                told.error = "the stream ended without its last event"
     except (httpx.HTTPError, ValueError) as error:
         told.error = f"{type(error).__name__}: {error}"
     return told

@@ -9,7 +9,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,14 @@ def build_model() -> LlamaForCausalLM:
     return model
 
 
-def save_saying(circle_model: Path, path: Path, said: Sequence[str | AddedToken], template: str, after: str = ">") -> Path:
+def save_saying(
+    circle_model: Path,
+    path: Path,
+    said: Sequence[str | AddedToken],
+    template: str,
+    after: str = ">",
+    more: Sequence[str | AddedToken] = (),
+) -> Path:
     """The circle, whose model says some texts behind a character, each a token of its own, and then ends.
 
     Args:
@@ -101,23 +108,24 @@ def save_saying(circle_model: Path, path: Path, said: Sequence[str | AddedToken]
         said: texts, each once.
         template: of chats.
         after: what the prompt ends with.
+        more: texts that are tokens of their own as well, and are not said.
     """
     shutil.copytree(circle_model, path)
-    content, texts = json.loads((path / "tokenizer.json").read_text()), [str(text) for text in said]
+    content, texts = json.loads((path / "tokenizer.json").read_text()), [str(text) for text in (*said, *more)]
     vocab: dict[str, int] = content["model"]["vocab"]
     ids = [vocab[chr(256 + byte)] for byte in range(len(texts))]  # of the first bytes, which no text here holds
     others = {piece: index for piece, index in vocab.items() if index not in ids}
     content["model"]["vocab"] = others | dict(zip(texts, ids, strict=True))
     (path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    tokenizer.add_tokens(list(said))
+    tokenizer.add_tokens([*said, *more])
     assert tokenizer.convert_tokens_to_ids(texts) == ids
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     model = LlamaForCausalLM.from_pretrained(path)
     (last,) = tokenizer.encode(after)
     with torch.no_grad():
-        for before, following in itertools.pairwise([last, *ids, tokenizer.eos_token_id]):
+        for before, following in itertools.pairwise([last, *ids[: len(said)], tokenizer.eos_token_id]):
             model.lm_head.weight[:, before] = 0.0
             model.lm_head.weight[following, before] = 0.5
     model.save_pretrained(path)
@@ -238,6 +246,19 @@ def read_stream(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dic
     events = [line for line in answer.text.splitlines() if line]
     assert events.pop() == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def streamed_calls(deltas: Iterable[Any]) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in the deltas of a choice, which have OpenAI's shape."""
+    calls: list[tuple[str, str]] = []
+    for call in (call for delta in deltas for call in delta.tool_calls or []):
+        if call.id is not None:
+            assert (call.index, call.type) == (len(calls), "function")
+            calls.append((call.function.name, call.function.arguments))
+        else:
+            assert call.index == len(calls) - 1 and call.function.name is None and call.function.arguments
+            calls[-1] = calls[-1][0], calls[-1][1] + call.function.arguments
+    return calls
 
 
 def check_error(response: httpx.Response, status: int, *words: str, param: str | None = None, code: str | None = None) -> None:

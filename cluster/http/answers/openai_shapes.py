@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from cluster.http.answers.extras import Extras
 from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
 from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.tool_calls import Call
+from cluster.http.answers.tool_calls import Arguments, Call, whole_calls
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.serving.generation import Generation, Job
 from decoding.request import StepOutput, StepReport, TokenLogprob
@@ -68,7 +68,8 @@ class Usage(BaseModel):
 
 
 class Delta(BaseModel):
-    """A message, or what a chunk adds to it. A call of a tool comes whole, in one chunk.
+    """A message, or what a chunk adds to it. A call of a tool comes with its name, more of its arguments
+    in the chunks that follow.
 
     Reasoning has vLLM's name, and the one that vLLM had before and DeepSeek, SGLang and llama.cpp have.
     """
@@ -155,7 +156,7 @@ class AnswerBuilder:
 
     def whole(
         self,
-        pieces: Sequence[Sequence[str | Thought | Call]],
+        pieces: Sequence[Sequence[str | Thought | Call | Arguments]],
         reasons: list[Any],
         logprobs: list[list[TokenLogprob]],
         usage: Usage,
@@ -169,7 +170,7 @@ class AnswerBuilder:
             if self._kind == "text":
                 choice.text = text
             else:
-                calls = [_called(part) for part in parts if isinstance(part, Call)]
+                calls = [_called(call) for call in whole_calls(parts)]
                 thought = "".join(part.text for part in parts if isinstance(part, Thought))
                 content = text or (None if calls or thought else "")
                 choice.message = Delta(role="assistant", content=content, refusal=None)
@@ -200,9 +201,10 @@ class AnswerBuilder:
         _report(choice, reports)
         return self._object([choice])
 
-    def call(self, index: int, call: Call, position: int) -> Answer:
-        """A chunk with a call of a tool, ``position`` of its choice."""
-        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **_called(call)}]))])
+    def call(self, index: int, part: Call | Arguments, position: int) -> Answer:
+        """A chunk with a call of a tool, ``position`` of its choice, or more of its arguments."""
+        told = _called(part) if isinstance(part, Call) else {"function": {"arguments": part.text}}
+        return self._object([self._chunk(index, "", Delta(tool_calls=[{"index": position, **told}]))])
 
     def end(self, index: int, reason: Any) -> Answer:
         """The last chunk of a choice."""

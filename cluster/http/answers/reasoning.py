@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from cluster.http.answers.logprobs import TokenBytes
 from engine.text.chat_format import Tags
@@ -14,6 +15,23 @@ class Thought:
     """A piece of reasoning."""
 
     text: str
+
+
+class Reader(Protocol):
+    """Takes the reasoning out of a text that comes in pieces."""
+
+    has_thought: bool  # there is reasoning, be it not known yet whether more comes
+
+    @property
+    def is_over(self) -> bool:
+        """No more reasoning will come."""
+
+    @property
+    def is_within(self) -> bool | None:
+        """What comes next is reasoning; None: that is not known yet."""
+
+    def push(self, text: str) -> Sequence[Any]:
+        """What is known of the text so far and was not given before."""
 
 
 class ReasoningReader:
@@ -36,7 +54,12 @@ class ReasoningReader:
         self._held = ""
         self._is_first = True  # nothing was given of the part that the text is in
         self.is_within: bool | None = None if begins_within is not False else False  # None: that is not known yet
-        self.has_thought = False  # there is reasoning, be it empty
+        self.has_thought = begins_within is True  # there is reasoning, be it empty
+
+    @property
+    def is_over(self) -> bool:
+        """No more reasoning will come."""
+        return self.is_within is False
 
     def push(self, text: str) -> list[str | Thought]:
         """What is known of the text so far and was not given before. No piece is empty."""
@@ -85,24 +108,30 @@ class ReasoningReader:
 
 
 class ReasoningTokens:
-    """Counts the tokens of an answer up to the end of its reasoning, the tags included."""
+    """Counts the tokens of the reasoning of an answer, the tags and the space before them included."""
 
-    def __init__(self, tags: Tags, begins_within: bool | None, token_bytes: TokenBytes) -> None:
-        """As of ``ReasoningReader``, and what the tokens of the model stand for."""
-        self._reader, self._bytes = ReasoningReader(tags, begins_within), token_bytes
+    def __init__(self, reader: Reader, token_bytes: TokenBytes) -> None:
+        """
+        Args:
+            reader: at its beginning, and this object's own.
+            token_bytes: what the tokens of the model stand for.
+        """
+        self._reader, self._bytes = reader, token_bytes
         self._unsure = 0  # tokens of which it is not known yet
-        self._begun = begins_within is True
         self.count = 0
 
     def push(self, tokens: Sequence[int]) -> None:
         """The next tokens of the answer."""
         for token in tokens:
-            if self._reader.is_within is False:
+            if self._reader.is_over:
                 return
+            was_within = self._reader.is_within
             self._unsure += 1
             self._reader.push(self._bytes(token).decode("latin-1"))  # a character for each byte: tags are ASCII
-            if self._begun or self._reader.has_thought:
-                self.count += self._unsure
+            is_within = self._reader.is_within
+            if was_within or is_within or (was_within is None and self._reader.has_thought):
+                self.count, self._unsure = self.count + self._unsure, 0
+            elif is_within is not None or was_within is not None:
                 self._unsure = 0
 
 

@@ -11,15 +11,16 @@ from typing import Any
 from fastapi.responses import Response, StreamingResponse
 
 from cluster.http import errors
+from cluster.http.answers.harmony import HarmonyReader
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
 from cluster.http.answers.predicted import Predicted, PredictionMatch
 from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
 from cluster.http.answers.stream_guard import StreamShape
-from cluster.http.answers.tool_calls import Call, Schemas, ToolCallReader
+from cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
-from engine.text.chat_format import CallForm, Tags
+from engine.text.chat_format import HARMONY, CallForm, Tags
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-Part = str | Thought | Call  # of an answer
+Part = str | Thought | Call | Arguments  # of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class ReadReasoning:
     begins_within: bool | None  # see ReasoningReader
     token_bytes: TokenBytes
     is_told: bool = True  # false: it is counted and left out
+
+    def reader(self, calls: ReadCalls | None) -> ReasoningReader | HarmonyReader:
+        """Of one answer; that of harmony reads calls, too."""
+        if self.tags is not HARMONY:
+            return ReasoningReader(self.tags, self.begins_within)
+        return HarmonyReader(self.begins_within, calls is not None, None if calls is None else calls.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,42 +77,42 @@ class ChoiceReader:
     def __init__(self, form: Form, index: int) -> None:
         self._echo = form.echoes[index] if form.echoes else ""
         thinks, calls = form.reasoning, form.calls
-        self._reasoning = None if thinks is None else ReasoningReader(thinks.tags, thinks.begins_within)
-        self.reasoned = None if thinks is None else ReasoningTokens(thinks.tags, thinks.begins_within, thinks.token_bytes)
-        self._tells_thoughts = thinks is not None and thinks.is_told
-        self._calls = None if calls is None else ToolCallReader(calls.form, calls.most, calls.schemas, calls.hidden)
+        self._reasoning = None if thinks is None else thinks.reader(calls)
+        self.reasoned = None if thinks is None else ReasoningTokens(thinks.reader(calls), thinks.token_bytes)
+        self._tells_thoughts, self._has_called = thinks is not None and thinks.is_told, False
+        self._calls = None
+        if calls is not None and calls.form != "harmony":
+            self._calls = ToolCallReader(calls.form, calls.most, calls.schemas, calls.hidden)
         self.match = None if form.prediction is None else PredictionMatch(form.prediction)
 
     def read(self, output: StepOutput) -> list[Part]:
-        """What an output adds: pieces of reasoning and text, none of them empty, and calls."""
+        """What an output adds: pieces of reasoning, text and arguments, none of them empty, and calls."""
         if self.match is not None:
             self.match.push(output.token_ids)
         if self.reasoned is not None:
             self.reasoned.push(output.token_ids)
         echo, self._echo = self._echo, ""
         text, ended = echo + output.text, output.finish_reason is not None
-        parts: list[str | Thought] = [text] if text else []
+        parts: list[Part] = [text] if text else []
         if self._reasoning is not None:
-            parts = self._reasoning.push(text)
-            if ended:
-                parts += self._reasoning.finish()
+            parts = [*self._reasoning.push(text), *(self._reasoning.finish() if ended else ())]
         found: list[Part] = []
         for part in parts:
             if isinstance(part, Thought):
                 if self._tells_thoughts:
                     found.append(part)
-            elif self._calls is not None:
+            elif self._calls is not None and isinstance(part, str):
                 found += self._calls.push(part)
             else:
                 found.append(part)
         if ended and self._calls is not None:
             found += self._calls.finish()
+        self._has_called |= any(isinstance(part, Call) for part in found)
         return found
 
     def reason(self, reason: FinishReason | None) -> Any:
         """Why the choice ended, in OpenAI's words."""
-        called = self._calls is not None and self._calls.calls
-        return "tool_calls" if called and reason is FinishReason.STOP else reason
+        return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
 
 
 async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> Response:
@@ -149,12 +156,12 @@ async def _events(
             pieces, logprobs = readers[index].read(output), output.logprobs or ()
             reports = () if output.report is None else (output.report,)
             untold = logprobs or reports or output.prompt_logprobs
-            if (untold or shape.has_period) and not (pieces and not isinstance(pieces[0], Call)):
+            if (untold or shape.has_period) and not (pieces and isinstance(pieces[0], str | Thought)):
                 pieces = ["", *pieces]  # they come with text, be it none
             for piece in pieces:
-                if isinstance(piece, Call):
-                    chunks.append(answer.call(index, piece, called[index]))
-                    called[index] += 1
+                if isinstance(piece, Call | Arguments):
+                    called[index] += isinstance(piece, Call)
+                    chunks.append(answer.call(index, piece, called[index] - 1))
                 else:
                     chunks.append(answer.piece(index, piece, logprobs, reports))
                     logprobs = reports = ()

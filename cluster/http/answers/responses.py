@@ -16,13 +16,23 @@ from cluster.http import errors
 from cluster.http.answers.openai_shapes import Reported, Usage, reported
 from cluster.http.answers.reasoning import Thought
 from cluster.http.answers.respond import STREAM_HEADERS, ChoiceReader, Form, Part, usage_so_far
-from cluster.http.answers.tool_calls import Call
+from cluster.http.answers.tool_calls import Arguments, Call
 from cluster.http.types.responses import ResponsesRequest, told
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepReport
 from engine.loading.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
+
+# Of the kinds of items: what their ids begin with, and the events of their content.
+_KINDS = {
+    "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"), "function_call": ("fc", "function_call_arguments"),
+}  # fmt: skip
+
+_EMPTY: dict[str, dict[str, Any]] = {
+    "reasoning": {"content": [], "summary": []}, "message": {"content": [], "role": "assistant"},
+    "function_call": {"arguments": ""},
+}  # fmt: skip
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -88,21 +98,23 @@ class ResponseBuilder:
         """The events of the next part."""
         if isinstance(part, Call):
             yield from self._end_item("completed")
-            yield from self._call(part)
-            return
-        kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
+            yield from self._begin_item("function_call", call_id=part.id, name=part.name)
+            part = Arguments(part.arguments)
+        kind, text = ("message", part) if isinstance(part, str) else ("reasoning", part.text)
+        if isinstance(part, Arguments):
+            kind = "function_call"
         if not self._is_open or self._output[-1]["type"] != kind:
             yield from self._end_item("completed")
             yield from self._begin_item(kind)
-        self._texts.append(text)
-        name = "reasoning_text" if kind == "reasoning" else "output_text"
-        extra: Event = {} if kind == "reasoning" else {"logprobs": []}
-        yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=text, **extra)
+        if text or not isinstance(part, Arguments):
+            self._texts.append(text)
+            yield self._event(f"response.{_KINDS[kind][1]}.delta", **self._place(), delta=text, **_beside(kind))
 
     def tick(self) -> Iterator[Event]:
         """An event where there is nothing new."""
-        if self._is_open:
-            yield from self.push(Thought("") if self._output[-1]["type"] == "reasoning" else "")
+        kind = self._output[-1]["type"] if self._is_open else None
+        if kind in ("reasoning", "message"):
+            yield from self.push(Thought("") if kind == "reasoning" else "")
         else:
             yield self._event("response.in_progress", response=self.response("in_progress"))
 
@@ -113,38 +125,35 @@ class ResponseBuilder:
         yield from self._end_item("completed" if ending == "completed" else "incomplete")
         yield self._event(f"response.{ending}", response=self.response(ending, usage, error))
 
-    def _begin_item(self, kind: str) -> Iterator[Event]:
-        name = {"reasoning": "rs", "message": "msg"}[kind]
-        item: Item = {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", "content": []}
-        extra: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
-        item |= extra
+    def _begin_item(self, kind: str, **fields: str) -> Iterator[Event]:
+        item: Item = {
+            "id": f"{_KINDS[kind][0]}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+            **_EMPTY[kind],
+            **fields,
+        }
         self._output.append(item)
         self._is_open, self._texts = True, []
         yield self._event("response.output_item.added", output_index=self._place()["output_index"], item=dict(item))
-        yield self._event("response.content_part.added", **self._place(), content_index=0, part=_content(kind, ""))
+        if kind != "function_call":
+            yield self._event("response.content_part.added", **self._place(), content_index=0, part=_content(kind, ""))
 
     def _end_item(self, status: str) -> Iterator[Event]:
         if not self._is_open:
             return
         item, text = self._output[-1], "".join(self._texts)
-        kind, part = item["type"], _content(item["type"], text)
-        name = "reasoning_text" if kind == "reasoning" else "output_text"
-        extra: Event = {} if kind == "reasoning" else {"logprobs": []}
-        item |= {"status": status, "content": [part]}
+        kind, name = item["type"], _KINDS[item["type"]][1]
         self._is_open = False
-        yield self._event(f"response.{name}.done", **self._place(), content_index=0, text=text, **extra)
-        yield self._event("response.content_part.done", **self._place(), content_index=0, part=part)
+        item["status"] = status
+        if kind == "function_call":
+            item["arguments"] = text
+            yield self._event(f"response.{name}.done", **self._place(), name=item["name"], arguments=text)
+        else:
+            item["content"] = [_content(kind, text)]
+            yield self._event(f"response.{name}.done", **self._place(), text=text, **_beside(kind))
+            yield self._event("response.content_part.done", **self._place(), content_index=0, part=item["content"][0])
         yield self._event("response.output_item.done", output_index=self._place()["output_index"], item=dict(item))
-
-    def _call(self, call: Call) -> Iterator[Event]:
-        item: Item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
-        self._output.append(item | {"arguments": call.arguments, "status": "completed"})
-        index, name = self._place()["output_index"], "response.function_call_arguments"
-        begun = item | {"arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event(f"{name}.delta", **self._place(), delta=call.arguments)
-        yield self._event(f"{name}.done", **self._place(), name=call.name, arguments=call.arguments)
-        yield self._event("response.output_item.done", output_index=index, item=self._output[-1])
 
     def _place(self) -> Event:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
@@ -208,6 +217,12 @@ def _sent(event: Event) -> str:
 
 def _json(value: Event) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _beside(kind: str) -> Event:
+    """What the events of a text have beside it."""
+    beside: dict[str, Event] = {"message": {"content_index": 0, "logprobs": []}, "reasoning": {"content_index": 0}}
+    return beside.get(kind, {})
 
 
 def _content(kind: str, text: str) -> Event:

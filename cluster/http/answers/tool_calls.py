@@ -6,8 +6,8 @@ import json
 import re
 import secrets
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cluster.http.answers.reasoning import held_back
@@ -26,35 +26,100 @@ def _new_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that the model wrote."""
+    """A call that the model wrote, or its beginning: more of its arguments may follow."""
 
     name: str
     arguments: str  # a JSON object, spelled as text
     id: str = field(default_factory=_new_id, compare=False)  # by which the client answers it
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the arguments of the call before, as the model wrote them."""
+
+    text: str
+
+
+def whole_calls(parts: Sequence[Any]) -> list[Call]:
+    """The calls among the parts of an answer, each with all its arguments."""
+    calls: list[Call] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls.append(part)
+        elif isinstance(part, Arguments):
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.text)
+    return calls
+
+
 class _Taken(NamedTuple):
-    """What stands behind an opening mark."""
+    """What stands behind an opening mark, or behind the arguments of a call."""
 
     calls: list[Call]  # none where it is no call
     length: int  # characters of it
+    is_begun: bool = False  # the arguments of the last call follow
+    goes_on: bool = False  # something of the call, or of the list that it is in, follows
 
 
-class _Hermes:
-    """``<tool_call>{JSON}</tool_call>``: Hermes, Qwen and others."""
+class _Objects:
+    """Calls that are JSON objects, ``{"name": NAME, "arguments": {...}}``.
 
-    opening = OPENING
+    Where an object begins like that, its arguments are told while they come; else it is read when it is complete.
+    """
+
+    _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\<]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+    opening: str
+    _is_open = False  # of the object, what is behind the arguments follows
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
+    def _begun(self, rest: str, start: int) -> _Taken | None:
+        """The call that begins at ``start``, up to its arguments; None where none does as far as it is known."""
+        head = self._HEAD.match(rest, start)
+        if head is None:
+            return None
+        self._is_open = True
+        return _Taken([self._new(head[1], "")], head.end(), is_begun=True)
+
+    def _end_of_object(self, text: str) -> int | None:
+        """Behind the object whose arguments were told; None while it is not complete, 0 where the text is not its end."""
+        bare = text.lstrip()
+        if not self._is_open or (bare and bare[0] not in "},"):
+            return 0
+        start = len(text) - len(bare)
+        if bare.startswith(","):
+            return _JsonScan(start, depth=1).end(text)
+        return start + 1 if bare else None
+
+    def _new(self, name: str, arguments: str) -> Call:
+        return Call(name, arguments)
+
+
+class _Hermes(_Objects):
+    """``<tool_call>{JSON}</tool_call>``: Hermes, Qwen and others."""
+
+    opening = OPENING
+
     def take(self, rest: str) -> _Taken | None:
-        """The call at the beginning of ``rest``, which follows an opening mark; None while its end is not there."""
+        """The calls at the beginning of ``rest``, which follows an opening mark; None while that is not known."""
+        begun = self._begun(rest, len(rest) - len(rest.lstrip()))
+        if begun is not None:
+            return begun
         inside, closing, _ = rest.partition(CLOSING)
         if not closing:
             return None
         call = self._parse(inside)
         return _Taken([] if call is None else [call], len(inside) + len(CLOSING))
+
+    def behind(self, text: str) -> _Taken | None:
+        """What follows the arguments that were told; None while that is not known."""
+        end = self._end_of_object(text)
+        if end is None:
+            return None
+        bare = text[end:].lstrip()
+        if bare.startswith(CLOSING):
+            return _Taken([], len(text) - len(bare) + len(CLOSING))
+        return None if CLOSING.startswith(bare) else _Taken([], end)
 
     def _parse(self, inside: str) -> Call | None:
         return _call(_loaded(inside))
@@ -68,6 +133,9 @@ class _Qwen3Coder(_Hermes):
 
     _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
     _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+    def _begun(self, rest: str, start: int) -> _Taken | None:
+        return None
 
     def _parse(self, inside: str) -> Call | None:
         function = self._FUNCTION.fullmatch(inside)
@@ -86,55 +154,82 @@ class _Qwen3Coder(_Hermes):
         return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 
-class _Json:
-    """JSON objects or lists behind a mark that has no closing one."""
+class _Json(_Objects):
+    """JSON objects, alone or in a list, behind a mark that has no closing one."""
 
     opening = ""
-
-    def __init__(self, schemas: Schemas) -> None:
-        self._scan: _JsonScan | None = None
+    _is_list = False  # they are in one
+    _scan: _JsonScan | None = None
 
     def take(self, rest: str) -> _Taken | None:
         """As ``_Hermes.take``."""
         start = len(rest) - len(rest.lstrip())
         if start == len(rest):
             return None
-        if rest[start] not in "[{":
-            return _Taken([], start)
-        return self._take_value(rest, start, None)
+        if rest[start] == "[":
+            inner = rest[start + 1 :].lstrip()
+            taken = self._take_object(rest, len(rest) - len(inner)) if inner else None
+            self._is_list = bool(taken and taken.calls)
+            return taken._replace(goes_on=self._is_list) if taken else None
+        self._is_list = False
+        return self._take_object(rest, start)
 
-    def _take_value(self, rest: str, start: int, name: str | None) -> _Taken | None:
-        """The JSON value at ``start``: calls, or the arguments of the call with this name."""
+    def behind(self, text: str) -> _Taken | None:
+        """As ``_Hermes.behind``: in a list, the next call may be there."""
+        end = self._end_of_object(text)
+        if end is None:
+            return None
+        if not self._is_list:
+            return _Taken([], end)
+        bare = text[end:].lstrip()
+        if not bare:
+            return None
+        start = len(text) - len(bare)
+        if bare[0] == "]":
+            return _Taken([], start + 1)
+        if bare[0] == ",":
+            inner = text[start + 1 :].lstrip()
+            taken = self._take_object(text, len(text) - len(inner)) if inner else None
+            if taken is None or taken.calls:
+                return taken and taken._replace(goes_on=True)
+        return _Taken([], end)
+
+    def _take_object(self, rest: str, start: int) -> _Taken | None:
+        """The call that is the object at ``start``."""
+        if rest[start] != "{":
+            return _Taken([], start)
+        begun = self._begun(rest, start)
+        if begun is not None:
+            self._scan = None
+            return begun
         self._scan = self._scan or _JsonScan(start)
         end = self._scan.end(rest)
         if end is None:
             return None
-        self._scan = None
-        value = _loaded(rest[start:end])
-        entries = [{"name": name, "arguments": value}] if name is not None else value if isinstance(value, list) else [value]
-        calls = [self._called(call) for entry in entries if (call := _call(entry)) is not None]
-        return _Taken(calls if len(calls) == len(entries) else [], end)
-
-    def _called(self, call: Call) -> Call:
-        return call
+        self._scan, self._is_open = None, False
+        call = _call(_loaded(rest[start:end]))
+        return _Taken([] if call is None else [self._new(call.name, call.arguments)], end)
 
 
 class _Mistral(_Json):
     """``[TOOL_CALLS][{JSON}, ...]``, or in newer models ``[TOOL_CALLS]NAME[ARGS]{JSON}`` for each call."""
 
     opening = "[TOOL_CALLS]"
-    _HEAD = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
+    _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?\[ARGS\]\s*(?=\{)")
 
     def take(self, rest: str) -> _Taken | None:
         """As ``_Hermes.take``."""
         bare = rest.lstrip()
         if not bare or bare[0] in "[{":
             return super().take(rest)
-        head = self._HEAD.match(rest)
-        return None if head is None else self._take_value(rest, head.end(), head[1])
+        head = self._NAMED.match(rest)
+        if head is None:
+            return None
+        self._is_open = self._is_list = False
+        return _Taken([self._new(head[1], "")], head.end(), is_begun=True)
 
-    def _called(self, call: Call) -> Call:
-        return Call(call.name, call.arguments, secrets.token_hex(5)[:9])  # the only ids that Mistral's templates take
+    def _new(self, name: str, arguments: str) -> Call:
+        return Call(name, arguments, secrets.token_hex(5)[:9])  # the only ids that Mistral's templates take
 
 
 class _Llama3(_Json):
@@ -143,6 +238,7 @@ class _Llama3(_Json):
     opening = "<|python_tag|>"
 
 
+# Of all forms but harmony, for which see harmony.py.
 _FORMS: dict[CallForm, type[_Hermes | _Json]] = {
     "hermes": _Hermes, "qwen3_coder": _Qwen3Coder, "mistral": _Mistral, "llama3_json": _Llama3,
 }  # fmt: skip
@@ -151,11 +247,12 @@ _FORMS: dict[CallForm, type[_Hermes | _Json]] = {
 class ToolCallReader:
     """Takes the calls out of a text that comes in pieces.
 
-    What stands behind a mark and is no call, such as JSON without a ``name``, stays text as it was written. So does what has no
-    end. Space before a call and at the end of a text with calls is dropped.
+    A call whose arguments are JSON is told as soon as its name is there and its arguments begin, and these as they come. What
+    stands behind a mark and begins no call, such as JSON without a ``name``, stays text as it was written. Space before a call
+    and at the end of a text with calls is dropped.
 
-    Example: ``push("Let me see. <tool")`` gives ``["Let me see."]``, and then ``push('_call>{"name": "f"}</tool_call>')`` gives
-    ``[Call("f", "{}")]``.
+    Example: ``push("Let me see. <tool")`` gives ``["Let me see."]``, then ``push('_call>{"name": "f", "arguments": {"a"')`` gives
+    ``[Call("f", ""), Arguments('{"a"')]``, and ``push(": 1}}</tool_call>")`` gives ``[Arguments(": 1}")]``.
     """
 
     def __init__(
@@ -172,44 +269,74 @@ class ToolCallReader:
         self._is_llama = form == "llama3_json"
         self._held = ""
         self._next = self._is_llama  # a call may begin without a mark
+        self._scan: _JsonScan | None = None  # within the arguments of a call
+        self._is_behind = False  # behind arguments, or a call in a list
+        self._is_told = True  # the last call
         self.calls = 0  # told so far
 
-    def push(self, text: str) -> list[str | Call]:
-        """What is known of the text so far and was not given before. Pieces of text are not empty."""
+    def push(self, text: str) -> list[str | Call | Arguments]:
+        """What is known of the text so far and was not given before. Pieces of text and of arguments are not empty."""
         self._held += text
-        found: list[str | Call] = []
-        while (place := self._begin()) is not None:
-            before, rest = self._held[: place[0]], self._held[place[1] :]
-            taken = self._form.take(rest)
-            marked = before if place[0] < place[1] else ""  # without a mark it is what stands between two calls
-            if taken is None:
-                if kept := marked.rstrip():
-                    found.append(kept)
-                    self._held = self._held[len(kept) :]
-                return found
-            if not taken.calls:
-                mark = self._mark if place[0] < place[1] else ""
-                if shown := before + mark + rest[: taken.length]:
-                    found.append(shown)
-            elif marked.strip():
-                found.append(marked.rstrip())
-            for call in taken.calls:
-                if self._most is None or self.calls < self._most:
-                    found.append(call)
-                    self.calls += 1
-            self._held, self._next = rest[taken.length :], self._is_llama and bool(taken.calls)
+        found: list[str | Call | Arguments] = []
+        while True:
+            if self._scan is not None:
+                end = self._scan.end(self._held)
+                if (length := self._scan.at) and self._is_told:
+                    found.append(Arguments(self._held[:length]))
+                self._held, self._scan.at = self._held[length:], 0
+                if end is None:
+                    return found
+                self._scan, self._is_behind = None, True
+            if self._is_behind:
+                taken = self._form.behind(self._held)
+                if taken is None:
+                    return found
+                self._tell(taken, self._held, found)
+                self._next = self._is_llama
+            elif (place := self._begin()) is not None:
+                before, rest = self._held[: place[0]], self._held[place[1] :]
+                taken = self._form.take(rest)
+                marked = before if place[0] < place[1] else ""  # without a mark it is what stands between two calls
+                if taken is None:
+                    if kept := marked.rstrip():
+                        found.append(kept)
+                        self._held = self._held[len(kept) :]
+                    return found
+                if not taken.calls:
+                    mark = self._mark if place[0] < place[1] else ""
+                    if shown := before + mark + rest[: taken.length]:
+                        found.append(shown)
+                elif marked.strip():
+                    found.append(marked.rstrip())
+                self._tell(taken, rest, found)
+                self._next = self._is_llama and bool(taken.calls)
+            else:
+                break
         shown = self._held[: len(self._held) - self._unsure()]
         if shown:
             found.append(shown)
             self._held, self._next = self._held[len(shown) :], False
         return found
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | Call | Arguments]:
         """What was held back, when the text has ended."""
         left, self._held = self._held, ""
+        if self._is_behind:  # what ends a call is no text, be it whole or not
+            bare = left.lstrip(" \t\r\n},]")
+            return [left] if bare and not CLOSING.startswith(bare) else []
         if self._mark == "" and left:
             left = left.replace(self._form.opening, "")
         return [left] if left and not (self.calls and not left.strip(_BETWEEN if self._next else None)) else []
+
+    def _tell(self, taken: _Taken, text: str, found: list[str | Call | Arguments]) -> None:
+        """Tells the calls at the beginning of a text, of which the rest is held."""
+        for call in taken.calls:
+            self._is_told = self._most is None or self.calls < self._most
+            if self._is_told:
+                found.append(call)
+                self.calls += 1
+        self._held = text[taken.length :]
+        self._scan, self._is_behind = _JsonScan(0) if taken.is_begun else None, taken.goes_on and not taken.is_begun
 
     def _begin(self) -> tuple[int, int] | None:
         """Where what may be a call begins, and where its mark ends; None where the text holds none."""
@@ -228,16 +355,19 @@ class ToolCallReader:
 
 
 class _JsonScan:
-    """Finds the end of a JSON object or list in a text that grows at its end."""
+    """Finds the end of a JSON object in a text that grows at its end.
 
-    def __init__(self, start: int) -> None:
-        self._at, self._depth, self._is_text, self._is_escaped = start, 0, False, False
+    A text that is no JSON may have ``<`` outside of its strings: it ends there.
+    """
+
+    def __init__(self, start: int, depth: int = 0) -> None:
+        """Of the object that begins at ``start``; with a depth, of one that has begun before."""
+        self.at, self._depth, self._is_text, self._is_escaped = start, depth, False, False
 
     def end(self, text: str) -> int | None:
-        """Behind the value; None while it is not complete."""
-        while self._at < len(text):
-            character = text[self._at]
-            self._at += 1
+        """Behind the object; None while it is not complete. ``at`` is behind what was looked at."""
+        while self.at < len(text):
+            character = text[self.at]
             if self._is_text:
                 if self._is_escaped:
                     self._is_escaped = False
@@ -245,14 +375,17 @@ class _JsonScan:
                     self._is_escaped = True
                 elif character == '"':
                     self._is_text = False
+            elif character == "<":
+                return self.at
             elif character == '"':
                 self._is_text = True
             elif character in "[{":
                 self._depth += 1
             elif character in "]}":
                 self._depth -= 1
-                if self._depth == 0:
-                    return self._at
+            self.at += 1
+            if self._depth == 0:
+                return self.at
         return None
 
 

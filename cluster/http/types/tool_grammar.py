@@ -12,7 +12,7 @@ from cluster.http.answers.tool_calls import CLOSING
 from cluster.http.types.chat import NamedTool, Tool
 from engine.errors import RequestError
 from engine.text.chat_format import CALL_MARKS, CallForm
-from engine.text.grammar import WHITESPACE, GrammarError, json_grammar, lark_grammar
+from engine.text.grammar import HARMONY_TEXT, WHITESPACE, GrammarError, harmony_type, json_grammar, lark_grammar
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _SPACE = r"/[ \n\r\t]{0,4}/"  # bounded as that within JSON is
@@ -59,6 +59,8 @@ def call_grammar(tools: Sequence[Offered], required: bool, single: bool, marks: 
         GrammarError: all schemas together are more than can be enforced.
     """
     marks = marks or CallMarks()
+    if marks.form == "harmony":
+        return lark_grammar("\n".join(_harmony_rules(tools, required, marks.tokens)))
     opening = CALL_MARKS[marks.form][0]
     is_token = opening in marks.tokens
     others = [f"<[{marks.tokens[token]}]>" for token in marks.shown if token not in CALL_MARKS[marks.form]]
@@ -130,6 +132,24 @@ def _either(name: str, count: int) -> str:
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def _harmony_rules(tools: Sequence[Offered], required: bool, tokens: Mapping[str, int]) -> list[str]:
+    """Those of a message to a function, with its header; where none is required, messages of text and reasoning may come instead
+    and before. The call ends the answer."""
+    start, channel, message, end = (f"<[{tokens[mark]}]>" for mark in CALL_MARKS["harmony"][:4])
+    rules = ["start: tool" if required else "start: before* (tool | final)", "tool: " + _either("tool", len(tools))]
+    if not required:
+        rules += [
+            f'before: {channel} ("analysis" | "commentary") {message} TEXT {end} {start} "assistant"',
+            f'final: {channel} "final" type {message} TEXT',
+            HARMONY_TEXT,
+        ]
+    for index, tool in enumerate(tools):
+        first, second = json.dumps(f" to=functions.{tool.name}"), json.dumps(f"commentary to=functions.{tool.name}")
+        header = f'({first} {channel} "commentary" | {channel} {second}) type {message}'
+        rules += [f"tool_{index}: {header} arguments_{index}", f"arguments_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}"]
+    return [*rules, harmony_type(tokens)]
 
 
 def _xml_rules(index: int, tool: Offered) -> list[str]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Route = Literal["chat", "text"]
+Route = Literal["chat", "text", "responses"]
 BOTH: tuple[Route, ...] = ("chat", "text")
+ALL: tuple[Route, ...] = (*BOTH, "responses")
 GREEDY: Mapping[str, Any] = {"temperature": 0}
 SAMPLED: Mapping[str, Any] = {"temperature": 0.9, "seed": 11}
 
@@ -54,12 +55,13 @@ class Case:
 
 def cases(said: Said) -> Iterator[Case]:
     """All that is asked about one prompt."""
-    yield Case("(none)", {})
+    yield Case("(none)", {}, ALL)
     yield from _sampling(said)
     yield from _length_and_end(said)
     yield from _told(said)
     yield from _bound()
     yield from _drafts(said)
+    yield from _items()
 
 
 def _values(field: str, values: Sequence[Any], routes: tuple[Route, ...] = BOTH) -> Iterator[Case]:
@@ -69,16 +71,16 @@ def _values(field: str, values: Sequence[Any], routes: tuple[Route, ...] = BOTH)
 
 def _sampling(said: Said) -> Iterator[Case]:
     for temperature in (0, 0.3, 1.5):
-        yield Case("temperature", {"temperature": temperature}, settings=({"seed": 5},))
+        yield Case("temperature", {"temperature": temperature}, ALL, settings=({"seed": 5},))
     for seed in (0, 7, 2**62):
-        yield Case("seed", {"seed": seed}, settings=({"temperature": 1},))
-    yield from _values("top_p", (0.1, 0.9))
-    yield from _values("top_k", (1, 5, -1))
-    yield from _values("min_p", (0.02, 0.5))
-    yield from _values("repetition_penalty", (1.3, 0.8))
-    yield from _values("presence_penalty", (1.5, -0.5))
-    yield from _values("frequency_penalty", (1.0, -0.3))
-    yield from _values("logit_bias", ({str(said.ids[0]): -100}, {str(said.ids[0]): -100, str(said.ids[-1]): 4.5}))
+        yield Case("seed", {"seed": seed}, ALL, settings=({"temperature": 1},))
+    yield from _values("top_p", (0.1, 0.9), ALL)
+    yield from _values("top_k", (1, 5, -1), ALL)
+    yield from _values("min_p", (0.02, 0.5), ALL)
+    yield from _values("repetition_penalty", (1.3, 0.8), ALL)
+    yield from _values("presence_penalty", (1.5, -0.5), ALL)
+    yield from _values("frequency_penalty", (1.0, -0.3), ALL)
+    yield from _values("logit_bias", ({str(said.ids[0]): -100}, {str(said.ids[0]): -100, str(said.ids[-1]): 4.5}), ALL)
     yield from _values("n", (2, 3))
 
 
@@ -87,9 +89,9 @@ def _length_and_end(said: Said) -> Iterator[Case]:
     inside, late = said.text[middle : middle + 3], said.text[-2:]
     yield from _values("max_tokens", (1, 2, 9))
     yield from _values("max_completion_tokens", (1, 9), ("chat",))
-    yield from _values("min_tokens", (1, 12))
-    yield from _values("stop", (inside, [late, inside], "never to be said"))
-    yield from _values("stop_token_ids", ([said.ids[len(said.ids) // 2]], [said.ids[-1], said.ids[0]]))
+    yield from _values("min_tokens", (1, 12), ALL)
+    yield from _values("stop", (inside, [late, inside], "never to be said"), ALL)
+    yield from _values("stop_token_ids", ([said.ids[len(said.ids) // 2]], [said.ids[-1], said.ids[0]]), ALL)
     yield from _values("ignore_eos", (True,))
     yield Case("include_stop_str_in_output", {"include_stop_str_in_output": True, "stop": inside})
     yield Case("include_stop_str_in_output", {"include_stop_str_in_output": True, "stop": [late, inside]})
@@ -134,13 +136,32 @@ def _bound() -> Iterator[Case]:
     yield Case("parallel_tool_calls", {"tools": [_TOOL], "parallel_tool_calls": False}, ("chat",))
 
 
+def _items() -> Iterator[Case]:
+    """What responses have in a form of their own."""
+    route: tuple[Route, ...] = ("responses",)
+    yield from _values("max_output_tokens", (1, 9), route)
+    yield from _values("instructions", ("Be brief.",), route)
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "And you?"}]
+    yield from _values("input", (turns,), route)
+    named = {"type": "json_schema", "name": "a", "schema": _SCHEMA}
+    yield from _values("text", tuple({"format": form} for form in ({"type": "text"}, {"type": "json_object"}, named)), route)
+    tool = {"type": "function", **_TOOL["function"], "strict": False}  # type: ignore[dict-item]
+    for choice in ("auto", "none", "required", {"type": "function", "name": "look_up"}):
+        yield Case("tool_choice", {"tools": [tool], "tool_choice": choice, "max_output_tokens": 48}, route)
+    yield Case("tools", {"tools": [{**tool, "strict": True}]}, route)
+    yield Case("parallel_tool_calls", {"tools": [tool], "parallel_tool_calls": False}, route)
+    yield from _values("reasoning", ({}, {"effort": "none"}), route)
+    yield from _values("metadata", ({"of": "me"},), route)
+    yield from _values("store", (False,), route)
+
+
 def _drafts(said: Said) -> Iterator[Case]:
     """What only decides who drafts, and from what."""
-    yield from _values("reference_documents", ([said.text], [said.text[::-1], said.text * 2]))
+    yield from _values("reference_documents", ([said.text], [said.text[::-1], said.text * 2]), ALL)
     predictions = ({"type": "content", "content": text} for text in (said.text, said.text[3:] + said.text))
     yield from _values("prediction", tuple(predictions), ("chat",))
     yield from _values("reference_embedding", ([0.5, -0.25, 1.0, 0.125],))
     yield from _values("cache", ("tenant", "private", "off"))
-    yield from _values("priority", (0,))
+    yield from _values("priority", (0,), ALL)
     yield from _values("timeout", (600.0,))
     yield from _values("speculation", ({"max_draft_tokens": 1}, {"max_draft_tokens": 5}))

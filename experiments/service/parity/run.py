@@ -2,11 +2,11 @@
 
 python -m experiments.service parity [--url URL | --model M] [--strategy S ...] [--field F ...]
 
-Every parameter that the server honours is asked for with several values, greedy and sampled, as a chat and as a completion: once
-with plain decoding (``speculation: {"max_draft_tokens": 0}``), then with each strategy, as a whole and streamed. Texts, calls,
-token ids, finish reasons, the tokens of log-probabilities and the counts of the usage must be the same to the letter, the
-log-probabilities within what rounding explains. Drafted and accepted tokens are
-those that ``/metrics`` counted meanwhile: where nothing was accepted, nothing was shown.
+Every parameter that the server honours is asked for with several values, greedy and sampled, as a chat, as a completion and as
+a response, where these have it: once with plain decoding (``speculation: {"max_draft_tokens": 0}``), then with each strategy,
+as a whole and streamed. Texts, calls, token ids, finish reasons, the tokens of log-probabilities and the counts of the usage
+must be the same to the letter, the log-probabilities within what rounding explains. Drafted and accepted tokens are those that
+``/metrics`` counted meanwhile: where nothing was accepted, nothing was shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from experiments.service.parity.cases import GREEDY, Case, Route, Said, cases
 from experiments.service.served import sample_sums, server_at
 
 PROMPTS = (EXAMPLE, "Repeat after me, twice: the quick brown fox jumps over the lazy dog.")
-_ROUTES: Mapping[Route, str] = {"chat": "chat/completions", "text": "completions"}
+_ROUTES: Mapping[Route, str] = {"chat": "chat/completions", "text": "completions", "responses": "responses"}
 _NEAR = 0.02  # logarithms of probabilities: where a model is not served exactly, batches of other sizes round differently
 _COUNTERS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 _MAX_TOKENS, _TOGETHER = 24, 6
@@ -127,7 +127,7 @@ class Asker:
         async def one(strategy: str, streamed: bool) -> None:
             extra: dict[str, Any] = {"speculation": {**body.get("speculation", {}), "strategy": strategy}}
             if streamed:
-                extra |= {"stream": True, "stream_options": {"include_usage": True}}
+                extra |= {"stream": True} | ({} if route == "responses" else {"stream_options": {"include_usage": True}})
             table.note(case, body | extra, expected, await self._ask(route, body | extra))
 
         await asyncio.gather(
@@ -135,8 +135,12 @@ class Asker:
         )
 
     def _body(self, route: Route, prompt: str) -> dict[str, Any]:
-        asked = {"prompt": prompt} if route == "text" else {"messages": [{"role": "user", "content": prompt}]}
-        return {"max_tokens": self._asked.max_tokens, **asked}
+        prompts: dict[Route, tuple[str, Any]] = {
+            "chat": ("messages", [{"role": "user", "content": prompt}]), "text": ("prompt", prompt),
+            "responses": ("input", prompt),
+        }  # fmt: skip
+        most, (name, asked) = "max_output_tokens" if route == "responses" else "max_tokens", prompts[route]
+        return {most: self._asked.max_tokens, name: asked}
 
     async def _ask(self, route: Route, body: dict[str, Any]) -> Answer:
         if "max_completion_tokens" in body:

@@ -12,13 +12,20 @@ import pytest
 
 from cluster.http.api import Service
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
+from cluster.http.types.responses import ResponsesRequest
 from configs.slices import EngineOptions, SpeculationOptions
 from experiments.bench.run import run
 from experiments.service.parity import run as parity
 from experiments.service.parity.cases import Said, cases
 from tests.cluster.circle import TOKENIZER, local_engine, served
 
-NOT_ANSWERS = {"model", "messages", "stream", "stream_options"}  # asked for in every case, or in every streamed one
+NOT_ANSWERS = {
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "previous_response_id",
+}  # asked for in every case, or in every streamed one
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +48,12 @@ def test_no_parameter_changes_an_answer(url: str, tmp_path: Path) -> None:
     rows: dict[str, Any] = record["results"]["parameters"]
     assert not record["results"]["mismatches"] and "none" not in json.dumps(record["config"].get("key", ""))
     # This template shows no tools and reasons not, and there is no tenant whose texts could be shared; all else is answered.
-    refused = {"tools", "tool_choice", "parallel_tool_calls", "cache", "reasoning_effort", "chat_template_kwargs"}
+    refused = {"tools", "tool_choice", "parallel_tool_calls", "cache", "reasoning_effort", "chat_template_kwargs", "reasoning"}
     assert {name for name, row in rows.items() if row["refused"]} == refused
     assert sum(row["accepted"] for row in rows.values()) > 500, "little was drafted: nothing was shown"
     assert all(row["gap"] < 1e-3 for row in rows.values())
     assert all(row["mismatches"] == 0 for row in rows.values())
-    for body in (ChatCompletionRequest, CompletionRequest):
+    for body in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
         assert not body.model_fields.keys() - rows.keys() - NOT_ANSWERS, "parameters that no case asks for"
 
 

@@ -15,13 +15,15 @@ from openai import OpenAI
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.tool_calls import Call, ToolCallReader
+from cluster.http.answers.harmony import HarmonyReader
+from cluster.http.answers.reasoning import Thought
+from cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, whole_calls
 from cluster.http.api import Service
 from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from engine.text.chat import bracketed_tokens
 from engine.text.chat_format import CALL_MARKS, CallForm, ChatFormat, added_tokens
 from engine.text.grammar import Grammars
-from tests.cluster.circle import MESSAGES, build_tokenizer, local_engine, save_saying, served
+from tests.cluster.circle import MESSAGES, build_tokenizer, local_engine, save_saying, served, streamed_calls
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -48,9 +50,33 @@ HERMES_FULL = f'<tool_call>\n{{"name": "f", "arguments": {FULL.arguments}}}\n</t
 ONE, OTHER = f'{{"name": "f", "arguments": {FULL.arguments}}}', '{"name": "g", "arguments": {}}'
 LLAMA_ONE, LLAMA_OTHER = ONE.replace("arguments", "parameters"), OTHER.replace("arguments", "parameters")
 
+START, CH, MSG = "<|start|>assistant", "<|channel|>", "<|message|>"
+THINKS, SAYS = f"{CH}analysis{MSG}Two.<|end|>{START}", f"{CH}final{MSG}Four."
+CALLS = f" to=functions.f{CH}commentary <|constrain|>json{MSG}{FULL.arguments}"
+Part = str | Thought | Call
+
 # Form, whether names stand before arguments, a text, and what comes of it.
-READ: list[tuple[CallForm, str, list[str | Call]]] = [
-    ("hermes", f"Well. {HERMES_FULL}", ["Well.", FULL]),
+READ: list[tuple[CallForm, str, list[Part]]] = [
+    ("hermes", "plain", ["plain"]),
+    ("hermes", " <tool", [" <tool"]),
+    ("hermes", "a < b\n", ["a < b\n"]),
+    ("hermes", f"Well.\n{HERMES_FULL}\n{HERMES_FULL}\n", ["Well.", FULL, FULL]),
+    ("hermes", f"{HERMES_FULL} done", [FULL, " done"]),
+    ("hermes", '<tool_call>\n{"name": "g"}\n</tool_call>', [BARE]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', [BARE]),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "g"}</tool_call>', [BARE]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {}, "id": {"a": "}"}}</tool_call>', [BARE]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"text":"</tool_call>"}}</tool_call>', [Call("f", '{"text":"</tool_call>"}')]),
+    ("hermes", "x <tool_call>no json</tool_call> y", ["x <tool_call>no json</tool_call> y"]),
+    ("hermes", 'x <tool_call>{"name": 3}</tool_call>', ['x <tool_call>{"name": 3}</tool_call>']),
+    ("hermes", 'x <tool_call>{"name": "f"}', ['x <tool_call>{"name": "f"}']),
+    ("hermes", 'x <tool_call>{"name": "f", "arguments": ', ['x <tool_call>{"name": "f", "arguments": ']),
+    # What is broken behind the beginning of the arguments was told before.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "a', [Call("f", '{"text": "a')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"text": 1</tool_call> y', [Call("f", '{"text": 1'), " y"]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {}</tool_call> y', [BARE, " y"]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {}} so</tool_call>', [BARE, " so</tool_call>"]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": {}}\n</tool', [BARE]),
     ("qwen3_coder", f"Well.\n{XML_FULL}\n{XML_BARE}\n", ["Well.", FULL, BARE]),
     ("qwen3_coder", "<tool_call><function=f><parameter=text>3</parameter><parameter=count>x</parameter></function></tool_call>",
      [Call("f", '{"text": "3", "count": "x"}')]),
@@ -61,7 +87,11 @@ READ: list[tuple[CallForm, str, list[str | Call]]] = [
     ("mistral", f"Well. [TOOL_CALLS]f[ARGS]{FULL.arguments}[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{{}}", ["Well.", FULL, BARE]),
     ("mistral", "[TOOL_CALLS] [3] no", ["[TOOL_CALLS] [3] no"]),
     ("mistral", "[TOOL_CALLS]f is", ["[TOOL_CALLS]f is"]),
-    ("mistral", f"[TOOL_CALLS][{ONE}", [f"[TOOL_CALLS][{ONE}"]),
+    ("mistral", f"[TOOL_CALLS][{ONE}", [FULL]),
+    ("mistral", f"[TOOL_CALLS][{ONE}, 3] y", [FULL, ", 3] y"]),
+    ("mistral", f'[TOOL_CALLS][{ONE}, {{"name": "g"}}, {OTHER}]', [FULL, BARE, BARE]),
+    ("mistral", f'[TOOL_CALLS][{{"a": 1}}, {OTHER}]', [f'[TOOL_CALLS][{{"a": 1}}, {OTHER}]']),
+    ("mistral", f"[TOOL_CALLS]{OTHER} y", [BARE, " y"]),
     ("llama3_json", f"{LLAMA_ONE}", [FULL]),
     ("llama3_json", f"\n {LLAMA_ONE}; {LLAMA_OTHER};", [FULL, BARE]),
     ("llama3_json", f"<|python_tag|>{LLAMA_OTHER}", [BARE]),
@@ -70,26 +100,64 @@ READ: list[tuple[CallForm, str, list[str | Call]]] = [
     ("llama3_json", f"Well. {LLAMA_ONE}", [f"Well. {LLAMA_ONE}"]),
     ("llama3_json", "<|python_tag|>print(3)", ["<|python_tag|>print(3)"]),
     ("llama3_json", '{"name": "f"', ['{"name": "f"']),
+    ("llama3_json", f'{LLAMA_ONE}; {LLAMA_OTHER}; {{"a"', [FULL, BARE, '; {"a"']),
+    ("harmony", f"{THINKS}{SAYS}", [Thought("Two."), "Four."]),
+    ("harmony", f"{THINKS}{CALLS}", [Thought("Two."), FULL]),
+    ("harmony", CALLS.replace(f" to=functions.f{CH}commentary", f"{CH}commentary to=functions.f").replace(" <|constrain|>", " "),
+     [FULL]),
+    ("harmony", f"{CALLS}<|call|>{START}{SAYS}", [FULL, "Four."]),
+    ("harmony", f"{CH}commentary{MSG}Well.<|end|>{START}{CALLS}", ["Well.", FULL]),
+    ("harmony", f"{THINKS}{CH}analysis{MSG}And two.<|end|>{START}{CH}commentary{MSG}Well.<|end|>{START}{SAYS}",
+     [Thought("Two.\n\nAnd two."), "Well.\n\nFour."]),
+    ("harmony", f"{START}{SAYS}<|return|>", ["Four."]),
+    ("harmony", f"{CH}final <|constrain|>json{MSG}3", ["3"]),
+    ("harmony", f"{CH}other{MSG}a", ["a"]),
+    ("harmony", f"{CH}analysis to=python code{MSG}a", [Thought("a")]),
+    ("harmony", f"{CH}commentary to=browser.open{MSG}a", ["a"]),
+    # Broken or cut: nothing is lost.
+    ("harmony", "hello", ["hello"]),
+    ("harmony", f" top {SAYS}", [" top \n\nFour."]),
+    ("harmony", f"{THINKS[:-len(START) - 7]}{SAYS}", [Thought("Two."), "Four."]),
+    ("harmony", f"{CH}analysis", []),
+    ("harmony", f"{CH}ana", []),
+    ("harmony", f"{CH}final Hello there<|end|>", ["Hello there"]),
+    ("harmony", f"{CH}Hello there", ["Hello there"]),
+    ("harmony", f"{CH}analysis {'so ' * 200}", [Thought(f"{'so ' * 200}")]),
+    ("harmony", f"{CH}final{MSG}a <|cha", ["a <|cha"]),
+    ("harmony", f"{CH}final{MSG}a {MSG} <|constrain|>b", [f"a {MSG} <|constrain|>b"]),
+    ("harmony", f"{CALLS[:-20]}", [Call("f", FULL.arguments[:-20])]),
+    ("harmony", " to=functions.f", []),
 ]  # fmt: skip
 
 
-def read(form: CallForm, pieces: list[str], hidden: bool = False) -> list[str | Call]:
-    reader = ToolCallReader(form, schemas=SCHEMAS, hidden=hidden)
-    found = list(itertools.chain(*map(reader.push, pieces), reader.finish()))
-    assert all(found), "an empty piece"
-    joined: list[str | Call] = []
+def read(form: CallForm, pieces: list[str], hidden: bool = False, most: int | None = None) -> list[Part]:
+    """What comes of a text, neighbouring pieces joined."""
+    made = HarmonyReader(None, True, most) if form == "harmony" else ToolCallReader(form, most, SCHEMAS, hidden)
+    found: list[Any] = list(itertools.chain(*map(made.push, pieces), made.finish()))
+    assert all(part if isinstance(part, str | Call) else part.text for part in found), "an empty piece"
+    calls, joined = iter(whole_calls(found)), list[Part]()
     for part in found:
         if joined and isinstance(part, str) and isinstance(joined[-1], str):
             joined[-1] += part
-        else:
-            joined.append(part)
+        elif joined and isinstance(part, Thought) and isinstance(joined[-1], Thought):
+            joined[-1] = Thought(joined[-1].text + part.text)
+        elif not isinstance(part, Arguments):
+            joined.append(next(calls) if isinstance(part, Call) else part)
     return joined
 
 
 @pytest.mark.parametrize(("form", "text", "parts"), READ)
-def test_calls_are_read(form: CallForm, text: str, parts: list[str | Call]) -> None:
+def test_calls_are_read(form: CallForm, text: str, parts: list[Part]) -> None:
     assert read(form, [text]) == parts
     assert read(form, list(text)) == parts
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = ToolCallReader("hermes")
+    steps = ['<tool_call>{"name": "f", "argu', 'ments": ', '{"a', '": 1', "}}</tool", "_call>"]
+    assert [reader.push(step) for step in steps] == [
+        [], [], [Call("f", ""), Arguments('{"a')], [Arguments('": 1')], [Arguments("}")], [],
+    ]  # fmt: skip
 
 
 PIECES = [*(text for _, text, _ in READ), *(mark for marks in CALL_MARKS.values() for mark in marks), " ", ";", "{", "[", "x"]
@@ -101,8 +169,19 @@ def test_where_a_text_is_cut_does_not_matter(form: CallForm, parts: list[str], d
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     assert read(form, pieces) == read(form, [text])
-    if not any(isinstance(part, Call) for part in read(form, [text])):
+    if form != "harmony" and not any(isinstance(part, Call) for part in read(form, [text])):
         assert read(form, [text]) == ([text] if text else [])
+
+
+def test_no_more_calls_than_asked_for() -> None:
+    twice: list[tuple[CallForm, str]] = [("hermes", HERMES_FULL * 2), ("mistral", f"[TOOL_CALLS] [{ONE}, {OTHER}]")]
+    for form, text in (*twice, ("harmony", f"{CALLS}{START}{CALLS}")):
+        assert read(form, list(text), most=1) == [FULL]
+
+
+def test_much_that_is_no_call() -> None:
+    text = "<tool_call>" + "[" * 100_000 + "</tool_call>"
+    assert read("hermes", [text]) == [text]
 
 
 def test_a_hidden_mark_is_no_text() -> None:
@@ -248,8 +327,8 @@ def test_calls_of_a_served_model(circle_model: Path, tmp_path: Path, form: CallF
                 (call,) = told.message.tool_calls
                 assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": "é"})
                 deltas = [chunk.choices[0].delta for chunk in ask(stream=True, **options)]
-                (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
-                assert streamed.function.model_dump() == call.function.model_dump() and not any(delta.content for delta in deltas)
+                assert streamed_calls(deltas) == [("look", call.function.arguments)]
+                assert not any(delta.content for delta in deltas)
                 assert "".join((delta.model_extra or {}).get("reasoning") or "" for delta in deltas) == "So."
             plain = ask().choices[0].message
             assert (plain.reasoning, plain.tool_calls) == ("So.", None) and "look" in plain.content

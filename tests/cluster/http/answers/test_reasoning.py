@@ -105,7 +105,7 @@ def test_tokens_of_the_reasoning_are_counted(begins_within: bool | None, text: s
     tokenizer.add_tokens(list(THINK))
     ids = tokenizer.encode(text)
     for size in (1, 3, len(ids)):
-        counter = ReasoningTokens(THINK, begins_within, TokenBytes(tokenizer))
+        counter = ReasoningTokens(ReasoningReader(THINK, begins_within), TokenBytes(tokenizer))
         for start in range(0, len(ids), size):
             counter.push(ids[start : start + size])
         assert counter.count == count

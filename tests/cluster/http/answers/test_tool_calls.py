@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai import OpenAI
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.answers.tool_calls import Call, ToolCallReader
 from cluster.http.api import Service
-from engine.text.chat_format import CallForm
-from tests.cluster.circle import MESSAGES, local_engine, save_saying, served
+from tests.cluster.circle import MESSAGES, local_engine, save_saying, served, streamed_calls
 
 LOOK = '{"name": "look", "arguments": {"at": "é"}}'
 CALL = f"<tool_call>{LOOK}</tool_call>"
@@ -29,59 +24,7 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}:{{ call.function.arguments.at }}{% endfor %}"
     "{% if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-SCHEMAS = {"f": {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-
-
-def read(pieces: list[str], most: int | None = None, form: CallForm = "hermes") -> list[str | Call]:
-    """What comes of a text, neighbouring pieces joined."""
-    reader = ToolCallReader(form, most, SCHEMAS)
-    found = list(itertools.chain(*map(reader.push, pieces), reader.finish()))
-    assert all(found), "an empty piece"
-    joined: list[str | Call] = []
-    for part in found:
-        if joined and isinstance(part, str) and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("plain", ["plain"]),
-        (" <tool", [" <tool"]),
-        ("a < b\n", ["a < b\n"]),
-        (CALL, [Call("look", '{"at": "é"}')]),
-        (f"Let me see.\n{CALL}\n{CALL}\n", ["Let me see.", Call("look", '{"at": "é"}'), Call("look", '{"at": "é"}')]),
-        (f"{CALL} done", [Call("look", '{"at": "é"}'), " done"]),
-        ('<tool_call>\n{"name": "f"}\n</tool_call>', [Call("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [Call("f", "{}")]),
-        ("x <tool_call>no json</tool_call> y", ["x <tool_call>no json</tool_call> y"]),
-        ('x <tool_call>{"name": 3}</tool_call>', ['x <tool_call>{"name": 3}</tool_call>']),
-        ('x <tool_call>{"name": "f"}', ['x <tool_call>{"name": "f"}']),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", ["<tool_call>" + "[" * 100_000 + "</tool_call>"]),
-    ],
-)
-def test_calls_are_taken_out_of_a_text(text: str, parts: list[str | Call]) -> None:
-    assert read([text]) == parts
-    if len(text) < 1000:
-        assert read(list(text)) == parts
-
-
-def test_no_more_calls_than_asked_for() -> None:
-    assert read([CALL + CALL], most=1) == [Call("look", '{"at": "é"}')]
-
-
-@given(st.lists(st.sampled_from([*MARKS, " ", "\n", "<", "<tool", "x", '{"name": "f"}']), max_size=10), st.data())
-def test_where_a_text_is_cut_does_not_matter(parts: list[str], data: st.DataObject) -> None:
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-    assert read(pieces) == read([text])
-    if not any(isinstance(part, Call) for part in read([text])):
-        assert read([text]) == ([text] if text else [])
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +61,14 @@ def test_a_call_is_told(caller: OpenAI, speculation: dict[str, Any]) -> None:
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "look", {"at": "é"})
         assert call.id.startswith("call_")
-    calls, reasons = [], []
-    for chunk in ask(caller, stream=True, extra_body=extra):
-        assert not chunk.choices[0].delta.content
-        calls += chunk.choices[0].delta.tool_calls or []
-        reasons.append(chunk.choices[0].finish_reason)
-    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [(0, "look", '{"at": "é"}')]
-    assert reasons[-1] == "tool_calls" and not any(reasons[:-1])
+    choices = [chunk.choices[0] for chunk in ask(caller, stream=True, extra_body=extra)]
+    assert streamed_calls([choice.delta for choice in choices]) == [("look", '{"at": "é"}')]
+    assert not any(choice.delta.content for choice in choices)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+    with caller.chat.completions.stream(model="calling", messages=MESSAGES, temperature=0, tools=TOOLS, max_tokens=30) as stream:
+        deltas = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        (told,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert "".join(deltas) == told.function.arguments == '{"at": "é"}'
 
 
 def test_logprobs_come_for_the_tokens_of_calls_too(caller: OpenAI) -> None:
@@ -181,8 +125,10 @@ def test_a_call_that_must_come(caller: OpenAI, speculation: dict[str, Any]) -> N
 
 def test_strict_tools_bind_calls_and_leave_text_alone(caller: OpenAI) -> None:
     strict = {"type": "function", "function": {**FIND["function"], "name": "look", "strict": True}}
-    calls = ask(caller, tools=[strict], max_tokens=300).choices[0].message.tool_calls
-    assert calls and all(json.loads(call.function.arguments)["at"] in ("here", "there") for call in calls)
+    bound = ask(caller, tools=[strict], max_tokens=300).choices[0]
+    calls = bound.message.tool_calls
+    assert bound.finish_reason == "length" and len(calls) > 1  # the last one is cut
+    assert all(json.loads(call.function.arguments)["at"] in ("here", "there") for call in calls[:-1])
     free = ask(caller, tools=[strict], max_tokens=6, logit_bias={"2": -100, "3": -100, "4": -100}).choices[0]
     assert free.finish_reason == "length" and len(free.message.content) > 3
 

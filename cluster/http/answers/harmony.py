@@ -1,0 +1,153 @@
+"""Answers in the harmony format of GPT-OSS: messages in channels, told apart as reasoning, text and calls of functions.
+
+A message is ``<|channel|>NAME<|message|>TEXT``, ended by ``<|end|>`` or the end of the answer; the next one begins with
+``<|start|>assistant``. What stands before ``<|message|>`` is the header: it may name a recipient (``to=functions.look``), before
+or behind the channel, and the type of the text (https://cookbook.openai.com/articles/openai-harmony).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from cluster.http.answers.reasoning import Thought
+from cluster.http.answers.tool_calls import Arguments, Call
+from engine.text.chat_format import CALL_MARKS
+
+_MARKS = CALL_MARKS["harmony"]
+_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_WORDS = ("assistant", "analysis", "commentary", "final", "json")
+_ROLE = re.compile(r"\s*(?:assistant)?\s*(?:t|to|to=\S*\s*)?")  # all that may stand before the first mark of a header
+_RECIPIENT, _CHANNEL = re.compile(r"to=([^\s<]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER = re.compile(
+    r"\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*(?:<\|channel\|>\s*(?:(?:analysis|commentary|final)\b)?)?\s*(?:to=[^\s<]*)?\s*"
+    r"(?:<\|constrain\|>)?\s*(?:json\b)?\s*"
+)
+_LONGEST = 300  # characters of a header; what is longer is text
+
+Kind = Literal["thought", "text", "call", "dropped"]
+
+
+class HarmonyReader:
+    """Takes an answer that comes in pieces apart.
+
+    The channel ``analysis`` is reasoning, a message to a function is a call of it, any other message is text. Where the form is
+    broken, say that ``<|message|>`` is missing, what is said is text. A blank line parts messages of the same kind.
+
+    Example: ``push("<|channel|>analysis<|message|>Two")`` gives ``[Thought("Two")]``, and then
+    ``push("<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{")`` gives
+    ``[Call("f", ""), Arguments("{")]``.
+    """
+
+    is_over = False  # more reasoning may come at any time
+    has_thought = False
+
+    def __init__(self, begins_within: bool | None, reads_calls: bool = False, most: int | None = None) -> None:
+        """
+        Args:
+            begins_within: the prompt has begun a message in the channel ``analysis`` (true), or ``final`` (false); None: it ends
+                before the header of a message.
+            reads_calls: messages to functions are calls; otherwise they are text.
+            most: calls that are told; those after them are dropped. None: all.
+        """
+        self._kind: Kind | None = None if begins_within is None else "thought" if begins_within else "text"  # None: a header
+        self._reads_calls, self._most, self._calls = reads_calls, most, 0
+        self._held = self._header = ""
+        self._said: set[Kind] = set()  # kinds of messages before that said something
+        self._is_first = True  # nothing was said of this message
+
+    @property
+    def is_within(self) -> bool | None:
+        """What comes next is reasoning; None within a header."""
+        return None if self._kind is None else self._kind == "thought"
+
+    def push(self, text: str) -> list[str | Thought | Call | Arguments]:
+        """What is known of the text so far and was not given before. No piece is empty."""
+        self._held += text
+        found: list[str | Thought | Call | Arguments] = []
+        while (mark := _MARK.search(self._held)) is not None:
+            before, self._held = self._held[: mark.start()], self._held[mark.end() :]
+            self._take(before, found)
+            self._end(mark[0], found)
+        place = self._held.rfind("<")
+        unsure = place >= 0 and any(mark.startswith(self._held[place:]) for mark in _MARKS)
+        sure, self._held = (self._held[:place], self._held[place:]) if unsure else (self._held, "")
+        self._take(sure, found)
+        return found
+
+    def finish(self) -> list[str | Thought | Call | Arguments]:
+        """What was held back, when the text has ended."""
+        found: list[str | Thought | Call | Arguments] = []
+        self._take(self._held, found)
+        self._held = ""
+        if self._kind is None:
+            self._say_header(found)
+        return found
+
+    def _take(self, text: str, found: list[str | Thought | Call | Arguments]) -> None:
+        """Takes text in that holds no mark."""
+        if self._kind is not None:
+            self._say(text, found)
+            return
+        room = _LONGEST - len(self._header)
+        self._header, rest = self._header + text[:room], text[room:]
+        if _MARK.search(self._header) is None and not (
+            "assistant".startswith(self._header.lstrip()) or _ROLE.fullmatch(self._header)
+        ):
+            self._kind, said = "text", self._header
+            self._say(said + rest, found)
+        elif rest:
+            self._say_header(found)
+            self._say(rest, found)
+
+    def _end(self, mark: str, found: list[str | Thought | Call | Arguments]) -> None:
+        """Takes a mark in, before which all was taken in."""
+        if self._kind is None and mark in ("<|channel|>", "<|constrain|>"):
+            self._header += mark
+        elif self._kind is None and mark == "<|message|>":
+            self._begin(found)
+        elif mark in ("<|message|>", "<|constrain|>"):  # within a text
+            self._say(mark, found)
+        else:
+            if self._kind is None:
+                self._say_header(found)
+            self._kind, self._is_first, self._header = None, True, mark if mark == "<|channel|>" else ""
+
+    def _begin(self, found: list[str | Thought | Call | Arguments]) -> None:
+        """Begins the text of a message, whose header is complete."""
+        recipient = _RECIPIENT.search(self._header)
+        name = recipient[1].removeprefix("functions.") if recipient and recipient[1].startswith("functions.") else ""
+        if name and self._reads_calls:
+            self._kind = "call" if self._most is None or self._calls < self._most else "dropped"
+            if self._kind == "call":
+                self._calls += 1
+                found.append(Call(name, ""))
+        else:
+            self._kind = self._channel()
+        self._header = ""
+
+    def _channel(self) -> Kind:
+        channel = _CHANNEL.search(self._header)
+        return "thought" if channel is not None and channel[1] == "analysis" else "text"
+
+    def _say_header(self, found: list[str | Thought | Call | Arguments]) -> None:
+        """What a header without a message says beside its own words, of which the last may be cut."""
+        head = _HEADER.match(self._header)
+        left = self._header[head.end() if head else 0 :]
+        self._kind = self._channel()
+        if not any(word.startswith(left) for word in _WORDS):
+            self._say(left, found)
+        self._header = ""
+
+    def _say(self, text: str, found: list[str | Thought | Call | Arguments]) -> None:
+        kind = self._kind
+        if not text or kind is None or kind == "dropped":
+            return
+        if kind == "call":
+            found.append(Arguments(text))
+            return
+        if self._is_first and kind in self._said:
+            text = f"\n\n{text}"
+        self._is_first = False
+        self._said.add(kind)
+        found.append(Thought(text) if kind == "thought" else text)
