@@ -49,6 +49,11 @@ class Executor(Protocol):
         """Ranks that will share the trees of the next step: 1 where there is one replica."""
         ...
 
+    @property
+    def slots(self) -> int:
+        """KV slots, at least as many as there are requests in a step."""
+        ...
+
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """The slot of a request that begins, or goes on after a preemption, and how many of its first tokens are there already.
 
@@ -180,6 +185,11 @@ class LocalExecutor:
         compile_draws(runner.model.dtype)
 
     width = 1
+
+    @property
+    def slots(self) -> int:
+        """See ``Executor``."""
+        return self._cache.slots
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """See ``Executor``."""

@@ -98,6 +98,11 @@ class LookaheadParallelExecutor:
         self._began = time.perf_counter()
         return 1 if self._choice is not None and not self._choice.shared else ranks
 
+    @property
+    def slots(self) -> int:
+        """See ``Executor``. All ranks have as many."""
+        return self._local.slots
+
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
         self._membership.changes.append((rank, link))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
+from decoding.jit import compiled, popcount
 from decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
 from decoding.tree import BoolArray, Int32Array
 
@@ -175,14 +175,9 @@ def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Ar
             place += len(words)
         if words[place, 0] != wanted[0]:
             continue
-        counts = 0  # of differing signs, by byte
+        distance = 0
         for at in range(1, len(wanted)):
-            bits = words[place, at] ^ wanted[at]
-            bits -= (bits >> 1) & 0x555555555555
-            bits = (bits & 0x333333333333) + ((bits >> 2) & 0x333333333333)
-            counts += (bits + (bits >> 4)) & 0x0F0F0F0F0F0F
-        counts = (counts & 0x00FF00FF00FF) + ((counts >> 8) & 0x00FF00FF00FF)
-        distance = (counts + (counts >> 16) + (counts >> 32)) & 0xFFFF
+            distance += popcount(words[place, at] ^ wanted[at])
         if used == len(distances) and distance >= distances[used - 1]:
             continue
         used = min(used + 1, len(distances))
