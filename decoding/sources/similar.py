@@ -155,13 +155,13 @@ def _compare(
 
 
 @compiled
-def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Array, distances: Int32Array) -> int:
+def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Array, distances: Int32Array) -> int:
     """Compares an embedding with those of its length.
 
     Args:
         wanted: [WORDS].
         words: [places, WORDS] all others; 0 where there is none.
-        newest: place of the latest request.
+        added: requests that were ever put into these places, one after the other and around.
         places: [most] out: the nearest ones, the nearest first, of equal ones the latest.
         distances: [most] out: signs that differ.
 
@@ -169,10 +169,9 @@ def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Ar
         How many were found, up to ``most``.
     """
     used = 0
-    for back in range(len(words)):
-        place = newest - back
-        if place < 0:
-            place += len(words)
+    place = added % len(words)
+    for _ in range(min(added, len(words))):
+        place = (place if place > 0 else len(words)) - 1
         if words[place, 0] != wanted[0]:
             continue
         distance = 0
@@ -295,8 +294,7 @@ class SimilarRequests:
     ) -> tuple[Int32Array, Float64Array]:
         """Places and similarities with those of the nearest embeddings; of a request's two similarities the larger counts."""
         near, distances = np.empty(most, np.int32), np.empty(most, np.int32)
-        newest = (self._next - 1) % len(self._requests)
-        count = _nearest(words_of(embedding), self._words, newest, near, distances)
+        count = _nearest(words_of(embedding), self._words, self._next, near, distances)
         better = dict(zip(places.tolist(), found.tolist(), strict=True))
         for place, similarity in zip(near[:count].tolist(), nearness(distances[:count]).tolist(), strict=True):
             better[place] = max(better.get(place, 0.0), similarity)

@@ -48,9 +48,11 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     results["memory"] = measure_memory(texts.fill, (*_MEMORY_SIZES, args.tokens))
     results["recall"] = []
     few = args.requests // 10
-    for sizes in ((1, few, 1 << 23), (1, few, 1 << 23, True), (50, args.requests, 1 << 20)):
-        run.progress.say(f"recall, {sizes[1]} requests of {sizes[0]} tenants{', with embeddings' if sizes[3:] else ''}")
-        results["recall"].append(measure_recall(texts.fill, *sizes))
+    for tenants, requests, history_tokens, embeddings in (
+        (1, few, 1 << 23, False), (1, few, 1 << 23, True), (50, args.requests, 1 << 20, False),
+    ):  # fmt: skip
+        run.progress.say(f"recall, {requests} requests of {tenants} tenants{', with embeddings' if embeddings else ''}")
+        results["recall"].append(measure_recall(texts.fill, tenants, requests, history_tokens, embeddings))
     run.progress.say("flood")
     results["flood"] = flood(known, texts.fill, args.flood, texts.vocab_size)
     return results
