@@ -209,7 +209,8 @@ def _routing(config: Config, replicas: int) -> dict[str, Any]:
     """Deployment options that say who chooses a replica; none where that is Serve, or nothing is to be chosen."""
     if config.server.routing == "load" or replicas == 1:
         return {}
-    kwargs = {"slots": config.engine.max_running, "tenants": len(tenant_names(config)) * (1 + len(config.model.adapters))}
+    slots, tenants = config.engine.most_slots(config.parallelism.mode != "none"), len(tenant_names(config))
+    kwargs = {"slots": slots, "tenants": tenants * (1 + len(config.model.adapters))}
     router: Any = {"request_router_class": PrefixRouter, "request_router_kwargs": kwargs}  # Serve annotates each as a dict
     return {"request_router_config": RequestRouterConfig(**router)}
 

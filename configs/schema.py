@@ -41,6 +41,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "model.max_model_len": (2, 2**24),
     "model.threads": (1, 4096),
     "engine.max_running": (1, 4096),
+    "engine.kv_slots": (1, 2**16),
     "engine.max_step_tokens": (1, 2**20),
     "engine.max_waiting": (0, 2**20),
     "engine.max_wait_s": (0, 86400),

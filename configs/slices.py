@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Weights = Literal["auto", "dequantized", "int8", "int4"]
 # Draft models that are the target itself, quantized: as speculation.draft_model names them, and what model.weights says of them.
 SELF: dict[str, Weights] = {"self:int8": "int8", "self:int4": "int4"}
+KEPT = 2  # KV slots beyond those of running requests, for each of these
 _STRICT = {"extra": "forbid"}  # an unknown key is an error (read by pydantic)
 
 
@@ -56,6 +57,22 @@ class EngineOptions:
     exact: Literal["strict", "rounding"] = "strict"
     compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a longer start
     prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there
+    # KV slots: those beyond max_running keep what ended requests computed, for prompts that begin alike. When absent three times
+    # max_running, the others in at most a quarter of the memory that is left; max_running where ranks share the steps
+    kv_slots: int | None = None
+
+    @property
+    def kept_slots(self) -> int | None:
+        """KV slots beyond ``max_running``; None for as many as memory allows, up to ``most_slots`` in all."""
+        if self.kv_slots is None:
+            return None if self.prefix_caching else 0
+        return self.kv_slots - self.max_running
+
+    def most_slots(self, parallel: bool) -> int:
+        """KV slots, where memory allows; ``parallel``: of ranks that share the steps."""
+        if self.kept_slots is None:
+            return self.max_running if parallel else (1 + KEPT) * self.max_running
+        return self.max_running + self.kept_slots
 
 
 @dataclass(frozen=True, slots=True)

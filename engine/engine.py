@@ -68,8 +68,10 @@ def runner_over(
 ) -> ModelRunner:
     """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given.
 
-    Its grammars are not prepared.
+    Its grammars are not prepared. Ranks have as many slots as each other, whatever memory each of them has.
     """
+    if world_size > 1 and options.kv_slots is None:
+        options = dataclasses.replace(options, kv_slots=options.max_running)
     capacity = loaded.max_model_len + speculation.most_draft_tokens * world_size
     runner = make(loaded.model, capacity, options)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
@@ -103,7 +105,7 @@ class Engine:
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter = executor, drafter
         self._admission = SlotPlacement(executor, drafter.memory, options.prefix_caching)
-        self._scheduler = Scheduler(options, max_draft_rows, self._admission.place)
+        self._scheduler = Scheduler(options, max_draft_rows, self._admission.place, slots=executor.slots)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs(tokenizer, info.eos_token_ids)
         self._planner = StepPlanner(self._scheduler, drafter, info, self._outputs, executor.rope)
@@ -154,7 +156,7 @@ class Engine:
         info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact)
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
-            slots, rows = options.max_running, options.max_step_tokens
+            slots, rows = runner.cache.slots, options.max_step_tokens
             small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
             drafter.draft_model = small
         tell("preparing drafts")

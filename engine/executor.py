@@ -55,6 +55,11 @@ class Executor(Protocol):
         """How the model's frequencies follow the length of a text; None where they stay the same."""
         ...
 
+    @property
+    def slots(self) -> int:
+        """KV slots, at least as many as there are requests in a step."""
+        ...
+
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """The slot of a request that begins, or goes on after a preemption, and how many of its first tokens are there already.
 
@@ -191,6 +196,11 @@ class LocalExecutor:
     def rope(self) -> LengthRope | None:
         """See ``Executor``."""
         return self.runner.rope
+
+    @property
+    def slots(self) -> int:
+        """See ``Executor``."""
+        return self._cache.slots
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """See ``Executor``."""

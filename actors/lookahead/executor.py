@@ -104,6 +104,11 @@ class LookaheadParallelExecutor:
         """See ``Executor``."""
         return self._local.rope
 
+    @property
+    def slots(self) -> int:
+        """See ``Executor``. All ranks have as many."""
+        return self._local.slots
+
     def add_rank(self, rank: int, link: Link) -> None:
         """Takes a rank in, from any thread; it is refilled with the live requests and then shares the steps."""
         self._membership.changes.append((rank, link))

@@ -112,9 +112,10 @@ class ShardedGroup(Ranks):
             for address in self.housing.addresses(self._terms.start_timeout_s):
                 self._links.append(connect(address, self._terms.secret, CONNECT_S))
             self._watcher.start()
-            port = self._meet(options.max_running, capacity)
+            slots = options.most_slots(True)
+            port = self._meet(slots, capacity)
             part = take_checked(model, self._shard)
-            runner = LeadingRunner(model, options.max_running, capacity, part.shape, self._together, self._shard.world_size)
+            runner = LeadingRunner(model, slots, capacity, part.shape, self._together, self._shard.world_size)
             while not self._all_ready.wait(WATCH_S):
                 if self._fault is not None or time.monotonic() > deadline:
                     raise GroupError(self._fault or f"the ranks were not ready within {self._terms.start_timeout_s:.0f} s")

@@ -122,13 +122,14 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
         return 0 if found.fits else 1
     per_rank = f", on each of {found.ranks} ranks" if found.ranks > 1 else ""
     kv, slot = shown_bytes(found.kv_bytes_per_token * 1000), shown_bytes(found.slot_bytes)
+    slots = f"{found.max_running} requests and {found.kv_slots - found.max_running} more KV slots"
     rows = [
         Finding("model", "ok", f"{found.architecture}, {found.parameters:,} parameters"),
         Finding("type", "ok", f"{found.dtype} on {found.device}"),
         Finding("weights", "ok", f"{shown_bytes(found.weight_bytes)}{_held(found.weights)}{per_rank}"),
         Finding("keys and values", "ok", f"{kv} per 1,000 tokens{per_rank}"),
         Finding("a request", "ok", f"{slot} for {found.max_model_len:,} tokens and {found.draft_rows} drafted ones"),
-        Finding("memory", "ok" if found.fits else "missing", f"{need} for {found.max_running} requests, {free} are free"),
+        Finding("memory", "ok" if found.fits else "missing", f"{need} for {slots}, {free} are free"),
         Finding("requests that fit", "ok" if found.slots_that_fit else "missing", f"{found.slots_that_fit:,}"),
         *(Finding("smaller", "optional", "", advice) for advice in found.advice),
     ]

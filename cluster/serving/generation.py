@@ -15,6 +15,8 @@ from cluster.http.errors import ApiError
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
 
+_FOR_ROUTING = ("session", "unanswered")  # of a job: what its replica need not know
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -39,6 +41,7 @@ class Job:
     embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
+    unanswered: bool = False  # it was sent before, to a replica that then said nothing for too long
 
     @property
     def memory(self) -> str | None:
@@ -47,7 +50,7 @@ class Job:
 
     def request(self, references: tuple[Int32Array, ...]) -> Request:
         """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "session"}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _FOR_ROUTING}
         return Request(**fields | {"references": references})
 
 

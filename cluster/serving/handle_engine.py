@@ -120,6 +120,7 @@ class _Progress:
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
+    unanswered: bool = False  # by its last replica, which said nothing for too long
     suspect: bool = False  # it was computed when a replica was lost or a step failed, and is not cleared
     losses: int = 0  # since its last token
     losses_in_all: int = 0
@@ -187,7 +188,9 @@ class HandleEngine:
             try:
                 progress.attempts += 1
                 if call is None:
-                    again = dataclasses.replace(job, emitted=(*job.emitted, *progress.emitted), suspect=progress.suspect)
+                    emitted = (*job.emitted, *progress.emitted)
+                    again = dataclasses.replace(job, emitted=emitted, suspect=progress.suspect, unanswered=progress.unanswered)
+                    progress.unanswered = False
                     call, place = _Call(self._streaming, (again,)), 0
                 attempt, call = self._attempt(job, call, place, progress), None
                 async with contextlib.aclosing(attempt) as outputs:
@@ -199,7 +202,7 @@ class HandleEngine:
                             return
                 continue  # a step failed
             except _LostError as lost:
-                reason = lost
+                reason, progress.unanswered = lost, lost.silent
             except (QueueFullError, RequestError) as refusal:
                 if isinstance(refusal, QueueFullError) and progress.spare and not progress.taken:
                     progress.spare = False

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tena
 MOST_PROMPT_BLOCKS = 2**12  # of one prompt: what follows its first 65,536 tokens is not looked at
 MOST_SESSIONS = 2**14  # for all tenants
 MOST_REQUESTS = 2**13  # whose last replica is known, should they come again
+SILENT_S = 30.0  # a replica that left a job without an answer is avoided for so long; Serve replaces one that hangs meanwhile
 _FEWEST = 256  # blocks, and sessions, of a tenant, however many there are
 
 # A prefix is known by the sum of its tokens, each times a number of its place. Tenants have memories of their own, so that the
@@ -95,18 +97,22 @@ class ReplicaChooser:
     Before all of that comes load, counted in jobs under way: nobody who would have more than ``SLACK`` times the mean, and one,
     gets a call while another one would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are
     made to be apart, so all but the first go where the least is to be done. A job that comes again, because its replica was lost,
-    silent or full, goes elsewhere where it can.
+    silent or full, goes elsewhere where it can. Where the replica was silent, so do all others, its sessions and prefixes too,
+    for ``SILENT_S``: then it is tried again.
 
     What a tenant sent tells nothing about where another's requests go, but for the load. Of jobs of no tenant nothing is
     remembered: their answer's name is hashed.
     """
 
-    def __init__(self, slots: int, tenants: int) -> None:
+    def __init__(self, slots: int, tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             slots: of a replica: so many prompts are remembered of a tenant there, as more of them have left no KV.
             tenants: among whom the memory is divided, each with a part of its own; one counts once for each adapter as well.
+            clock: seconds, by which silence is forgotten.
         """
+        self._clock = clock
+        self._silent: dict[str, float] = {}  # replicas that are avoided, and until when
         self._slots = slots
         self._most_blocks = max(_FEWEST, MOST_BLOCKS // max(1, tenants))
         self._most_sessions = max(_FEWEST, MOST_SESSIONS // max(1, tenants))
@@ -139,6 +145,9 @@ class ReplicaChooser:
             common = 0
         pinned = None if tenant is None or first.session is None else tenant.sessions.get(first.session)
         tried = {self._last.get(job.request_id) for job in jobs}
+        now = self._clock()
+        self._silent = {name: until for name, until in self._silent.items() if until > now and name in loads}
+        self._silent |= {name: now + SILENT_S for name in tried & loads.keys() if name and any(job.unanswered for job in jobs)}
         answer = _answer_of(first)
         is_spread = any(one.answer == answer for one in self._under_way.values())
         scores = _scores(first, loads, common * BLOCK)
@@ -146,7 +155,15 @@ class ReplicaChooser:
         def rank(name: str) -> tuple[Any, ...]:
             load, is_over = loads[name], loads[name] + len(jobs) > most
             waits = JOB * load - BLOCK * matched[name]  # tokens more than at an idle one that has nothing of the prompts
-            return name in tried, is_over, load if is_over or is_spread else 0, name != pinned, waits, scores[name]
+            return (
+                name in tried,
+                name in self._silent,
+                is_over,
+                load if is_over or is_spread else 0,
+                name != pinned,
+                waits,
+                scores[name],
+            )
 
         order = sorted(loads, key=rank)
         self._place(call, _UnderWay(order[0], jobs, answer))

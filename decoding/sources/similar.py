@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from decoding.jit import compiled
+from decoding.jit import compiled, popcount
 from decoding.sources.embeddings import EMBEDDING, WORDS, Int64Array, nearness, words_of
 from decoding.tree import BoolArray, Int32Array
 
@@ -155,13 +155,13 @@ def _compare(
 
 
 @compiled
-def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Array, distances: Int32Array) -> int:
+def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Array, distances: Int32Array) -> int:
     """Compares an embedding with those of its length.
 
     Args:
         wanted: [WORDS].
         words: [places, WORDS] all others; 0 where there is none.
-        newest: place of the latest request.
+        added: requests that were ever put into these places, one after the other and around.
         places: [most] out: the nearest ones, the nearest first, of equal ones the latest.
         distances: [most] out: signs that differ.
 
@@ -169,20 +169,14 @@ def _nearest(wanted: Int64Array, words: Int64Array, newest: int, places: Int32Ar
         How many were found, up to ``most``.
     """
     used = 0
-    for back in range(len(words)):
-        place = newest - back
-        if place < 0:
-            place += len(words)
+    place = added % len(words)
+    for _ in range(min(added, len(words))):
+        place = (place if place > 0 else len(words)) - 1
         if words[place, 0] != wanted[0]:
             continue
-        counts = 0  # of differing signs, by byte
+        distance = 0
         for at in range(1, len(wanted)):
-            bits = words[place, at] ^ wanted[at]
-            bits -= (bits >> 1) & 0x555555555555
-            bits = (bits & 0x333333333333) + ((bits >> 2) & 0x333333333333)
-            counts += (bits + (bits >> 4)) & 0x0F0F0F0F0F0F
-        counts = (counts & 0x00FF00FF00FF) + ((counts >> 8) & 0x00FF00FF00FF)
-        distance = (counts + (counts >> 16) + (counts >> 32)) & 0xFFFF
+            distance += popcount(words[place, at] ^ wanted[at])
         if used == len(distances) and distance >= distances[used - 1]:
             continue
         used = min(used + 1, len(distances))
@@ -300,8 +294,7 @@ class SimilarRequests:
     ) -> tuple[Int32Array, Float64Array]:
         """Places and similarities with those of the nearest embeddings; of a request's two similarities the larger counts."""
         near, distances = np.empty(most, np.int32), np.empty(most, np.int32)
-        newest = (self._next - 1) % len(self._requests)
-        count = _nearest(words_of(embedding), self._words, newest, near, distances)
+        count = _nearest(words_of(embedding), self._words, self._next, near, distances)
         better = dict(zip(places.tolist(), found.tolist(), strict=True))
         for place, similarity in zip(near[:count].tolist(), nearness(distances[:count]).tolist(), strict=True):
             better[place] = max(better.get(place, 0.0), similarity)

@@ -24,7 +24,7 @@ from engine.forward.rope import LengthRope, ropes_by_row
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
 from engine.kv.state_cache import StateCache
-from engine.loading.memory import free_bytes, give_back
+from engine.loading.memory import free_bytes, give_back, kept_slots, left_bytes
 from engine.loading.outline import outline
 from engine.loading.weights.adapters import Adapter
 from engine.text.grammar import Grammars
@@ -53,6 +53,7 @@ class ModelRunner:
         shape: KVShape | None = None,
         cache: type[SlotCache] = SlotCache,
         fixed_rows: int | None = None,
+        kept: int | None = 0,
     ) -> None:
         """
         Args:
@@ -64,6 +65,7 @@ class ModelRunner:
             cache: what keeps the KV.
             fixed_rows: every forward computes exactly so many rows, larger batches in several: see ``engine.forward.exactness``.
                 When absent, forwards have as many rows as there are.
+            kept: more slots, which keep what ended sequences left. None: see ``engine.loading.memory.kept_slots``.
 
         Raises:
             ModelLoadError: the KV slots do not fit, or the model's layers do not use the attention function.
@@ -80,6 +82,11 @@ class ModelRunner:
             shape = kv_shape(model)
         if self._by_rows:
             shape = laid_out(shape)
+        self.sequences = slots  # in one forward; what is kept of others comes on top
+        if kept is None:
+            slot_bytes = shape.bytes_per_token() * capacity + (StateCache.bytes_of(sites, slots) // slots if sites else 0)
+            kept = kept_slots(slots, slot_bytes, left_bytes(model.device))
+        slots += kept
         size = shape.bytes_per_token() * slots * capacity + (StateCache.bytes_of(sites, slots) if sites else 0)
         try:
             if model.device.type == "cpu" and size > free_bytes():  # it would be given out, and taken when it is written to
@@ -89,8 +96,9 @@ class ModelRunner:
                 self.cache.add_states(StateCache(sites, slots))
         except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors on CPU and CUDA
             what = "the KV slots and states" if sites else "the KV slots"
+            option = "engine.kv_slots" if slots > self.sequences else "engine.max_running"
             need = f"{what} need {size / 2**30:.1f} GiB, which {model.device} does not have"
-            raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+            raise ModelLoadError(f"{need}: lower model.max_model_len or {option}") from error
         self._ropes = ropes_by_row(model)
         row_linears(model)
         thin_modules(model)

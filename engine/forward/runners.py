@@ -31,7 +31,7 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
     Args:
         model: see ``ModelRunner``.
         capacity: entries of one slot.
-        options: of the engine: ``max_running`` slots, ``exact`` and ``compile`` count here.
+        options: of the engine: ``max_running``, ``kv_slots``, ``exact`` and ``compile`` count here.
 
     Raises:
         ModelLoadError: see ``ModelRunner``; its own attention says other things; no form is exact; ``rounding`` on a CPU, where
@@ -87,8 +87,8 @@ def _refuse_strays(runner: ModelRunner) -> None:
 
 def _made(model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, graphs: bool) -> ModelRunner:
     if not graphs:
-        return ModelRunner(model, options.max_running, capacity, fixed_rows=rows)
-    runner = StaticRunner(model, options.max_running, capacity, rows)
+        return ModelRunner(model, options.max_running, capacity, fixed_rows=rows, kept=options.kept_slots)
+    runner = StaticRunner(model, options.max_running, capacity, rows, kept=options.kept_slots)
     runner.prepare()
     return runner
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from engine.forward.cpu.products.block_formats import FORMATS
 from engine.forward.cpu.products.row_linear import PANEL, has_kernels
 from engine.forward.cpu.row_attention import laid_out
 from engine.loading.hybrids import refuse_place
-from engine.loading.memory import free_bytes, stored_type, weight_bytes
+from engine.loading.memory import kept_slots, left_bytes, stored_type, weight_bytes
 from engine.loading.model import context_length, device_of, served_config
 from engine.loading.model_files import PACKAGED_MODELS, find_files, is_gguf, is_whole, kept_models
 from engine.loading.outline import Outline, outline
@@ -42,6 +41,7 @@ class Footprint:
     max_model_len: int
     draft_rows: int  # entries of a slot behind those of the longest text
     max_running: int
+    kv_slots: int
     slot_bytes: int
     free_bytes: int
     advice: tuple[str, ...] = ()  # what would make it smaller
@@ -49,7 +49,7 @@ class Footprint:
     @property
     def need_bytes(self) -> int:
         """Weights and all slots."""
-        return self.weight_bytes + self.max_running * self.slot_bytes
+        return self.weight_bytes + self.kv_slots * self.slot_bytes
 
     @property
     def slots_that_fit(self) -> int:
@@ -96,8 +96,11 @@ def footprint(
         weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, dtype, device) // ranks),
         kv_bytes_per_token=per_token, max_model_len=length, draft_rows=rows, max_running=engine.max_running,
         slot_bytes=per_token * (length + rows) + found.state_bytes(dtype, engine.max_running) // engine.max_running,
-        free_bytes=_free(device),
+        kv_slots=engine.most_slots(True), free_bytes=left_bytes(device),
     )  # fmt: skip
+    if engine.kept_slots is None and parallelism.mode == "none":
+        kept = kept_slots(engine.max_running, made.slot_bytes, made.free_bytes - made.weight_bytes)
+        made = replace(made, kv_slots=engine.max_running + kept)
     return replace(made, advice=tuple(_advice(made, found, dtype, device)))
 
 
@@ -126,14 +129,6 @@ def _width(parallelism: ParallelismOptions) -> int:
 
 def _per_token(found: Outline, dtype: torch.dtype, device: torch.device) -> int:
     return laid_out(found.kv_shape(dtype, device)).bytes_per_token()
-
-
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return free_bytes()
-    with contextlib.suppress(RuntimeError):
-        return int(torch.cuda.mem_get_info(device)[0])
-    return 0
 
 
 def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.device) -> list[str]:

@@ -12,12 +12,14 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from configs.slices import KEPT
 from engine.errors import ModelLoadError
 from engine.forward.cpu.products.block_formats import FORMATS, PANEL
 from engine.loading.model_files import is_gguf
 from engine.loading.weights.gguf import read_header
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
+KEPT_SHARE = 0.25  # of what is left beside the slots of running requests: other processes load models, too
 _MACHINE = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")  # as a container sees its own limits; elsewhere nothing is limited there
 
@@ -49,6 +51,25 @@ def give_back(model: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
     with contextlib.suppress(OSError, AttributeError):  # a C library of another kind
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def left_bytes(device: torch.device) -> int:
+    """What may still be taken of a device's memory; 0 where there is no such device."""
+    if device.type != "cuda":
+        return free_bytes()
+    with contextlib.suppress(RuntimeError):
+        return int(torch.cuda.mem_get_info(device)[0])
+    return 0
+
+
+def kept_slots(running: int, slot_bytes: int, left: int) -> int:
+    """KV slots beyond those of running requests, where nobody says how many.
+
+    Example: 8 requests with slots of 190 MiB, and 20 GiB that are left: 16, as a quarter of the 18.5 GiB beside the eight has
+    room for 24. With 10 GiB left it would be 11.
+    """
+    beside = max(0, left - running * slot_bytes)
+    return min(KEPT * running, int(KEPT_SHARE * beside) // max(1, slot_bytes))
 
 
 def refuse_too_large(

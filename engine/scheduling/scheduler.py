@@ -38,6 +38,8 @@ def check_options(options: EngineOptions) -> None:
     """
     if options.max_running < 1:
         raise ValueError(f"engine.max_running must be at least 1, got {options.max_running}")
+    if options.kv_slots is not None and options.kv_slots < options.max_running:
+        raise ValueError(f"engine.kv_slots must be at least engine.max_running, got {options.kv_slots} and {options.max_running}")
     if options.max_waiting < 0:
         raise ValueError(f"engine.max_waiting must not be negative, got {options.max_waiting}")
     if options.max_wait_s < 0:
@@ -50,7 +52,7 @@ def check_options(options: EngineOptions) -> None:
 
 
 class Scheduler:
-    """Admission by slots, order by priority and arrival, one row budget per step.
+    """Admission of up to ``max_running`` requests, order by priority and arrival, one row budget per step.
 
     *Decoding* requests are in every step, one row and their drafts each: none waits for a prefill. What they leave of
     ``max_step_tokens`` when they have drafted, at least a quarter of it, goes to *prefills* in chunks. The one that was admitted
@@ -75,7 +77,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, options: EngineOptions, max_draft_rows: int, place: Place, clock: Callable[[], float] = time.monotonic
+        self,
+        options: EngineOptions,
+        max_draft_rows: int,
+        place: Place,
+        clock: Callable[[], float] = time.monotonic,
+        slots: int | None = None,
     ) -> None:
         """
         Args:
@@ -83,6 +90,8 @@ class Scheduler:
             max_draft_rows: most rows drafted for one request in a step, for each rank that shares the step.
             place: see ``Place``.
             clock: seconds, by which waits are measured.
+            slots: among which it chooses; those beyond ``max_running`` keep what ended requests left. ``max_running`` when
+                absent.
         """
         check_options(options)
         self.options, self._max_draft_rows, self._place, self._clock = options, max_draft_rows, place, clock
@@ -90,7 +99,7 @@ class Scheduler:
         self._waiting = FairQueue()
         self._arrivals = 0
         self.num_preemptions = 0  # since the start
-        self._free_slots = list(range(options.max_running))  # the one that was released longest ago first
+        self._free_slots = list(range(slots or options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
         self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
         self._ahead = False  # whether the last step was one of prompts that went ahead
@@ -105,8 +114,8 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no request holds."""
-        return len(self._free_slots)
+        """Requests that may run besides those that do."""
+        return self.options.max_running - len(self.running)
 
     def requests(self) -> Iterator[Request]:
         """All that run or wait."""
@@ -122,7 +131,7 @@ class Scheduler:
         """
         if request.priority and self.options.scheduling_policy != "priority":
             raise RequestError("priority", "all requests are alike urgent here (engine.scheduling_policy is fcfs): leave it out")
-        if len(self._waiting) >= self.options.max_waiting + len(self._free_slots):
+        if len(self._waiting) >= self.options.max_waiting + self.num_free_slots:
             raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
         self._arrivals += 1
         request.arrival, request.queued_s = self._arrivals, self._clock()
@@ -228,7 +237,7 @@ class Scheduler:
         now = self._clock()
         while self._waiting:
             request = self._next(now)
-            if not self._free_slots:
+            if not self.num_free_slots:
                 victim = self._victim(request)
                 if victim is None:
                     return
@@ -242,7 +251,7 @@ class Scheduler:
 
     def _next(self, now: float) -> Request:
         """Who is to run next of those that wait."""
-        if self._free_slots and self._max_wait_s < math.inf:
+        if self.num_free_slots and self._max_wait_s < math.inf:
             overdue = [one for one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
             if overdue:
                 return min(overdue, key=lambda one: one.arrival)
@@ -263,7 +272,8 @@ class Scheduler:
         """Asserts that every slot is free or has one request, and that requests are where their state says."""
         held = [request.slot for request in self.running]
         slots = sorted((*self._free_slots, *(-1 if slot is None else slot for slot in held)))
-        assert slots == list(range(self.options.max_running)), (self._free_slots, held)
+        assert slots == list(range(len(slots))), (self._free_slots, held)
+        assert len(held) <= self.options.max_running, held
         waiting = list(self._waiting)
         for request in self.running:
             assert request.state is RequestState.RUNNING, (request.request_id, request.state)

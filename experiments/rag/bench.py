@@ -128,7 +128,7 @@ class Servers:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         options = [
             f"model.dtype={self._args.dtype}", f"model.threads={max(1, cores // setting.replicas)}",
-            f"model.max_model_len={_CONTEXT}", f"engine.max_running={_SLOTS}", f"server.replicas={setting.replicas}",
+            f"model.max_model_len={_CONTEXT}", f"engine.kv_slots={_SLOTS}", f"server.replicas={setting.replicas}",
             f"server.cpus_per_replica={1 / setting.replicas:.2f}", *setting.options,
         ]  # fmt: skip
         keys = (f'tenancy.tenants.{name}.keys=["{hash_key(api_key(name))}"]' for name in (*tenants, WARM_UP))

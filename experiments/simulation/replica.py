@@ -99,8 +99,9 @@ class SimulatedReplica:
         self._drafter.prepare(target)
         self._times, self._target, self._plain = times, target, choice.name == PLAIN
         self._now = 0.0
-        self._scheduler = Scheduler(options, budget, self._place, lambda: self._now)
-        self._prefixes = PrefixCache(options.max_running) if options.prefix_caching else None
+        slots = options.most_slots(times.ranks > 1)
+        self._scheduler = Scheduler(options, budget, self._place, lambda: self._now, slots)
+        self._prefixes = PrefixCache(slots) if options.prefix_caching else None
         self._live: dict[str, Live] = {}
         self._choices = WidthChoices() if adaptive and times.ranks > 1 else None
         self._width = self._decoding = 1

@@ -12,7 +12,7 @@ from decoding.drafters import build_drafter
 from decoding.request import FinishReason, Request, SamplingParams
 from engine.engine import Engine
 from engine.kv.prefix_cache import WORTH_COPYING
-from tests.helpers.models import FAMILIES, VOCAB, engine_over, prepared, run, tiny_model
+from tests.helpers.models import FAMILIES, SLOTS, VOCAB, engine_over, prepared, run, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup
 
 _RNG = np.random.default_rng(12)
@@ -166,6 +166,32 @@ def test_nothing_from_before_a_deletion_is_reused() -> None:
     again = ask(SYSTEM, "again")
     run(of, again)
     assert cached(again) == [len(SYSTEM) - 1]
+
+
+def test_more_prompts_are_kept_than_may_run() -> None:
+    """Slots beyond those of running requests keep prompts; the one that was used longest ago gives way."""
+    prompts = [[at + 1, *SYSTEM[at:]] for at in range(SLOTS + 1)]
+    expected = [alone(prompt) for prompt in prompts]
+    of = engine(batch=1)
+    assert [run(of, ask(prompt, f"a{at}"))[0] for at, prompt in enumerate(prompts)] == expected
+    assert of.counts().free_slots == 1
+    again = [ask(prompt, f"b{at}", params=(GREEDY, SAMPLED)[at % 2]) for at, prompt in reversed([*enumerate(prompts)])]
+    outputs = run(of, *again)  # one at a time; the others wait
+    assert outputs == [alone(request.prompt_ids.tolist(), params=request.params) for request in again]
+    assert cached(*again) == [*(len(prompt) - 1 for prompt in reversed(prompts[1:])), 0]
+    private, stranger = ask(prompts[1], "p", None), ask(prompts[2], "q", "u")
+    assert run(of, private, stranger) == [expected[1], expected[2]] and cached(private, stranger) == [0, 0]
+
+
+def test_ranks_keep_more_prompts_than_may_run_alike() -> None:
+    prompts = {f"{turn}{at}": [at + 1, *SYSTEM[at:]] for turn in "ab" for at in range(3)}
+    answers = {name: alone(prompt) for name, prompt in prompts.items()}
+    with TinyGroup("llama", BranchingDrafter(answers), 2, batch=1) as ranks:
+        for turn in "ab":
+            requests = [ask(prompts[name], name) for name in prompts if name.startswith(turn)]
+            assert ranks.run(requests) == [answers[request.request_id] for request in requests]
+        assert cached(*requests) == [request.num_prompt - 1 for request in requests]
+        assert ranks.state.losses == ranks.state.disagreements == ranks.state.divergences == 0
 
 
 def test_the_switch_turns_it_off() -> None:

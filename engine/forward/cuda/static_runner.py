@@ -130,6 +130,7 @@ class StaticRunner(ModelRunner):
         fixed_rows: int | None = None,
         sizes: Sequence[int] = ROWS,
         attention: MakeAttention = slot_attention,
+        kept: int | None = 0,
     ) -> None:
         """
         Args:
@@ -139,6 +140,7 @@ class StaticRunner(ModelRunner):
             fixed_rows: see ``ModelRunner``.
             sizes: numbers of rows that steps are filled up to, increasing; with ``fixed_rows``, that is the only one.
             attention: makes the attention of one of them.
+            kept: see ``ModelRunner``.
 
         Raises:
             ModelLoadError: see ``ModelRunner``; here and wherever a step is made, the kernels do not run.
@@ -148,7 +150,7 @@ class StaticRunner(ModelRunner):
         self._steps: dict[tuple[int, bool], StaticStep] = {}
         self._attentions: dict[int, SlotAttention] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-        super().__init__(model, slots, capacity, fixed_rows=fixed_rows)
+        super().__init__(model, slots, capacity, fixed_rows=fixed_rows, kept=kept)
 
     @torch.inference_mode()
     def prepare(self) -> None:

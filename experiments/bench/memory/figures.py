@@ -47,9 +47,12 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     run.progress.say("memory")
     results["memory"] = measure_memory(texts.fill, (*_MEMORY_SIZES, args.tokens))
     results["recall"] = []
-    for tenants, requests, history_tokens in ((1, args.requests // 10, 1 << 23), (50, args.requests, 1 << 20)):
-        run.progress.say(f"recall, {requests} requests of {tenants} tenants")
-        results["recall"].append(measure_recall(texts.fill, tenants, requests, history_tokens))
+    few = args.requests // 10
+    for tenants, requests, history_tokens, embeddings in (
+        (1, few, 1 << 23, False), (1, few, 1 << 23, True), (50, args.requests, 1 << 20, False),
+    ):  # fmt: skip
+        run.progress.say(f"recall, {requests} requests of {tenants} tenants{', with embeddings' if embeddings else ''}")
+        results["recall"].append(measure_recall(texts.fill, tenants, requests, history_tokens, embeddings))
     run.progress.say("flood")
     results["flood"] = flood(known, texts.fill, args.flood, texts.vocab_size)
     return results

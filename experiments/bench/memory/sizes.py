@@ -19,6 +19,7 @@ from cache_service.records import CacheDelta, TextBatch, decode_batch, encode_ba
 from cache_service.store.redis_store import RedisStore
 from cache_service.texts import TenantTexts
 from decoding.request import Request, SamplingParams, text_key
+from decoding.sources.embeddings import signs_of
 from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK
 from decoding.tree import Int32Array
@@ -28,6 +29,7 @@ _BATCH_TEXTS = 64
 _TRACED_TEXTS = 2000
 _PROMPT, _OUTPUT, _STRIDE = 300, 48, 37  # tokens of requests that are recalled, and from one to the next
 _LOOK_UPS = 2000
+_EMBEDDING, _MEANINGS, _NOISE = 384, 2000, 0.3  # numbers of an embedding, directions, and how far requests are from theirs
 
 
 def measure_snapshot(setting: Setting, texts: Sequence[Int32Array]) -> dict[str, Any]:
@@ -99,7 +101,9 @@ def measure_memory(texts: Sequence[Int32Array], sizes: Sequence[int]) -> list[di
     return rows
 
 
-def measure_recall(texts: Sequence[Int32Array], tenants: int, requests: int, history_tokens: int) -> dict[str, Any]:
+def measure_recall(
+    texts: Sequence[Int32Array], tenants: int, requests: int, history_tokens: int, embeddings: bool = False
+) -> dict[str, Any]:
     """What it takes to remember many requests, and to find those that resemble one; in a process of its own.
 
     Args:
@@ -107,26 +111,32 @@ def measure_recall(texts: Sequence[Int32Array], tenants: int, requests: int, his
         tenants: that have as many requests each.
         requests: of all of them.
         history_tokens: see ``AutoDrafter``.
+        embeddings: whether each request has one.
 
     Returns:
-        Bytes, those of a request's notes in Redis among them, microseconds of a look-up, and the share of prompts, each altered
-        in five tokens, of which the output of the unaltered one came back first.
+        Bytes, those of a request's notes in Redis among them, microseconds of a look-up, on the clock and of the processor, and
+        the share of prompts, each altered in five tokens, of which the output of the unaltered one came back first.
     """
-    found: dict[str, Any] = _in_process(_recall, np.concatenate(texts), tenants, requests, history_tokens)
+    found: dict[str, Any] = _in_process(_recall, np.concatenate(texts), tenants, requests, history_tokens, embeddings)
     return found
 
 
-def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, history_tokens: int) -> None:
+def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, history_tokens: int, embeddings: bool) -> None:
     warm_up()
     compile_recall()
     rng, each, before = np.random.default_rng(0), requests // tenants, _resident()
+    meanings = rng.standard_normal((_MEANINGS if embeddings else 0, _EMBEDDING))
 
     def asked(number: int, altered: int = 0) -> Request:
         """The request of a number; its prompt is a piece of the text, or nearly one."""
         start = number * _STRIDE % (len(text) - _PROMPT - _OUTPUT)
         prompt = text[start : start + _PROMPT].copy()
         prompt[rng.integers(0, _PROMPT, altered)] += 1
-        request = Request(f"r{number}-{altered}", prompt, SamplingParams(max_tokens=2 * _OUTPUT), tenant="t")
+        signs = None
+        if embeddings:
+            signs = signs_of((meanings[number % _MEANINGS] + _NOISE * rng.standard_normal(_EMBEDDING)).tolist())
+        params = SamplingParams(max_tokens=2 * _OUTPUT)
+        request = Request(f"r{number}-{altered}", prompt, params, tenant="t", embedding=signs)
         request.commit(np.append(text[start + _PROMPT :][: _OUTPUT - 1], number % 1000).tolist())
         return request
 
@@ -138,13 +148,14 @@ def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, hist
         history.remember(one)
     remembered_s, resident = time.perf_counter() - began, _resident() - before
     known = min(each, max(1, history_tokens // BLOCK))
-    microseconds, hits = [], 0
+    clock, processor, hits = list[float](), list[float](), 0
     for _ in range(_LOOK_UPS):
         number = int(requests - 1 - rng.integers(0, known) * tenants)
         one, history = asked(number, 5), histories[number % tenants]
-        looked = time.perf_counter()
+        looked, computed = time.perf_counter(), time.thread_time()
         recalled = history.recall(one, 4)
-        microseconds.append(1e6 * (time.perf_counter() - looked))
+        clock.append(1e6 * (time.perf_counter() - looked))
+        processor.append(1e6 * (time.thread_time() - computed))
         hits += bool(recalled) and recalled[0].tokens.tolist() == asked(number).output_ids.tolist()
     notes = histories[(requests - 1) % tenants].notes(asked(requests - 1))
     batch = TextBatch(1, 0, 0, tuple(CacheDelta(key, 0, tokens, True) for key, tokens in notes))
@@ -155,10 +166,14 @@ def _recall(end: Connection, text: Int32Array, tenants: int, requests: int, hist
             "resident_bytes": resident, "bytes": sum(history.nbytes for history in histories),
             "bytes_in_redis_per_request": len(encode_batch(batch, 1 << 16)) - len(encode_batch(TextBatch(1, 0, 0), 1 << 16)),
             "remember_us": round(1e6 * remembered_s / requests, 1),
-            "recall_us": {f"p{share}": round(float(np.percentile(microseconds, share)), 1) for share in (50, 99)},
+            "embeddings": embeddings, "recall_us": _shares(clock), "recall_processor_us": _shares(processor),
             "found": round(hits / _LOOK_UPS, 4),
         }
     )  # fmt: skip
+
+
+def _shares(microseconds: Sequence[float]) -> dict[str, float]:
+    return {f"p{share}": round(float(np.percentile(microseconds, share)), 1) for share in (50, 99)}
 
 
 def _load(end: Connection, setting: Setting, tokens: int) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, DeepseekV3Config, Ge
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from engine.engine import load_runner
-from engine.loading import footprint
+from engine.loading import memory
 from tests.cluster.commands import error_line, outrider
 from tests.helpers.gguf_files import save_gguf
 from tests.helpers.models import HYBRIDS, VOCAB, llama_config, save_model
@@ -48,8 +48,9 @@ def test_it_tells_what_the_server_takes(config: PreTrainedConfig, dtype: str, tm
     assert said["parameters"] == loaded.model.num_parameters()
     assert said["weight_bytes"] == said["parameters"] * loaded.model.dtype.itemsize
     assert said["kv_bytes_per_token"] == runner.cache.shape.bytes_per_token()
-    assert said["max_model_len"] + said["draft_rows"] == runner.cache.capacity and said["max_running"] == runner.cache.slots
-    assert said["need_bytes"] == said["weight_bytes"] + said["max_running"] * said["slot_bytes"]
+    assert said["max_model_len"] + said["draft_rows"] == runner.cache.capacity and said["kv_slots"] == runner.cache.slots
+    assert said["max_running"] == runner.sequences == 8 and said["kv_slots"] == 24
+    assert said["need_bytes"] == said["weight_bytes"] + said["kv_slots"] * said["slot_bytes"]
     states, slots = runner.cache.states, said["max_running"]
     of_states = 0 if states is None else states.bytes_of(states.sites, slots) // slots
     assert said["slot_bytes"] == said["kv_bytes_per_token"] * runner.cache.capacity + of_states
@@ -91,8 +92,11 @@ def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = tmp_path / "service.yaml"
     config.write_text("engine: {max_running: 4}\n")
     whole = told(tmp_path / "tiny", "--config", config, "--dtype", "bfloat16")
-    assert whole["ok"] and whole["max_running"] == 4
-    monkeypatch.setattr(footprint, "free_bytes", lambda: whole["weight_bytes"] + 2 * whole["slot_bytes"] + 100)
+    assert whole["ok"] and (whole["max_running"], whole["kv_slots"]) == (4, 12)
+    weights, slot = whole["weight_bytes"], whole["slot_bytes"]
+    monkeypatch.setattr(memory, "free_bytes", lambda: weights + 12 * slot)  # a quarter of the eight beside the four
+    assert told(tmp_path / "tiny", "--config", config, "--dtype", "bfloat16")["kv_slots"] == 6
+    monkeypatch.setattr(memory, "free_bytes", lambda: weights + 2 * slot + 100)
     said = told(tmp_path / "tiny", "--config", config, "--dtype", "bfloat16")
     assert not said["ok"] and said["slots_that_fit"] == 2 and said["reason"].startswith("it needs ")
     *_, fewer, shorter = said["advice"]
@@ -104,7 +108,7 @@ def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         config.write_text(setting)
         assert told(tmp_path / "tiny", "--config", config, "--dtype", "bfloat16")["ok"], setting
-    monkeypatch.setattr(footprint, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
     run = outrider("doctor", "--model", tmp_path / "tiny")
     assert run.returncode == 1 and "missing" in run.stdout
 

@@ -45,7 +45,7 @@ def replica(name: str) -> Any:
 def test_who_chooses_is_what_the_configuration_says() -> None:
     options = _routing(Config(), 2)["request_router_config"]
     assert options.get_request_router_class().__name__ == "PrefixRouter"
-    assert options.request_router_kwargs == {"slots": 8, "tenants": 0}
+    assert options.request_router_kwargs == {"slots": 24, "tenants": 0}
     assert _routing(Config(), 1) == _routing(Config(server=ServerOptions(routing="load")), 2) == {}
 
 

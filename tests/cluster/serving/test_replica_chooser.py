@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter, OrderedDict
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from cluster.serving.generation import Job
-from cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
+from cluster.serving.replica_chooser import BLOCK, SILENT_S, SLACK, ReplicaChooser, prefixes_of
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
 
@@ -280,3 +281,21 @@ def test_a_call_that_another_replica_took_counts_there() -> None:
     router.chooser.placed("call", other)  # too late
     assert not any(router.chooser._jobs.values())
     assert router.alone(text(1, 200)) == best  # both got it, and it is by its hash again
+
+
+def test_a_replica_that_was_silent_attracts_nothing_for_a_while() -> None:
+    router, now = Router(*FOUR), [0.0]
+    router.chooser = ReplicaChooser(8, 2, lambda: now[0])
+    home = router.alone(text(1), session="s")
+    jobs = router.jobs(text(1), session="s")
+    best, end = router.send(jobs)
+    end()
+    elsewhere, end = router.send(tuple(dataclasses.replace(job, unanswered=True) for job in jobs))
+    end()
+    assert best == home != elsewhere
+    for seed in range(40):  # those that have their prefix there, those that are new, and those of others
+        assert router.alone(text(1), tenant=("acme", "globex", None)[seed % 3]) != home != router.alone(text(2 + seed))
+    router.replicas = (home,)
+    assert router.alone(text(1)) == home  # there is no other one
+    router.replicas, now[0] = FOUR, SILENT_S + 0.1
+    assert home in {router.alone(text(100 + seed)) for seed in range(40)}

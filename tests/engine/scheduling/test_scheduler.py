@@ -204,6 +204,7 @@ def test_a_waiting_request_can_be_removed() -> None:
     ("field", "options"),
     [
         ("max_running", {"max_running": 0}),
+        ("kv_slots", {"kv_slots": 7}),
         ("max_waiting", {"max_waiting": -1}),
         ("max_step_tokens", {"max_step_tokens": 9}),
         ("max_wait_s", {"max_wait_s": -1}),

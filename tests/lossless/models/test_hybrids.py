@@ -172,6 +172,11 @@ def test_prefixes_are_reused_up_to_a_snapshot(family: str, dtype: torch.dtype, m
     stranger = ask("stranger", prompt, "u")
     assert run(engine, private, stranger) == [expected[0]] * 2
     assert (private.stats.cached_tokens, stranger.stats.cached_tokens) == (0, 0)
+    single = engine_over(model.runner, build_drafter("llma", {}), 1, step_tokens=27)  # keeps more slots than it runs requests
+    for turn in range(2):
+        kept = [ask(f"kept {turn} {at}", text) for at, text in enumerate(further)]
+        assert run(single, *kept) == expected[1:]
+    assert min(request.stats.cached_tokens for request in kept) > 64
 
 
 def test_a_wrong_snapshot_would_be_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

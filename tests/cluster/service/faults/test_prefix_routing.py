@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
+import signal
+import time
 from collections import Counter
 from typing import Any
 
@@ -15,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from cluster.serving.generation import Job
-from cluster.serving.handle_engine import HandleEngine
+from cluster.serving.handle_engine import SILENCE_S, HandleEngine
 from decoding.request import SamplingParams
 from tests.cluster.circle import bearer
 from tests.cluster.service.applications import OPERATOR, Application, Twins, kill
@@ -109,4 +112,29 @@ def test_answers_to_one_prefix_are_whole_when_their_replica_is_killed(twins: Twi
         twins.becomes_whole()
         kill(list(twins.engines())[:1])  # maybe the other one
         assert Application.ask(twins, client).choices[0].text == twins.expected.text
+    twins.becomes_whole()
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_loses_its_prefixes_to_the_others(twins: Twins) -> None:
+    """One request waits for it; those after it do not, though Serve takes it for alive still."""
+    twins.becomes_whole()
+    document, waits = tokens(500), list[float]()
+
+    def wait(more: list[int]) -> float:
+        began = time.monotonic()
+        ask(twins, document + more, extra_body={"prompt_cache_key": "hangs"})
+        return time.monotonic() - began
+
+    wait([])
+    for pid in twins.engines():
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            waits.append(wait([]))
+            if waits[-1] > SILENCE_S:  # else it is the other one that has the prefix
+                assert max(wait([5 + at]) for at in range(5)) < SILENCE_S / 2
+                break
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert max(waits) > SILENCE_S, waits
     twins.becomes_whole()
