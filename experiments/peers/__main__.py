@@ -149,7 +149,8 @@ def _measure_model(
         for number in range(args.rounds):
             turns = list(turns_of(name, number, chosen, prompts, args.levels, args.together))
             rounds.run([turn for turn in turns if turn[1] is not None or ASKED_ONCE[turn[0]["contestant"]] in systems])
-        told = field.told.get("ours") or field.ready("ours")
+        field.ready("ours")
+        told = {name: {key: value for key, value in of.items() if key != "ready"} for name, of in field.told.items()}
     missing = dict(rounds.missing)
     http: dict[str, Any] = {}
     if args.http:  # after the field has ended: its processes would share the cores
@@ -157,11 +158,11 @@ def _measure_model(
         missing |= faults
     own = [turn for turn in kept.found if turn["model"] == name and "tool" not in turn]
     speeds = Speeds(own)
-    told = {key: value for key, value in told.items() if key != "ready"}
     return {
         "prompts": len(prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
-        "told": told,
+        "told": told["ours"],
+        "resident": {name: of["resident_bytes"] / of["weight_bytes"] for name, of in told.items() if "resident_bytes" in of},
         "roof_gb_s": [min(found), statistics.median(found), max(found)] if (found := speeds.roofs()) else [],
         "speeds": summary(speeds, [one.name for one in chosen], args.levels),
         "llama_bench": {name: speeds.found(name) for name in ASKED_ONCE if name.startswith("llama-bench")},

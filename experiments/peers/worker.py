@@ -13,6 +13,8 @@ there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, refere
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 import torch
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
@@ -40,6 +43,7 @@ from experiments.bench.engines.models import calm
 from experiments.bench.engines.stock_batching import StockBatching
 from experiments.bench.engines.stock_generate import StockGenerate, StockPromptLookup
 from experiments.bench.engines.traffic import ClosedLoop, EngineServer, Server, drive
+from experiments.bench.record import ROOT
 
 SINGLE = sorted(LOSSLESS - set(WITH_DRAFT_MODEL) - {PLAIN, "auto"})  # our strategies besides auto
 ROWS = (1, 8)  # of one request, whose steps are compared
@@ -131,7 +135,13 @@ class OurEngine:
         self._options = EngineOptions(setting["running"], max_waiting=1 << 20, prefix_caching=False)
         self._engines: dict[str, tuple[Engine, ModelRunner]] = {}
         self._rows: ModelRunner | None = None
+        small = dataclasses.replace(self._model, path=str(ROOT / "demo_model"), weights="auto", max_model_len=None)
+        Engine.load(small, EngineOptions(1), SpeculationOptions(PLAIN))  # what code takes is no model's
+        gc.collect()
+        before = psutil.Process().memory_info().rss
         self._engine("plain")
+        gc.collect()
+        self._resident_bytes = psutil.Process().memory_info().rss - before
 
     def _engine(self, mode: str) -> tuple[Engine, ModelRunner]:
         """Plain decoding and ``auto`` have engines as a user has them; the single strategies are one engine's, by request."""
@@ -148,14 +158,18 @@ class OurEngine:
         return self._engines[first]
 
     def ready(self) -> Reply:
-        """Bytes of the weights that a step reads; a table of embeddings that is no output layer as well is only looked up."""
+        """Bytes of the weights that a step reads, a table of embeddings that is no output layer as well being only looked up; and
+        of what is resident with an engine, its tokenizer and what the checks of its start wrote into KV slots included."""
         engine, runner = self._engine("plain")
         model = runner.model
         read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         if table.data_ptr() != head.data_ptr():
             read.pop(table.data_ptr(), None)
-        return {"weight_bytes": sum(read.values()), "parameters": engine.info.num_parameters, "exact": engine.info.exact}
+        return {
+            "weight_bytes": sum(read.values()), "resident_bytes": self._resident_bytes,
+            "parameters": engine.info.num_parameters, "exact": engine.info.exact,
+        }  # fmt: skip
 
     def run(self, job: Job) -> Reply:
         """See ``Peer``. With one request at a time ``host_share`` is told: what of the decoding is not in the model's forward."""
