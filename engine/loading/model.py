@@ -1,4 +1,4 @@
-"""Model and tokenizer from a folder, a GGUF file, an adapter or the hub, refused early and in one line where they cannot be had."""
+"""Model and tokenizer from a folder, a GGUF file, an adapter or the hub, refused early in one line when they cannot be served."""
 
 from __future__ import annotations
 

@@ -256,8 +256,10 @@ def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
     """
     missing = sorted(found["missing_keys"])
     if missing:
-        packed = not stated and any(name.rpartition(".")[2] in _COMPANIONS for name in found["unexpected_keys"])
-        advice = "its weights are quantized, and config.json has no quantization_config" if packed else "give whole files"
+        advice = "give whole files"
+        if any(name.rpartition(".")[2] in _COMPANIONS for name in found["unexpected_keys"]):
+            told = "says otherwise how in its" if stated else "has no"
+            advice = f"its weights are quantized, and config.json {told} quantization_config"
         raise ModelLoadError(f"model {path!r} lacks {len(missing)} of its weights, {missing[0]} among them: {advice}")
 
 
