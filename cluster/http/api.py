@@ -171,14 +171,16 @@ class Service:
         return await respond(answer, generation, form)
 
     def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:
-        form, paths = self._answering.chat_format, {adapter.name: adapter.path for adapter in info.adapters}
+        form = self._answering.chat_format
+        origins = {adapter.name: (adapter.path, info.served_name) for adapter in info.adapters}
+        root, parent = origins.get(name) or info.adapter_of or (name, None)
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
-            "root": paths.get(name, name),
-            "parent": info.served_name if name in paths else None,
+            "root": root,
+            "parent": parent,
             "max_model_len": info.max_model_len,
             "weights": info.weights,  # formats of those that are quantized, else their type
             "lossless": info.lossless,  # whatever is asked for

@@ -54,7 +54,7 @@ class Model(BaseModel):
     created: int  # seconds since 1970
     owned_by: str
     root: str  # of an adapter its folder
-    parent: str | None  # of an adapter the model
+    parent: str | None  # of an adapter the model that it was trained on
     max_model_len: int  # tokens of prompt and output together
     lossless: bool  # whatever is asked for
     strategies: list[str]

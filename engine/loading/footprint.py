@@ -16,9 +16,10 @@ from engine.forward.cpu.products.row_linear import PANEL, has_kernels
 from engine.forward.cpu.row_attention import laid_out
 from engine.loading.hybrids import refuse_place
 from engine.loading.memory import kept_slots, left_bytes, stored_type, weight_bytes
-from engine.loading.model import context_length, device_of, served_config
-from engine.loading.model_files import PACKAGED_MODELS, find_files, is_gguf, is_whole, kept_models
+from engine.loading.model import context_length, device_of, served_config, stays_packed
+from engine.loading.model_files import PACKAGED_MODELS, base_of, find_files, is_adapter, is_gguf, is_whole, kept_models
 from engine.loading.outline import Outline, outline
+from engine.loading.weights.adapters import find_merged
 from engine.loading.weights.packing import ROUNDED, refuse_unpackable
 
 _SLICED = ("tensor", "pipeline")  # modes whose ranks share one copy of the weights
@@ -77,13 +78,17 @@ def footprint(
     Raises:
         ModelLoadError: the model cannot be served; the message says why.
     """
-    known = PACKAGED_MODELS.get(model.path)
-    if known is not None and not is_whole(kept_models() / model.path, known):
-        raise ModelLoadError(f"model {model.path!r} is not here yet: `outrider generate --model {model.path}` fetches it")
+    base = base_of(model.path)
+    known = PACKAGED_MODELS.get(base)
+    if known is not None and not is_whole(kept_models() / base, known):
+        raise ModelLoadError(f"model {base!r} is not here yet: `outrider generate --model {base}` fetches it")
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
     refuse_place(config, device.type, model.dtype)
     found, dtype = outline(config), _dtype(model, config, files)
     refuse_unpackable(model.weights, device, dtype)
+    packed = stays_packed(model.path, model.weights, device, dtype)
+    if is_adapter(model.path):
+        find_merged(model.path, config)
     sliced = parallelism.mode in _SLICED and isinstance(parallelism.world_size, int)
     ranks = int(parallelism.world_size) if sliced else 1
     length, rows = context_length(config, model), speculation.most_draft_tokens * (1 if sliced else _width(parallelism))
@@ -93,7 +98,7 @@ def footprint(
         model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
         parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."),
         weights=model.weights, device=str(device), ranks=ranks,
-        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, dtype, device) // ranks),
+        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, dtype, packed) // ranks),
         kv_bytes_per_token=per_token, max_model_len=length, draft_rows=rows, max_running=engine.max_running,
         slot_bytes=per_token * (length + rows) + found.state_bytes(dtype, engine.max_running) // engine.max_running,
         kv_slots=engine.most_slots(True), free_bytes=left_bytes(device),
@@ -104,12 +109,11 @@ def footprint(
     return replace(made, advice=tuple(_advice(made, found, dtype, device)))
 
 
-def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype, device: torch.device) -> int:
+def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype, packed: bool = False) -> int:
     """Of the weights as they are held; of those that are quantized at load as if all of them were."""
     if weights in ROUNDED:
         form = FORMATS[ROUNDED[weights]]
         return parameters * form.block_bytes // (form.block * PANEL)
-    packed = weights == "auto" and is_gguf(files) and has_kernels(device, dtype)
     return weight_bytes(files, dtype, packed) if packed else parameters * dtype.itemsize
 
 
@@ -138,7 +142,7 @@ def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.d
         kv = _per_token(found, torch.bfloat16, device) * 1000 / made.ranks
         advice.append(f"model.dtype=bfloat16: {shown_bytes(weights)} of weights, {shown_bytes(kv)} per 1,000 tokens")
     if made.weights == "auto" and has_kernels(device, dtype) and not is_gguf(made.model):
-        sizes = (f"{name} {shown_bytes(_weight_bytes(name, made.parameters, '', dtype, device))}" for name in ROUNDED)
+        sizes = (f"{name} {shown_bytes(_weight_bytes(name, made.parameters, '', dtype))}" for name in ROUNDED)
         advice.append(f"model.weights={'|'.join(ROUNDED)}, another model with other outputs: {', '.join(sizes)} of weights")
     room = made.free_bytes - made.weight_bytes
     if made.fits or room <= 0:

@@ -1,4 +1,4 @@
-"""Model and tokenizer from a folder, a GGUF file or the hub, refused early and in one line when they cannot be served."""
+"""Model and tokenizer from a folder, a GGUF file, an adapter or the hub, refused early in one line when they cannot be served."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from engine.forward.cpu.products.packed_weight import PackedWeight
 from engine.forward.cpu.products.row_linear import has_kernels
 from engine.forward.rope import length_rope
 from engine.loading.hybrids import is_hybrid, refuse_place, refuse_role, refuse_state
-from engine.loading.memory import refuse_more_than_free, refuse_too_large
-from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
+from engine.loading.memory import refuse_more_than_free, refuse_too_large, stored_type
+from engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
 from engine.loading.model_info import AdapterInfo, ModelInfo
 from engine.loading.outline import outline
-from engine.loading.weights.adapters import Adapter, find_adapters
+from engine.loading.weights.adapters import Adapter, find_adapters, find_merged
 from engine.loading.weights.gguf import load_gguf_config, load_gguf_model
 from engine.loading.weights.packing import ROUNDED, described, refuse_unpackable, round_model
 from engine.loading.weights.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
@@ -57,6 +57,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     weights: str = ""  # what they are held as: see ``engine.loading.weights.packing.described``
     adapters: tuple[Adapter, ...] = ()
+    path: str = ""  # as in ``ModelOptions``
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +81,7 @@ class LoadedModel:
             tokenizer_revision=tokenizer_revision(self.tokenizer),
             strategies=strategies,
             adapters=tuple(AdapterInfo(each.name, each.path, each.revision) for each in self.adapters),
+            adapter_of=(self.path, base_of(self.path)) if is_adapter(self.path) else None,
         )
 
 
@@ -99,6 +101,11 @@ def load_model(options: ModelOptions) -> LoadedModel:
         refuse_role(config, "model.adapters", "serve it without adapters")
     if options.adapters and device.type != "cpu":
         raise ModelLoadError(f"model.adapters are computed on a CPU only, and the model is on {device}: set model.device=cpu")
+    if options.adapters and is_adapter(options.path):
+        raise ModelLoadError(
+            f"model.adapters are not for {options.path!r}, which is an adapter itself: give the model ({base_of(options.path)}), "
+            "and this one as another of model.adapters"
+        )
     adapters = find_adapters(options, config)
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     refuse_unpackable(options.weights, device, dtype)
@@ -106,7 +113,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside).eval()
     tokenizer, context = load_tokenizer(options.path), context_length(config, options)
     held, read = described(model, options.weights), tuple(each.read() for each in adapters)
-    return LoadedModel(model, tokenizer, options.name, context, _end_tokens(model, tokenizer), held, read)
+    return LoadedModel(model, tokenizer, options.name, context, _end_tokens(model, tokenizer), held, read, options.path)
 
 
 def served_config(path: str) -> PreTrainedConfig:
@@ -125,7 +132,9 @@ def load_config(path: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(files)
     except (OSError, ValueError) as error:
-        message = f"model {path!r} could not be found or read: give a folder with config.json, a .gguf file, or a name on the hub"
+        adapter = f" (base_model_name_or_path of the adapter {path!r})" if is_adapter(path) else ""
+        advice = "give a folder with config.json, a .gguf file, or a name on the hub"
+        message = f"model {base_of(path)!r}{adapter} could not be found or read: {advice}"
         raise ModelLoadError(f"{message} ({first_line(error)})") from error
     return config
 
@@ -141,7 +150,8 @@ def load_weights(
     """The model alone, whatever it is.
 
     Args:
-        path: as in ``ModelOptions``.
+        path: as in ``ModelOptions``. Of an adapter it is the model that it was trained on, with the adapter in its weights, added
+            in float32 before they are rounded to the type.
         dtype: of the weights; auto: as the checkpoint says, bfloat16 for a GGUF file. Quantized ones are dequantized to it on a
             CPU, and stay what they are on a GPU.
         attention: transformers' ``attn_implementation``.
@@ -158,18 +168,30 @@ def load_weights(
     quantization = None if config is None else quantization_of(config)
     target = torch.device("cpu") if device is None else device
     known, on_cpu = torch.bfloat16 if dtype == "auto" else dtype, target.type == "cpu"
-    packed = weights == "auto" and is_gguf(files) and has_kernels(target, known)
-    if config is not None and quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED:
+    packed = stays_packed(path, weights, target, known)
+    adapter = find_merged(path, load_config(path)) if is_adapter(path) else None
+    if adapter is not None and quantization is not None and not on_cpu:
+        raise ModelLoadError(
+            f"model {path!r} is an adapter of {files!r}, whose quantized weights nothing can be added to on a GPU: set "
+            "model.device=cpu, or name the model in 16 bits"
+        )
+    unpacked = quantization is not None and on_cpu and quantization.get("quant_method") == _UNPACKED
+    dequantized = quantization is not None and on_cpu and not unpacked
+    if config is not None and unpacked:
         refuse_more_than_free(path, outline(config).parameters * torch.bfloat16.itemsize, adapter_bytes)
-        quantization = None
     try:
-        if config is not None and quantization is not None and on_cpu:
+        if config is not None and dequantized:
             checkpoint = QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype)
             model = _dequantized(checkpoint, path, attention, adapter_bytes)
         else:
-            if on_cpu:
+            if on_cpu and not unpacked:
                 refuse_too_large(path, files, dtype, packed, adapter_bytes)
             model = _as_stored(path, files, quantization, target, dtype, attention, packed)
+        if adapter is not None:
+            stored = None if config is None or dequantized else stored_type(files) or config.dtype
+            narrowed = model.dtype.itemsize < torch.float32.itemsize and stored != model.dtype
+            wide = load_weights(files, torch.float32, attention, weights="dequantized") if narrowed else model
+            adapter.merge(model, wide)
         if weights in ROUNDED:
             round_model(model, weights)
         return model
@@ -179,6 +201,17 @@ def load_weights(
         raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
 
 
+def stays_packed(path: str, weights: Weights, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights stay in the blocks that a GGUF file has. Raises ``ModelLoadError`` where an adapter is added to them."""
+    packed = weights == "auto" and is_gguf(find_files(path)) and has_kernels(device, dtype)
+    if packed and is_adapter(path):
+        raise ModelLoadError(
+            f"model {path!r} is an adapter of {base_of(path)!r}, to whose weights in blocks nothing can be added: set "
+            "model.weights=dequantized"
+        )
+    return packed
+
+
 def _as_stored(
     path: str, files: str, quantization: dict[str, Any] | None, device: torch.device, dtype: torch.dtype | Literal["auto"],
     attention: str, packed: bool,
@@ -186,14 +219,15 @@ def _as_stored(
     """A model as transformers reads it, on its device. ``packed``: the weights of a GGUF file stay what they are."""
     if is_gguf(files):
         return load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention, packed).to(device)
-    if quantization is not None:
-        refuse_unusable(path, quantization, device.type == "cpu")
-    placed = {} if quantization is None else {"device_map": {"": device}}  # where the package's kernels are
+    stays = quantization is not None and device.type != "cpu"
+    if quantization is not None and stays:
+        refuse_unusable(path, quantization, on_cpu=False)
+    placed = {"device_map": {"": device}} if stays else {}  # where the package's kernels are
     model, found = AutoModelForCausalLM.from_pretrained(
         files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
     )
-    refuse_missing(path, found)
-    return model if quantization is not None else model.to(device)
+    refuse_missing(path, found, quantization is not None)
+    return model if stays else model.to(device)
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:

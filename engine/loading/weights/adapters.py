@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) from folders in PEFT's format, refused early where they are not what is computed.
 
 An adapter adds ``scale * B (A x)`` to the outputs of some linear layers. Its folder has ``adapter_config.json`` and
-``adapter_model.safetensors``.
+``adapter_model.safetensors``. Those that requests name are computed beside the model; one that is given as the model itself
+becomes a part of its weights.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from configs.slices import ModelOptions
 from engine.errors import ModelLoadError, first_line
+from engine.loading.model_files import ADAPTER_CONFIG as CONFIG
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _LANES = 16  # ranks and outputs are filled up to multiples of it, as compiled code reads them
 _PREFIX = "base_model.model."  # before the names of the model's own modules
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -58,7 +60,7 @@ class Adapter:
 class AdapterFile:
     """An adapter that fits its model, and has not been read."""
 
-    name: str
+    name: str  # empty for one that is the model itself
     path: str
     tensors: Mapping[str, tuple[str, str]]  # by module: the names of A and B
     scales: Mapping[str, float]  # by module
@@ -67,17 +69,38 @@ class AdapterFile:
     def read(self) -> Adapter:
         """Raises ``ModelLoadError`` where its numbers cannot be read."""
         factors, digest = {}, hashlib.blake2b(digest_size=16)
+        for module, down, up in self._pairs():
+            pair = _factors(down, up, self.scales[module])
+            factors[module] = pair
+            for each in (pair.down, pair.up):
+                digest.update(f"{module} {list(each.shape)}\n".encode())
+                digest.update(each.numpy().data)
+        return Adapter(self.name, self.path, factors, digest.hexdigest())
+
+    @torch.no_grad()
+    def merge(self, model: PreTrainedModel, wide: PreTrainedModel) -> None:
+        """Makes it a part of a model: ``W + scale * (B @ A)``, in float32 and on the CPU, rounded once to the type of W.
+
+        Args:
+            model: whose layers get these weights, in place.
+            wide: the same model, whose weights W are; another object where the type of the first has fewer bits than the files.
+
+        Raises:
+            ModelLoadError: its numbers cannot be read.
+        """
+        for module, down, up in self._pairs():
+            place, source = model.get_submodule(module), wide.get_submodule(module)
+            added = self.scales[module] * (up.float() @ down.float())
+            place.weight.copy_(source.weight.float().cpu() + (added.t() if isinstance(place, Conv1D) else added))
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Modules in the order of their names, with A [rank, inputs] and B [outputs, rank]. Raises ``ModelLoadError``."""
         try:
             with safe_open(Path(self.path) / WEIGHTS, "pt") as tensors:
                 for module, (down, up) in sorted(self.tensors.items()):
-                    pair = _factors(tensors.get_tensor(down), tensors.get_tensor(up), self.scales[module])
-                    factors[module] = pair
-                    for each in (pair.down, pair.up):
-                        digest.update(f"{module} {list(each.shape)}\n".encode())
-                        digest.update(each.numpy().data)
+                    yield module, tensors.get_tensor(down), tensors.get_tensor(up)
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{_where(self.name, self.path)}: {WEIGHTS} cannot be read: {first_line(error)}") from error
-        return Adapter(self.name, self.path, factors, digest.hexdigest())
 
 
 def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[AdapterFile, ...]:
@@ -94,6 +117,16 @@ def find_adapters(options: ModelOptions, config: PreTrainedConfig) -> tuple[Adap
         return ()
     layers = _linear_layers(config)
     return tuple(_found(name, path, layers) for name, path in options.adapters.items())
+
+
+def find_merged(path: str, config: PreTrainedConfig) -> AdapterFile:
+    """The adapter that is given as the model itself. Raises ``ModelLoadError`` as ``find_adapters``.
+
+    Args:
+        path: its folder.
+        config: of the model that it was trained on.
+    """
+    return _found("", path, _linear_layers(config))
 
 
 def _linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int] | None]:
@@ -145,7 +178,7 @@ def _found(name: str, path: str, layers: Mapping[str, tuple[int, int] | None]) -
 
 
 def _where(name: str, path: str) -> str:
-    return f"model.adapters.{name} ({path})"
+    return f"model.adapters.{name} ({path})" if name else f"model {path!r}"
 
 
 def _config(where: str, folder: Path) -> dict[str, Any]:

@@ -240,23 +240,26 @@ class QuantizedCheckpoint:
         model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None, config=config, state_dict=weights, dtype=self.dtype, attn_implementation=attention, output_loading_info=True
         )
-        refuse_missing(self._path, found)
+        refuse_missing(self._path, found, stated=True)
         with contextlib.suppress(OSError):  # it need not have one
             model.generation_config = GenerationConfig.from_pretrained(self._files)
         return model
 
 
-def refuse_missing(path: str, found: dict[str, Any]) -> None:
+def refuse_missing(path: str, found: dict[str, Any], stated: bool) -> None:
     """Raises ``ModelLoadError`` where weights of a model were not in its files: transformers would have them random.
 
     Args:
         path: what the model is called.
         found: transformers' ``output_loading_info``.
+        stated: config.json says that they are quantized.
     """
     missing = sorted(found["missing_keys"])
     if missing:
-        packed = any(name.rpartition(".")[2] in _COMPANIONS for name in found["unexpected_keys"])
-        advice = "its weights are quantized, and config.json has no quantization_config" if packed else "give whole files"
+        advice = "give whole files"
+        if any(name.rpartition(".")[2] in _COMPANIONS for name in found["unexpected_keys"]):
+            told = "says otherwise how in its" if stated else "has no"
+            advice = f"its weights are quantized, and config.json {told} quantization_config"
         raise ModelLoadError(f"model {path!r} lacks {len(missing)} of its weights, {missing[0]} among them: {advice}")
 
 

@@ -87,6 +87,15 @@ def test_the_list_has_them_with_their_model(client: OpenAI, url: str, folders: d
     assert {"root", "parent"} <= schema.keys()
 
 
+def test_one_that_is_the_model_has_its_folder_and_its_base(folders: dict[str, Path], tmp_path: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folders["tiny"])
+    adapter = save_adapter(tmp_path / "rules", stock, base_model_name_or_path=str(folders["tiny"]))
+    tokenizer = load_tokenizer(str(adapter))
+    with local_engine(adapter, SpeculationOptions("llma")) as engine, served(Service(engine, tokenizer)) as url:
+        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+    assert (card["id"], card["root"], card["parent"]) == ("rules", str(adapter), str(folders["tiny"]))
+
+
 def test_a_name_that_is_not_there_is_a_404(client: OpenAI, url: str) -> None:
     with pytest.raises(NotFoundError, match="this server has 'tiny', 'sql', 'poems'"):
         say(client, "other")
