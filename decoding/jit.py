@@ -19,21 +19,6 @@ _PROCESS = uuid.uuid4().hex[:12]
 NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
 
 
-def popcount(bits: int) -> int:
-    """Ones among the bits of a number of 64 bits, from 0 on."""
-    return int(bits).bit_count()
-
-
-if NATIVE:
-    from numba import types
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def popcount(context: Any, bits: Any) -> Any:
-        """As above: one instruction of compiled code."""
-        return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
-
-
 def compiled(function: F) -> F:
     """Compiles a function of numbers, arrays and named tuples of arrays at its first call.
 

@@ -100,11 +100,11 @@ class ModelRunner:
             need = f"{what} need {size / 2**30:.1f} GiB, which {model.device} does not have"
             raise ModelLoadError(f"{need}: lower model.max_model_len or {option}") from error
         self._ropes = ropes_by_row(model)
-        row_linears(model)
+        if row_linears(model):  # of a model that another runner has, nothing may move
+            give_back(model)
         thin_modules(model)
         if survey is not None:
             round_alike(model, survey.delta_heads)
-        give_back(model)
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
