@@ -166,7 +166,7 @@ def prefix_hits(engine: LocalEngine) -> int:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_prompt_that_a_tenant_has_sent_before_is_reused_for_no_other(engine: LocalEngine, url: str, streamed: bool) -> None:
-    prompt = f"{'>-' * 30}{streamed}"
+    prompt = f"{streamed}{'>-' * 30}"
 
     def cached(key: str | None, cache: str | None = None, path: str = "completions") -> int:
         body = {"messages": [{"role": "user", "content": prompt}]} if "chat" in path else {"prompt": prompt}
