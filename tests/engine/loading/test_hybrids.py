@@ -84,10 +84,10 @@ def test_states_and_snapshots_count_as_memory(monkeypatch: pytest.MonkeyPatch) -
     model = tiny_model("lfm2", "float32").runner
     states = model.cache.states
     assert states is not None
-    # Three convolutions over 64 channels that see two rows before each; keys and values of one layer.
-    sites = [StateSite(2 * 64 * 4, 64 * 4)] * 3
+    # Three convolutions over 128 channels that see two rows before each; keys and values of one layer.
+    sites = [StateSite(2 * 128 * 4, 128 * 4)] * 3
     assert list(states.sites) == sites
-    assert StateCache.bytes_of(sites, 4) == 3 * 512 * (4 + 15) + 3 * 256 * 4 * 65
+    assert StateCache.bytes_of(sites, 4) == 3 * 1024 * (4 + 15) + 3 * 512 * 4 * 65
     monkeypatch.setattr(
         runner, "free_bytes", lambda: model.cache.shape.bytes_per_token() * 4 * 144 + StateCache.bytes_of(sites, 4)
     )

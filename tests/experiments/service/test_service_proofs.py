@@ -88,7 +88,7 @@ def test_a_stream_that_is_cut_off_is_told() -> None:
 
     whole, cut = asyncio.run(heard(events + "data: [DONE]\n\n")), asyncio.run(heard(events))
     assert (whole.texts, whole.error) == ({0: "ab"}, None)
-    assert (cut.texts, cut.error) == ({0: "ab"}, "the stream ended without [DONE]")
+    assert (cut.texts, cut.error) == ({0: "ab"}, "the stream ended without its last event")
 
 
 def test_requests_come_in_all_kinds_with_seeds_of_their_own_and_again_the_same() -> None:
