@@ -168,7 +168,7 @@ def timing(
 
 def measure(runner: ModelRunner, max_model_len: int, report: Report | None = None) -> Timings:
     """Times the steps that ``fit`` needs. Without a report the log has a line every few seconds, where it takes long."""
-    wanted = cases(runner.cache.slots, runner.cache.capacity, max_model_len)
+    wanted = cases(runner.sequences, runner.cache.capacity, max_model_len)
     if report is None:
         progress = TableProgress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
 
