@@ -23,6 +23,7 @@ from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
+from engine.loading.memory import give_heap_back
 from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo
 from engine.measures.energy import EnergyMeter, NoMeter
@@ -51,6 +52,7 @@ def load_runner(
     loaded = load_model(model)
     runner = runner_over(loaded, options, speculation, world_size)
     _grammars_of(runner).prepare()
+    give_heap_back()
     return loaded, runner
 
 
@@ -168,6 +170,7 @@ class Engine:
             engine._chores.insert(0, _grammars_of(runner).chore())
         else:
             _grammars_of(runner).prepare()
+            give_heap_back()
         return engine
 
     @property
@@ -194,6 +197,7 @@ class Engine:
         except Exception:
             logger.exception("what would make drafts faster could not be made")
         del self._chores[0]
+        give_heap_back()
 
     @property
     def memory(self) -> Histories | None:

@@ -49,6 +49,11 @@ def give_back(model: torch.nn.Module) -> None:
     if 2 * sum(each.nbytes for each in left) < sum(each.nbytes for each in tensors):
         for tensor in left:
             tensor.data = tensor.data.clone()
+    give_heap_back()
+
+
+def give_heap_back() -> None:
+    """Lets go of pages that allocations left: reading a vocabulary takes three times what is kept of it."""
     with contextlib.suppress(OSError, AttributeError):  # a C library of another kind
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -114,7 +114,7 @@ def goals(
 
     Args:
         speeds: of a model.
-        told: what our engine said of the model, by system: ``weight_bytes``, ``resident_bytes``, ``parameters``.
+        told: what our engine said of the model, by system: ``weight_bytes``, ``resident_bytes`` (without KV), ``parameters``.
         workloads: by key of a prompt.
         missing: by system why it could not be had.
 
@@ -160,7 +160,7 @@ def goals(
     for system, of in told.items():
         if "resident_bytes" in of:
             add(
-                f"{system}: resident with its engine, times the weights: at most 1.15",
+                f"{system}: resident without KV, times the weights: at most 1.15",
                 [of["resident_bytes"] / of["weight_bytes"]],
                 1.15,
                 at_most=True,

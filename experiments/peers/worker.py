@@ -13,6 +13,7 @@ there. A job is ``{"mode", "running", "max_tokens", "asks": [[id, prompt, refere
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -37,7 +38,10 @@ from engine.engine import Engine, load_runner
 from engine.executor import LocalExecutor
 from engine.forward.batch import Work, pack
 from engine.forward.runner import ModelRunner
+from engine.loading.memory import give_heap_back
 from engine.loading.model import load_weights
+from engine.text.grammar import Grammars
+from engine.text.tokenizer import load_tokenizer
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.models import calm
 from experiments.bench.engines.stock_batching import StockBatching
@@ -117,6 +121,16 @@ class StepTimer:
         return times
 
 
+def _resident(tensor: torch.Tensor) -> int:
+    """Bytes of the pages of a tensor that are in memory. Raises ``OSError`` where the system does not tell."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = tensor.data_ptr() // page * page
+    pages = (ctypes.c_ubyte * -(-(tensor.data_ptr() + tensor.nbytes - first) // page))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(len(pages) * page), pages):
+        raise OSError("mincore failed")
+    return page * sum(flags & 1 for flags in pages)
+
+
 class OurEngine:
     """Our engine by the default options, but for room for all requests and no KV that is there from an earlier round.
 
@@ -139,9 +153,19 @@ class OurEngine:
         Engine.load(small, EngineOptions(1), SpeculationOptions(PLAIN))  # what code takes is no model's
         gc.collect()
         before = psutil.Process().memory_info().rss
-        self._engine("plain")
+        tokenizer = load_tokenizer(setting["model"])
+        vocabulary = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+        vocabulary.prepare()
+        give_heap_back()
+        self._vocabulary_bytes = psutil.Process().memory_info().rss - before
+        del tokenizer, vocabulary
+        gc.collect()
+        give_heap_back()
+        before = psutil.Process().memory_info().rss
+        runner = self._engine("plain")[1]
         gc.collect()
         self._resident_bytes = psutil.Process().memory_info().rss - before
+        self._kv_bytes = sum(_resident(part) for at in range(runner.cache.shape.layers) for part in runner.cache.layer(at))
 
     def _engine(self, mode: str) -> tuple[Engine, ModelRunner]:
         """Plain decoding and ``auto`` have engines as a user has them; the single strategies are one engine's, by request."""
@@ -159,7 +183,8 @@ class OurEngine:
 
     def ready(self) -> Reply:
         """Bytes of the weights that a step reads, a table of embeddings that is no output layer as well being only looked up; and
-        of what is resident with an engine, its tokenizer and what the checks of its start wrote into KV slots included."""
+        of what is resident with an engine, with its tokenizer and the table of its grammars, which are told apart, and without
+        what the checks of its start wrote into KV slots."""
         engine, runner = self._engine("plain")
         model = runner.model
         read = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
@@ -167,7 +192,8 @@ class OurEngine:
         if table.data_ptr() != head.data_ptr():
             read.pop(table.data_ptr(), None)
         return {
-            "weight_bytes": sum(read.values()), "resident_bytes": self._resident_bytes,
+            "weight_bytes": sum(read.values()), "resident_bytes": self._resident_bytes - self._kv_bytes,
+            "vocabulary_bytes": self._vocabulary_bytes, "kv_bytes": self._kv_bytes,
             "parameters": engine.info.num_parameters, "exact": engine.info.exact,
         }  # fmt: skip
 
