@@ -31,7 +31,7 @@ from engine.loading.memory import give_back, refuse_more_than_free, refuse_too_l
 from engine.loading.model_files import base_of, find_files, is_adapter, is_gguf, refuse_missing_folder
 from engine.loading.model_info import AdapterInfo, ModelInfo
 from engine.loading.outline import outline
-from engine.loading.weights.adapters import Adapter, find_adapters, find_merged
+from engine.loading.weights.adapters import Adapter, AdapterFile, find_adapters, find_merged
 from engine.loading.weights.gguf import load_gguf_config, load_gguf_model
 from engine.loading.weights.packing import ROUNDED, described, refuse_unpackable, round_model
 from engine.loading.weights.quantized import QuantizedCheckpoint, quantization_of, refuse_missing, refuse_unusable
@@ -189,9 +189,7 @@ def load_weights(
             model = _as_stored(path, files, quantization, target, dtype, attention, packed)
         if adapter is not None:
             stored = None if config is None or dequantized else stored_type(files) or config.dtype
-            narrowed = model.dtype.itemsize < torch.float32.itemsize and stored != model.dtype
-            wide = load_weights(files, torch.float32, attention, weights="dequantized") if narrowed else model
-            adapter.merge(model, wide)
+            _merge(adapter, model, files, attention, stored)
         if weights in ROUNDED:
             round_model(model, weights)
         if packed or weights in ROUNDED:
@@ -201,6 +199,20 @@ def load_weights(
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+
+
+def _merge(adapter: AdapterFile, model: PreTrainedModel, files: str, attention: str, stored: torch.dtype | None) -> None:
+    """Adds an adapter to a model's weights, in float32: to those in the files, where the model has them rounded.
+
+    Args:
+        adapter: to be merged.
+        model: that it is merged into.
+        files: of the model.
+        attention: transformers' ``attn_implementation``.
+        stored: the type of the weights in the files, where it is known.
+    """
+    narrowed = model.dtype.itemsize < torch.float32.itemsize and stored != model.dtype
+    adapter.merge(model, load_weights(files, torch.float32, attention) if narrowed else model)
 
 
 def stays_packed(path: str, weights: Weights, device: torch.device, dtype: torch.dtype) -> bool:

@@ -141,7 +141,7 @@ BENCHMARKS: dict[str, Source] = {
     "shared-trie": Source(("2026-11-21-shared-trie.json",), shared_trie),
     "cache-figures": Source(("2026-11-21-cache-figures.json",), cache_figures),
     "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
-    "rag": Source(("2026-11-24-bench-rag.json",), rag),
+    "rag": Source(("2026-11-25-bench-rag.json",), rag),
     "gains": Source(("2026-11-25-bench-strategies.json",), gains),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
@@ -167,7 +167,7 @@ README = {
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
 }
-RAG = {"rag-pairs": Source(("2026-11-24-bench-rag.json",), rag_pairs)}
+RAG = {"rag-pairs": Source(("2026-11-25-bench-rag.json",), rag_pairs)}
 EXACTNESS = {
     "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
 }

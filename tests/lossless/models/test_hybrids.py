@@ -3,55 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
 from decoding.drafters import STRATEGIES, build_drafter
-from decoding.request import Request, SamplingParams
+from decoding.request import Request
 from engine.engine import Engine
 from engine.forward import exactness
 from engine.kv.state_cache import StateCache
 from tests.helpers.hostile import HostileDrafter
-from tests.helpers.models import COMPILED, HYBRIDS, VOCAB, engine_over, nearly, prepared, run, tiny_model
+from tests.helpers.models import HYBRIDS, engine_over, prepared, run, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup
+from tests.lossless.models.asked import DTYPES, GREEDY, LONG, MAX_TOKENS, REPEATED, TWICE, Asked, name_of
 
 _QUICK = ("lfm2", "qwen3_5", "falcon_h1")  # one of each rule
 _ONE_CALL = ("lfm2", "qwen3_5", "granite4")  # their forwards are one call, those of the others modules'
 pytestmark = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in _QUICK else pytest.mark.slow) for family in HYBRIDS]
 )
-DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]
-MAX_TOKENS = 24
-_RNG = np.random.default_rng(5)
-_MOTIF = _RNG.integers(1, 40, 15).tolist()
-PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], _MOTIF * 2 + _MOTIF[:7], _RNG.integers(1, VOCAB, 70).tolist())
-GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-CASES = (
-    *((prompt, GREEDY) for prompt in PROMPTS),
-    (PROMPTS[1], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.2, seed=3, top_k=8, presence_penalty=-0.2)),
-    (PROMPTS[3], SamplingParams(max_tokens=MAX_TOKENS, temperature=1.1, seed=5, top_p=0.9, repetition_penalty=1.2)),
-)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def requests(answers: Sequence[Sequence[int]] = (), tenant: str | None = None) -> list[Request]:
-    """New requests; ``answers`` make references of which parts can be copied."""
-    return [
-        Request(str(at), prompt, params, references=[nearly(answer) for answer in answers[at : at + 1]], tenant=tenant)
-        for at, (prompt, params) in enumerate(CASES)
-    ]
-
-
-@cache
-def plain(family: str, dtype: str) -> list[list[int]]:
-    """The outputs of plain decoding, one request at a time."""
-    return run(engine_over(tiny_model(family, dtype).runner, build_drafter("autoregressive", {}), 1), *requests())
+ASKED = Asked([7], REPEATED, TWICE, LONG)
+PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 
 
 def test_plain_decoding_is_generate(family: str) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,44 +23,17 @@ from engine.kv.prefix_cache import PrefixCache
 from engine.scheduling.placement import SlotPlacement
 from engine.scheduling.scheduler import Scheduler
 from tests.helpers.hostile import HostileDrafter
-from tests.helpers.models import BORDER, COMPILED, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model
+from tests.helpers.models import BORDER, ROPES, VOCAB, engine_over, nearly, prepared, run, save_model, tiny_model
 from tests.helpers.ranks import BranchingDrafter, TinyGroup, rank_runner
+from tests.lossless.models.asked import DTYPES, LONG, MAX_TOKENS, REPEATED, TWICE, Asked, name_of
 
 _QUICK = "phi3_long"
 FAMILIES = pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family == _QUICK else pytest.mark.slow) for family in ROPES]
 )
 RECOMPUTING = pytest.mark.parametrize("family", [_QUICK, pytest.param("phimoe_long", marks=pytest.mark.slow)])
-DTYPES = [param for param in COMPILED if param.values[0] is not torch.float16]
-MAX_TOKENS = 24
-_RNG = np.random.default_rng(5)
-_MOTIF = _RNG.integers(1, 40, 15).tolist()
-_LONG = _RNG.integers(1, VOCAB, 70).tolist()
-PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], _MOTIF * 2 + _MOTIF[:7], _LONG[:BORDER], _LONG[: BORDER + 1], _LONG)
-GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-CASES = (
-    *((prompt, GREEDY) for prompt in PROMPTS),
-    (PROMPTS[1], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.2, seed=3, top_k=8, presence_penalty=-0.2)),
-    (PROMPTS[5], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=1.1, seed=5, repetition_penalty=1.2)),
-)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def requests(answers: Sequence[Sequence[int]] = (), tenant: str | None = None) -> list[Request]:
-    """New requests; ``answers`` make references of which parts can be copied."""
-    return [
-        Request(str(at), prompt, params, references=[nearly(answer) for answer in answers[at : at + 1]], tenant=tenant)
-        for at, (prompt, params) in enumerate(CASES)
-    ]
-
-
-@cache
-def plain(family: str, dtype: str) -> list[list[int]]:
-    """The outputs of plain decoding, one request at a time."""
-    return run(engine_over(tiny_model(family, dtype).runner, build_drafter("autoregressive", {}), 1), *requests())
+ASKED = Asked([7], REPEATED, TWICE, LONG[:BORDER], LONG[: BORDER + 1], LONG, ignore_eos=True)
+PROMPTS, requests, plain = ASKED.prompts, ASKED.requests, ASKED.plain
 
 
 @FAMILIES
@@ -176,7 +147,7 @@ def sharing(family: str, dtype: str) -> tuple[list[list[int]], list[list[int]], 
     def ask(at: int, tenant: str | None = "t", answers: Sequence[Sequence[int]] = ()) -> Request:
         size, count, _ = _SHARING[at]
         params = SamplingParams(max_tokens=count, ignore_eos=True)
-        return Request(str(at), _LONG[:size], params, [nearly(answer) for answer in answers], tenant=tenant)
+        return Request(str(at), LONG[:size], params, [nearly(answer) for answer in answers], tenant=tenant)
 
     alone = engine_over(model.runner, build_drafter("autoregressive", {}), 1)
     expected = [run(alone, ask(at, None))[0] for at in range(len(_SHARING))]
