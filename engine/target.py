@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
@@ -46,7 +46,7 @@ class LocalTarget:
         self.max_model_len = info.max_model_len
         self._runner, self._tokenizer = runner, tokenizer
         self._folder = cache_folder() if folder is None else folder
-        self._bos = _bos_token(tokenizer)
+        self._bos = _first_token(tokenizer, runner.model.config, info.eos_token_ids)
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._curve: LatencyCurve | None = None
@@ -116,9 +116,17 @@ class LocalTarget:
         return cached_table(self._folder, f"{self._revision}-{kind}", shape, self.vocab_size, build)
 
 
-def _bos_token(tokenizer: PreTrainedTokenizerFast | None) -> int | None:
-    """The beginning of sequence that stands before each token in the bigram table, where the tokenizer begins a text with one."""
-    token = None if tokenizer is None else tokenizer.bos_token_id
-    if tokenizer is None or token is None or tokenizer("a").input_ids[:1] != [token]:
-        return None
-    return int(token)
+def _first_token(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, end_tokens: Collection[int]) -> int | None:
+    """The token that stands before each in the bigram table: that by which the model knows the beginning of a text.
+
+    Models are trained on texts that begin with it or stand between such tokens, also where their tokenizer adds none, and behind
+    nothing they say little of use: see ``engine.loading.model_tables.bigram_rows``.
+
+    Returns:
+        The tokenizer's, else the configuration's beginning of a sequence, else the first of ``end_tokens``, which parts texts;
+        None where there is none of these.
+    """
+    text = config.get_text_config()
+    named = [None if tokenizer is None else tokenizer.bos_token_id, text.bos_token_id, *end_tokens]
+    found = next((token for token in named if token is not None and 0 <= token < text.vocab_size), None)
+    return None if found is None else int(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
+from decoding.tree import Int32Array
 from engine import target as target_module
 from engine.engine import Engine
 from engine.forward.runner import ModelRunner
@@ -18,7 +21,7 @@ from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo
 from engine.loading.model_tables import bigram_table
 from engine.target import LocalTarget
-from tests.helpers.models import END, VOCAB, llama_config, save_model
+from tests.helpers.models import VOCAB, llama_config, save_model
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +43,10 @@ def info(max_model_len: int = 90) -> ModelInfo:
     return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True, "tiny", "none")
 
 
-def with_bos(loaded: LoadedModel, adds: bool) -> PreTrainedTokenizerFast:
-    """The tokenizer with a token for the beginning of a sequence, which it adds or not."""
-    from tokenizers import processors
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str()),
-        bos_token=END,
-    )
-    if adds:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{END} $A", special_tokens=[(END, tokenizer.bos_token_id)]
-        )
-    return tokenizer
+def with_bos(loaded: LoadedModel, token: str) -> PreTrainedTokenizerFast:
+    """The tokenizer with a token for the beginning of a sequence, which it does not add."""
+    backend = type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=token)
 
 
 def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
@@ -63,7 +57,7 @@ def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
 def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
     runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = bigram_table(runner, VOCAB, 32, None)
+    expected = bigram_table(runner, VOCAB, 32, 0)
     first = LocalTarget(runner, info(), loaded.tokenizer, tmp_path)
     assert (first.bigram_table(10) == expected[:, :10]).all() and first.bigram_table(10).flags.c_contiguous
     ranking = first.unigram_ranking(VOCAB)
@@ -82,13 +76,24 @@ def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
         second.bigram_table(33)
 
 
-def test_a_beginning_of_sequence_as_the_tokenizer_does_it(runner: ModelRunner, loaded: LoadedModel, tmp_path: Path) -> None:
-    alone, behind = bigram_table(runner, VOCAB, 4, None), bigram_table(runner, VOCAB, 4, loaded.tokenizer.eos_token_id)
-    assert (alone != behind).any()
-    for adds, expected in [(True, behind), (False, alone)]:
-        target = LocalTarget(runner, info(), with_bos(loaded, adds), tmp_path)
-        assert (target.bigram_table(4) == expected).all(), adds
-    assert (LocalTarget(runner, info(), None, tmp_path).bigram_table(4) == alone).all()
+def test_a_text_begins_as_the_model_knows_it(
+    runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {first: bigram_table(runner, VOCAB, 4, first) for first in (None, 0, 7, 9)}
+    assert all((tables[one] != tables[other]).any() for one, other in combinations(tables, 2))
+    config, ended = runner.model.config, info()
+    word = loaded.tokenizer.convert_ids_to_tokens(7)
+
+    def used(tokenizer: PreTrainedTokenizerFast | None, info: ModelInfo) -> Int32Array:
+        return LocalTarget(runner, info, tokenizer, tmp_path).bigram_table(4)
+
+    assert (used(loaded.tokenizer, ended) == tables[0]).all()  # what parts texts
+    assert (used(None, replace(ended, eos_token_ids=())) == tables[None]).all()
+    monkeypatch.setattr(config, "bos_token_id", 9)
+    assert (used(loaded.tokenizer, ended) == tables[9]).all()
+    assert (used(with_bos(loaded, word), ended) == tables[7]).all()
+    monkeypatch.setattr(config, "bos_token_id", VOCAB)  # of a larger vocabulary than the model has
+    assert (used(loaded.tokenizer, ended) == tables[0]).all()
 
 
 def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_what_takes_long_is_put_off_and_done_piece_by_piece(
             assert len(runner.cache.prefixes.tokens(0)) == 0  # what it wrote over is nobody's any more, from the first piece on
             runner.cache.prefixes.keep(0, "somebody", np.arange(5, dtype=np.int32))
     assert pieces > 10
-    assert (table == bigram_table(runner, VOCAB, 32, None)[:, :10]).all() and len(target.latency().rows) > 2
+    assert (table == bigram_table(runner, VOCAB, 32, 0)[:, :10]).all() and len(target.latency().rows) > 2
 
     left: list[Iterator[None]] = []
     later = LocalTarget(runner, info(), None, tmp_path, left)
