@@ -24,9 +24,11 @@ from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.api import Service, create_api
 from cluster.http.compare import Baseline
 from cluster.observe.audit import Auditor
+from cluster.observe.shadow import Shadow
 from cluster.observe.tracing import open_tracing
 from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
+from cluster.serving.generation import EnginePort
 from cluster.serving.handle_engine import DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
@@ -66,11 +68,12 @@ class Ingress:
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.replicas)
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = Auditor(port, config.audit, config.speculation, config.engine)
+        other = None if baseline is None else _baseline_of(config, baseline)
         self._service = Service(
             port, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
             guard=StreamGuard(server), admission=admission_options(config),
             cache_options=config.cache,
-            baseline=None if baseline is None else _baseline_of(config, baseline),
+            baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
             listeners=() if self._tracing is None else (self._tracing.listen,),
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
@@ -180,6 +183,14 @@ def _baseline_of(config: Config, handle: DeploymentHandle[Any]) -> Baseline:
     gpus, server = gpus_of_a_rank(config), config.server
     port = HandleEngine(handle, server.resume_timeout_s, replicas=config.baseline.replicas)
     return Baseline(port, config.baseline.kind, shares_devices=not gpus or gpus != int(gpus))
+
+
+def _shadow_of(config: Config, engine: EnginePort, baseline: Baseline) -> Shadow:
+    """What has the baseline answer some of what is served. Ranks that are the replicas of a node all compute a request."""
+    options = config.parallelism
+    wide = config.server.replicas if options.mode == "lookahead" and options.world_size == "auto" else group_size(options)
+    devices = min(wide, MAX_WORLD_SIZE), group_size(baseline_parallelism(config))
+    return Shadow(engine, baseline.engine, baseline.kind, config.baseline.shadow, devices, baseline.shares_devices)
 
 
 def _membership_options(config: Config) -> MembershipOptions | None:

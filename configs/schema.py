@@ -89,6 +89,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "audit.sample": (0, 1),
     "baseline.replicas": (1, 1024),
     "baseline.world_size": (2, MAX_WORLD_SIZE),
+    "baseline.shadow": (0, 1),
 }
 
 
@@ -207,6 +208,10 @@ def check_values(config: Config) -> None:
             raise ConfigError(
                 f"{key} is {mode}, where model.weights={config.model.weights} is not supported; leave one of them out"
             )
+    if config.baseline.shadow and not config.baseline.enabled:
+        raise ConfigError(
+            f"baseline.shadow is {config.baseline.shadow:g}, and there is no baseline: set baseline.enabled=true, or leave it out"
+        )
     for fault in (*server_faults(config.server), *upload_faults(config.limits)):
         raise ConfigError(fault)
 

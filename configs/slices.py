@@ -157,6 +157,8 @@ class BaselineOptions:
     kind: Literal["plain", "tensor", "pipeline"] = "plain"
     replicas: int = 1
     world_size: int = 2  # ranks of each replica, of kinds tensor and pipeline
+    # Share of what is served that it answers, too, while it has room, off the clients' path: /admin/baseline says who is ahead
+    shadow: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

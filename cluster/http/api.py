@@ -17,6 +17,7 @@ from cluster.admission.tenancy import Tenancy
 from cluster.http import documents, errors
 from cluster.http.admin.api import AdminService, add_admin_routes
 from cluster.http.admin.audit import AuditService
+from cluster.http.admin.baseline import BaselineService
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import AnswerBuilder
 from cluster.http.answers.predicted import Predicted
@@ -35,6 +36,7 @@ from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.responses import ResponsesRequest
 from cluster.observe.audit import Auditor
 from cluster.observe.metrics import MetricsService
+from cluster.observe.shadow import Shadow
 from cluster.serving.cache_port import CacheAdminPort
 from cluster.serving.draining import Draining
 from cluster.serving.generation import EnginePort, Generation, Listener
@@ -62,6 +64,7 @@ class Service:
         guard: StreamGuard | None = None,
         admission: AdmissionOptions | None = None,
         baseline: Baseline | None = None,
+        shadow: Shadow | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
         """
@@ -77,18 +80,22 @@ class Service:
             guard: of streams; None where they leave as they come.
             admission: who may come in; whoever has no wrong key when absent.
             baseline: deployed beside the engine, for comparisons; None where there is none.
-            listeners: who follow all generations, beside the auditor.
+            shadow: has the baseline answer what is served; None where it does not.
+            listeners: who follow all generations, beside the auditor and the shadow.
         """
         admission = admission or AdmissionOptions()
-        heard = (*listeners, *([] if auditor is None else [auditor.listen]))
+        heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
         self._engine, self._tokenizer, self._token_bytes = engine, tokenizer, TokenBytes(tokenizer)
         self._tenancy = Tenancy(tenancy or TenancyOptions(), admission.require_key)
         self.admission = AdmissionController(self._tenancy, admission)
         self.state = HealthService(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
         self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, auditor)
-        self.metrics = MetricsService(self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor)
+        self.metrics = MetricsService(
+            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow
+        )
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
+        self.baseline = BaselineService(self._tenancy, shadow)
         self.text = TextService(self._answering.threads, self._tenancy, self._answering.model)
         self.tenant_cache = TenantCacheService(
             self._tenancy, cache, self._answering.model, cache_options or CacheOptions(), auditor
@@ -238,6 +245,7 @@ def add_operator_routes(app: FastAPI, service: Service) -> None:
     add_admin_routes(app, service.admin)
     app.get("/admin/audit")(service.audit.counters)
     app.post("/admin/audit", response_model=None)(service.audit.run)
+    app.get("/admin/baseline")(service.baseline.standing)
     app.get("/metrics", response_class=PlainTextResponse, responses=documents.ERRORS)(service.metrics.metrics)
 
 

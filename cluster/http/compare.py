@@ -23,8 +23,9 @@ from cluster.http.job_planner import Answering
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.strict import Strict, unsupported
 from cluster.observe.difference import first_difference
+from cluster.observe.timed_run import TimedRun
 from cluster.serving.generation import EnginePort
-from decoding.request import PLAIN, FinishReason, StepOutput
+from decoding.request import PLAIN, FinishReason
 from engine.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -131,34 +132,10 @@ class Baseline:
 
 
 @dataclass(slots=True)
-class _Run:
+class _Run(TimedRun):
     """What came of one side."""
 
-    token_ids: list[int]
-    text: str = ""
-    reason: FinishReason | None = None
-    steps: int = 0
-    first: int = 0  # tokens that came at ttft_s: more than one where little of the prompt was to be computed
-    ttft_s: float = 0.0
-    latency_s: float = 0.0
     usage: Usage | None = None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Those after the first step, over the time since."""
-        took_s, rest = self.latency_s - self.ttft_s, len(self.token_ids) - self.first
-        return rest / took_s if rest and took_s > 0 else None
-
-    def hear(self, output: StepOutput, latency_s: float) -> None:
-        """Takes in an output that came so long after the side began."""
-        self.latency_s = latency_s
-        if output.token_ids:
-            if not self.steps:
-                self.ttft_s, self.first = latency_s, len(output.token_ids)
-            self.steps += 1
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.reason = output.finish_reason
 
     def side(self, strategy: str, kind: str | None) -> Side:
         """As it is answered."""
@@ -235,7 +212,7 @@ class CompareService:
 
     async def _run(self, engine: EnginePort, admitted: AdmittedRequest) -> _Run | ApiError:
         """One side, or why it failed."""
-        run, began_s = _Run([]), time.perf_counter()
+        run, began_s = _Run(), time.perf_counter()
         try:
             async with self.answering.generation(engine, admitted) as generation:
                 async for _, output in generation.outputs():

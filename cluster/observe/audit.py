@@ -249,25 +249,14 @@ class Auditor:
         """The difference with what the model thinks of both tokens."""
         found = dict(plain.top).get(token) if token is not None else None
         if found is None and token is not None:
-            found = await self._logprob(served, position, token)
+            found = await logprob_of(self._engine, self._plain(served.job, served.job.params), served.token_ids[:position], token)
         return Difference(position, token, plain.token_id, found, plain.logprob)
 
-    async def _logprob(self, served: Served, position: int, token: int) -> float | None:
-        """The model's log-probability of a token after the first ``position`` ones: a bias makes it come, and does not count."""
-        params = SamplingParams(max_tokens=position + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
-        job = self._plain(served.job, params, served.token_ids[:position])
-        async with contextlib.aclosing(self._engine.generate(job)[0]) as outputs:
-            async for output in outputs:
-                _ended(output)
-                for one in output.logprobs or ():
-                    return one.logprob if one.token_id == token else None
-        return None
-
-    def _plain(self, job: Job, params: SamplingParams, emitted: tuple[int, ...] = ()) -> Job:
+    def _plain(self, job: Job, params: SamplingParams) -> Job:
         """The job without drafts, of nobody, behind all others."""
         return Job(
             f"audit-{secrets.token_hex(12)}/0", job.prompt_ids, params,
-            public=False, adapter=job.adapter, emitted=emitted, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
+            public=False, adapter=job.adapter, strategy=PLAIN, max_draft_tokens=0, priority=self._priority,
         )  # fmt: skip
 
     async def _replay_sampled(self) -> None:
@@ -295,6 +284,29 @@ class Auditor:
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_S)
+
+
+async def logprob_of(engine: EnginePort, plain: Job, emitted: tuple[int, ...], token: int) -> float | None:
+    """The model's log-probability of a token after some: a bias makes it come, and does not count.
+
+    Args:
+        engine: computes it.
+        plain: the job without drafts.
+        emitted: output tokens before it.
+        token: that is asked about.
+
+    Raises:
+        ReplayError: the engine broke off.
+    """
+    params = SamplingParams(max_tokens=len(emitted) + 1, logprobs=0, logit_bias=((token, MAX_LOGIT_BIAS),))
+    name = f"{plain.request_id.partition('/')[0]}-{secrets.token_hex(4)}/0"
+    job = dataclasses.replace(plain, request_id=name, params=params, emitted=emitted)
+    async with contextlib.aclosing(engine.generate(job)[0]) as outputs:
+        async for output in outputs:
+            _ended(output)
+            for one in output.logprobs or ():
+                return one.logprob if one.token_id == token else None
+    return None
 
 
 def _ended(output: StepOutput) -> FinishReason | None:

@@ -19,6 +19,7 @@ from cluster.admission.controller import AdmissionCounts
 from cluster.admission.tenancy import Tenancy
 from cluster.observe.audit import Auditor
 from cluster.observe.metric_families import FAMILIES, Family, Told
+from cluster.observe.shadow import Shadow, Standing
 from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
@@ -51,6 +52,7 @@ class ApiCounts:
     model: str | None = None  # the name that is served; None while it is not known
     audits: Mapping[str, int] = field(default_factory=dict)  # by result
     admission: AdmissionCounts | None = None  # None where nothing limits it
+    standing: Standing | None = None  # beside the baseline; None where it answers nothing of what is served
 
 
 class Metrics(Collector):
@@ -109,10 +111,32 @@ def _of_api(api: ApiCounts) -> Iterator[Metric]:
         for label, count in counts.items():
             metric.add_metric((label,), count)
         yield metric
+    yield from _of_standing(api.standing)
     in_flight, upload_bytes = (held.in_flight, held.upload_bytes) if held else (None, None)
     yield GaugeMetricFamily("outrider:door_requests_in_flight", "Requests let in and not answered to the end.", in_flight)
     yield GaugeMetricFamily("outrider:door_upload_bytes", "Bytes of bodies that are being received.", upload_bytes)
     yield GaugeMetricFamily("outrider:door_resident_bytes", "Memory of the API's process.", resident_bytes())
+
+
+def _of_standing(standing: Standing | None) -> Iterator[Metric]:
+    """How the engine stands beside the baseline; without samples where nothing is compared."""
+    asked = CounterMetricFamily("outrider:baseline_requests", "Served requests for the baseline, too.", labels=("result",))
+    texts = CounterMetricFamily("outrider:baseline_texts", "Pairs of answers, by how they go together.", labels=("texts",))
+    medians = GaugeMetricFamily("outrider:baseline_median", "Of the latest pairs of answers.", labels=("figure", "side"))
+    ratios = GaugeMetricFamily(
+        "outrider:baseline_ratio", "Engine over baseline: the median of the latest pairs, and 90 % of resamples.",
+        labels=("figure", "bound"),
+    )  # fmt: skip
+    if standing is not None:
+        for counter, counts in ((asked, standing.results), (texts, standing.texts)):
+            for label, count in counts.items():
+                counter.add_metric((label,), count)
+        for name, figure in standing.figures.items():
+            for side, value in (("engine", figure.engine), ("baseline", figure.baseline)):
+                medians.add_metric((name, side), value)
+            for bound, value in (("low", figure.low), ("median", figure.ratio), ("high", figure.high)):
+                ratios.add_metric((name, bound), value)
+    yield from (asked, texts, medians, ratios)
 
 
 def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
@@ -136,6 +160,7 @@ class MetricsService:
     is_open: bool  # nobody needs a key: only this machine reaches the server. Otherwise it is the operator's, as /admin
     admission: Callable[[], AdmissionCounts]
     auditor: Auditor | None = None  # counts audits; None where nothing is audited
+    shadow: Shadow | None = None  # compares with the baseline; None where nothing is compared
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
 
@@ -149,7 +174,8 @@ class MetricsService:
         if not self.is_open:
             self.tenancy.check_admin(request.headers.get("authorization"))
         replicas, audits = await self.replicas(), {} if self.auditor is None else self.auditor.counts()
-        api = ApiCounts(self._choices.read(), self._model, audits, self.admission())
+        standing = None if self.shadow is None else await asyncio.to_thread(self.shadow.standing)
+        api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing)
         # In a thread: it takes some milliseconds, in which other requests go on.
         text = await asyncio.to_thread(exposition, replicas, self.configured, api)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)

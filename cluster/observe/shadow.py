@@ -1,0 +1,243 @@
+"""The shadow: the baseline answers a share of what was served as well, off the clients' path, and the two are compared.
+
+A baseline with parts of a model sums in another order than the engine, so that its texts may part at near-ties. Both sides get
+the same prompt, parameters and seed; the baseline belongs to no tenant, has no drafts and reuses nobody's KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import logging
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.http.errors import ApiError
+from cluster.observe.audit import ReplayError, logprob_of
+from cluster.observe.difference import first_difference
+from cluster.observe.timed_run import TimedRun
+from cluster.serving.generation import EnginePort, Job
+from decoding.request import PLAIN, FinishReason, StepOutput
+from engine.errors import QueueFullError, RequestError
+
+logger = logging.getLogger(__name__)
+
+NEAR_TIE = 0.25  # of log-probabilities: two steps of bfloat16 between 16 and 32, where the logits of likely tokens lie
+KEPT = 1000  # pairs that the figures are of, the latest
+_RESAMPLES = 1000
+_BOUNDS = (5, 95)  # per cent of the resamples' medians
+_ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+HIGHER_IS_BETTER = {  # by figure
+    "tokens_per_s": True,  # after the first step
+    "ttft_s": False,  # to the first token, queue included
+    "tpot_s": False,  # of a token after the first step
+    "tokens_per_device_s": True,  # of the whole request: tokens over seconds and devices
+    "joules_per_token": False,  # where hardware counts them
+}
+
+
+class Result(enum.StrEnum):
+    """What became of a request that was to be answered twice."""
+
+    COMPARED = "compared"
+    DROPPED = "dropped"  # the baseline had no room
+    FAILED = "failed"  # it gave no answer
+
+
+class Texts(enum.StrEnum):
+    """How two answers to one request go together."""
+
+    EQUAL = "equal"
+    NEAR_TIE = "near_tie"  # greedy ones part where the baseline finds both tokens alike, but for ``NEAR_TIE``
+    SAMPLED = "sampled"  # drawn ones part: at the draw's near-ties, which nobody sees any more
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Medians over the pairs in which both sides have a figure, and of the ratios of the pairs."""
+
+    pairs: int
+    engine: float
+    baseline: float
+    ratio: float  # engine over baseline
+    low: float  # of 90 % of resamples
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the two stand."""
+
+    results: Mapping[str, int]  # since the start
+    texts: Mapping[str, int]  # since the start
+    figures: Mapping[str, Figure]  # of the latest pairs; a figure that no pair has is left out
+    sentence: str
+
+
+class Shadow:
+    """Has the baseline answer some requests, one at a time, while it has room, and keeps the figures of both sides."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        baseline: EnginePort,
+        kind: str,
+        share: float,
+        devices: tuple[int, int],
+        shares_devices: bool,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """
+        Args:
+            engine: that serves.
+            baseline: that answers as well.
+            kind: of the baseline, for people.
+            share: of the requests, 0 to 1.
+            devices: that the engine computes a request with, and the baseline.
+            shares_devices: they compute on the same ones: then the engine has to be idle, too.
+            draw: a number between 0 and 1 for each request.
+        """
+        self._engine, self._baseline, self._kind, self._share, self._devices = engine, baseline, kind, share, devices
+        self._shares_devices, self._draw = shares_devices, draw
+        self._running: asyncio.Task[None] | None = None
+        self._pairs: deque[tuple[dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
+        self._results, self._texts = dict.fromkeys(Result, 0), dict.fromkeys(Texts, 0)
+
+    def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
+        """A ``Listener`` of the requests that the baseline shall answer, too. What is private is computed once."""
+        drafted = job.max_draft_tokens != 0 and job.strategy != PLAIN
+        whole = not job.emitted and job.prompt_logprobs is None
+        if not (drafted and whole and job.tenant is not None) or self._draw() >= self._share:
+            return None
+        run, began_s = TimedRun(), time.perf_counter()
+
+        def hear(output: StepOutput) -> None:
+            run.hear(output, time.perf_counter() - began_s)
+            if run.reason in _ENDED and run.token_ids:
+                self._begin(job, run)
+
+        return hear
+
+    def _begin(self, job: Job, run: TimedRun) -> None:
+        if self._running is not None and not self._running.done():
+            self._results[Result.DROPPED] += 1
+            return
+        self._running = asyncio.create_task(self._answer(job, run))
+
+    async def settled(self) -> None:
+        """Waits for what the baseline is answering."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def _answer(self, job: Job, run: TimedRun) -> None:
+        try:
+            result = await self._compared(job, run) if await self._has_room() else Result.DROPPED
+        except (ApiError, QueueFullError, RequestError, ReplayError) as error:
+            logger.warning("the baseline gave no answer to compare with: %s", error)
+            result = Result.FAILED
+        except Exception:  # nobody waits for it
+            logger.exception("two answers could not be compared")
+            result = Result.FAILED
+        self._results[result] += 1
+
+    async def _has_room(self) -> bool:
+        """Whether the baseline takes one more request, and nothing of a client's."""
+        replicas = await self._baseline.describe()
+        room = any(one.counts.free_slots for one in replicas) and not any(one.counts.waiting for one in replicas)
+        if room and self._shares_devices:
+            room = not any(one.counts.running or one.counts.waiting for one in await self._engine.describe())
+        return room
+
+    async def _compared(self, job: Job, run: TimedRun) -> Result:
+        plain = dataclasses.replace(
+            job, request_id=f"shadow-{secrets.token_hex(12)}/0", tenant=None, public=False, references=(), strategy=PLAIN,
+            max_draft_tokens=0, siblings=False, report=False, embedding=None, session=None,
+        )  # fmt: skip
+        other, began_s = TimedRun(), time.perf_counter()
+        async with contextlib.aclosing(self._baseline.generate(plain)[0]) as outputs:
+            async for output in outputs:
+                other.hear(output, time.perf_counter() - began_s)
+        if other.reason not in _ENDED:
+            raise ReplayError(other.error or "it ended the request")
+        self._texts[await self._texts_of(plain, run, other)] += 1
+        mine, theirs = (_figures(one, devices) for one, devices in zip((run, other), self._devices, strict=True))
+        self._pairs.append((mine, theirs))
+        return Result.COMPARED
+
+    async def _texts_of(self, plain: Job, run: TimedRun, other: TimedRun) -> Texts:
+        """How they go together. The baseline says what it thinks of the tokens at which they part."""
+        position = first_difference(run.token_ids, other.token_ids)
+        if position is None:
+            return Texts.EQUAL if run.reason is other.reason else Texts.OTHER
+        if not plain.params.greedy:
+            return Texts.SAMPLED
+        tokens = [each.token_ids[position] for each in (run, other) if position < len(each.token_ids)]
+        if len(tokens) < 2:
+            return Texts.OTHER
+        emitted = tuple(run.token_ids[:position])
+        mine, theirs = [await logprob_of(self._baseline, plain, emitted, token) for token in tokens]
+        near = mine is not None and theirs is not None and abs(mine - theirs) <= NEAR_TIE
+        return Texts.NEAR_TIE if near else Texts.OTHER
+
+    def standing(self) -> Standing:
+        """What was compared so far. It takes some milliseconds, in any thread."""
+        pairs, generator = list(self._pairs), np.random.default_rng(0)
+        figures = {name: figure for name in HIGHER_IS_BETTER if (figure := _figure(name, pairs, generator)) is not None}
+        return Standing(_counts(self._results), _counts(self._texts), figures, self._sentence(figures))
+
+    def _sentence(self, figures: Mapping[str, Figure]) -> str:
+        speed, first = figures.get("tokens_per_s"), figures.get("ttft_s")
+        if speed is None or first is None or speed.pairs < 2:
+            return f"{len(self._pairs)} requests were answered by both: too few to say who is ahead."
+        if speed.low > 1:
+            ahead = f"The engine is ahead of the {self._kind} baseline, with {_times(speed)} its tokens per second"
+        elif speed.high < 1:
+            turned = Figure(speed.pairs, speed.baseline, speed.engine, 1 / speed.ratio, 1 / speed.high, 1 / speed.low)
+            ahead = f"The {self._kind} baseline is ahead of the engine, with {_times(turned)} its tokens per second"
+        else:
+            ahead = f"Neither is ahead: the engine has {_times(speed)} the {self._kind} baseline's tokens per second"
+        texts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in _counts(self._texts).items() if count)
+        return f"{ahead} over {speed.pairs} requests, and its first token comes after {_times(first)} as long; texts: {texts}."
+
+
+def _figures(run: TimedRun, devices: int) -> dict[str, float]:
+    """Of one answer, those that it has."""
+    count, found = len(run.token_ids), {"ttft_s": run.ttft_s}
+    if run.tokens_per_s is not None:
+        found |= {"tokens_per_s": run.tokens_per_s, "tpot_s": 1 / run.tokens_per_s}
+    if run.latency_s > 0:
+        found["tokens_per_device_s"] = count / run.latency_s / devices
+    if run.energy_j is not None:
+        found["joules_per_token"] = run.energy_j / count
+    return found
+
+
+def _figure(
+    name: str, pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], generator: np.random.Generator
+) -> Figure | None:
+    both = np.array([(mine[name], theirs[name]) for mine, theirs in pairs if mine.get(name) and theirs.get(name)])
+    if not len(both):
+        return None
+    ratios = both[:, 0] / both[:, 1]
+    medians = np.median(ratios[generator.integers(0, len(ratios), (_RESAMPLES, len(ratios)))], axis=1)
+    low, high = np.percentile(medians, _BOUNDS)
+    engine, baseline = np.median(both, axis=0)
+    return Figure(len(both), float(engine), float(baseline), float(np.median(ratios)), float(low), float(high))
+
+
+def _times(figure: Figure) -> str:
+    return f"{figure.ratio:.2f} times ({figure.low:.2f}-{figure.high:.2f})"
+
+
+def _counts(by: Mapping[Any, int]) -> dict[str, int]:
+    return {name.value: count for name, count in by.items()}
