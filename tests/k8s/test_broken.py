@@ -19,7 +19,7 @@ API, ENGINE = f"{CLUSTER} workerGroupSpecs 0", f"{CLUSTER} workerGroupSpecs 1"
 HEAD_RAY, API_RAY, ENGINE_RAY = (f"{group} template spec containers 0" for group in (HEAD, API, ENGINE))
 API_POD, ENGINE_POD = f"{API} template spec", f"{ENGINE} template spec"
 CACHE = "spec template spec containers 0"
-OVERLAY = "dgx-8xa100"
+OVERLAY, COMPARE = "dgx-8xa100", "dgx-8xa100-compare"
 
 # The title of a document; a path in it, keys and indices divided by spaces; what is put there (nothing if it is GONE; what a
 # function makes of what is there); words of the message; the overlay, if it is another one.
@@ -167,6 +167,13 @@ OF_SERVE = [
     serve("replicas: 2", "replicas: 3", "group 3 of 3, 4 ranks, finds no", "dgx-8xa100-2x4"),
     serve("world_size: 8", "world_size: 16", "group 1 of 1, 16 ranks, finds no"),
     serve("cpus_per_replica: 4", "cpus_per_replica: 9", "finds no 72 CPU and 8 GPU in one pod"),
+    serve("shadow: 0.05", "shadow: 1.5", "args: baseline.shadow is 1.5; allowed: 0 to 1", COMPARE),
+    serve("shadow: 0.05", "shadows: 0.05", "args.baseline.shadows", COMPARE),
+    serve("      enabled: true\n      kind: tensor", "      kind: tensor", "baseline.shadow is 0.05, and there is no", COMPARE),
+    serve("kind: tensor", "kind: sliced", "args.baseline.kind", COMPARE),
+    serve("      world_size: 4\n      shadow", "      world_size: 5\n      shadow", "group 2 of 2, 5 ranks, finds no", COMPARE),
+    serve("world_size: 4\n      placement", "world_size: 5\n      placement", "group 2 of 2, 4 ranks, finds no", COMPARE),
+    serve("world_size: 2\n      shadow", "world_size: 3\n      shadow", "group 2 of 2, 3 ranks, finds no 3 CPU", "cpu-compare"),
     serve("replicas: 4", "replicas: 3", "4 engine pods for 3 replicas", "multi-node"),
     serve("device: cuda", "device: auto", "say cpu or cuda"),
     serve("stop_timeout_s: 30", "stop_timeout_s: 90", "terminationGracePeriodSeconds is not above server.stop_timeout_s"),

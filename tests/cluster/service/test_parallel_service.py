@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from cache_service.namespace import hash_key
 from decoding.request import SamplingParams
 from tests.cluster.circle import Server
-from tests.cluster.service.applications import PROMPT, Application, kill, plain_answers, processes, serving, tiny_config
+from tests.cluster.service.applications import OPERATOR, PROMPT, Application, kill, plain_answers, processes, serving, tiny_config
 from tests.helpers.models import SENTENCES
 from tests.helpers.waiting import eventually
 
@@ -121,6 +122,30 @@ def test_answers_are_compared_with_a_baseline_that_is_deployed(kind: str, api_se
         assert (answer["against"], answer["ran"], answer["baseline"]["kind"]) == ("baseline", "in turns", kind)
         assert answer["identical"] and answer["baseline"]["text"] == answer["accelerated"]["text"] == service.expected.text
         assert answer["baseline"]["tokens_per_step"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server, folder: Path) -> None:
+    """As ``k8s/overlays/cpu-compare``, with all requests instead of a twentieth."""
+    parallelism = {"mode": "lookahead", "world_size": 2}
+    baseline = {"enabled": True, "kind": kind, "shadow": 1.0}
+    tenancy = {"admin_keys": [hash_key(OPERATOR)], "anonymous": "local"}
+    config = tiny_config(folder, speculation=RECYCLING, parallelism=parallelism, baseline=baseline, tenancy=tenancy)
+    with serving(api_server, f"shadow-{kind}", config, 90) as service, service.client() as client:
+        eventually(lambda: httpx.get(f"{service.url}/ready", timeout=60).status_code == 200, 120)
+
+        def standing() -> dict[str, Any]:
+            headers = {"Authorization": f"Bearer {OPERATOR}"}
+            return dict(httpx.get(f"{service.url}/admin/baseline", headers=headers, timeout=60).raise_for_status().json())
+
+        for done in (1, 2, 3):
+            assert service.ask(client).choices[0].text == service.expected.text
+            eventually(lambda done=done: sum(standing()["results"].values()) == done, 120)  # type: ignore[misc]
+        told = standing()
+        assert told["results"] == {"compared": 3, "dropped": 0, "failed": 0} and told["texts"]["equal"] == 3
+        assert told["figures"]["tokens_per_s"]["pairs"] == 3 and f"the {kind} baseline" in told["sentence"]
+        assert 'outrider:baseline_texts_total{texts="equal"} 3.0' in httpx.get(f"{service.url}/metrics", timeout=60).text
 
 
 @pytest.mark.slow
