@@ -19,7 +19,7 @@ from engine.forward.cpu.products.row_linear import has_kernels, row_linears
 from engine.forward.cpu.row_attention import RowAttention, laid_out
 from engine.forward.cpu.row_model import RowModel
 from engine.forward.cpu.states.mixers import bind_mixers, round_alike
-from engine.forward.cpu.states.state_step import States, Survey
+from engine.forward.cpu.states.state_step import States
 from engine.forward.rope import LengthRope, ropes_by_row
 from engine.forward.thin_modules import thin_modules
 from engine.kv.kv_cache import KVShape, SlotCache
@@ -35,6 +35,14 @@ _PROBE_ROWS = 5  # of the first forward with an adapter
 def kv_shape(model: PreTrainedModel) -> KVShape:
     """What a model stores per token, by its configuration."""
     return outline(model.config).kv_shape(model.dtype, model.device)
+
+
+def _refuse_states(model: PreTrainedModel) -> None:
+    """Raises ``ModelLoadError`` where a model whose layers keep states is in a place without code for them."""
+    if not has_kernels(model.device, model.dtype):
+        where = f"in {str(model.dtype).removeprefix('torch.')} on {model.device}"
+        kinds = "states, which are computed on CPUs with numba, in bfloat16, float16 or float32"
+        raise ModelLoadError(f"{type(model).__name__} cannot be served {where}: its layers have {kinds}")
 
 
 class ModelRunner:
@@ -74,11 +82,11 @@ class ModelRunner:
         self.grammars: Grammars | None = None  # for the model's tokenizer, where it has one that is known
         if model.device.type == "cpu":
             model.set_experts_implementation("eager")  # each expert's rows are rows of a linear layer
-        survey = self._survey() if bind_mixers(model) else None
-        sites = [] if survey is None else survey.sites(model.dtype)
-        if survey is not None:
-            shape = survey.kv_shape(model.dtype, model.device)
-        elif shape is None:
+        states = outline(model.config).states if bind_mixers(model) else {}
+        if states:
+            _refuse_states(model)
+        sites = outline(model.config).sites(model.dtype) if states else []
+        if shape is None:
             shape = kv_shape(model)
         if self._by_rows:
             shape = laid_out(shape)
@@ -103,35 +111,18 @@ class ModelRunner:
         if row_linears(model):  # of a model that another runner has, nothing may move
             give_back(model)
         thin_modules(model)
-        if survey is not None:
-            round_alike(model, survey.delta_heads)
+        if states:
+            round_alike(model, {number: shape.heads for number, shape in states.items() if shape.delta})
         self._device, self._dtype = model.device, model.dtype  # which the model finds by going through its parameters
         self._compiled = RowAttention.over(self.cache)
         self.fixed_rows = fixed_rows
         self._states = None
-        if survey is not None:
+        if states:
             assert self.cache.states is not None and fixed_rows is None, "see ``make_runner``"
-            self._states = States(survey.shapes, self.cache.states, model.dtype)
+            self._states = States(states, self.cache.states, model.dtype)
         self._asked: tuple[int, list[int]] | None = None  # layers that attended in the last forward, and sites that were asked
         windows = self._probe()
         self._whole = RowModel.over(model, self.cache, windows, self._states) if fixed_rows is None else None
-
-    @torch.inference_mode()
-    def _survey(self) -> Survey:
-        """Runs one row through a model some of whose layers have states."""
-        model, survey = self.model, Survey()
-        name = type(model).__name__
-        if not has_kernels(model.device, model.dtype):
-            where = f"in {str(model.dtype).removeprefix('torch.')} on {model.device}"
-            kinds = "states, which are computed on CPUs with numba, in bfloat16, float16 or float32"
-            raise ModelLoadError(f"{name} cannot be served {where}: its layers have {kinds}")
-        zero = torch.zeros(1, 1, dtype=torch.int64)
-        try:
-            model(input_ids=zero, position_ids=zero, use_cache=False, tree_step=survey)
-            survey.check()
-        except (RuntimeError, TypeError) as error:
-            raise ModelLoadError(f"{name} cannot be served: {error}") from error
-        return survey
 
     def _probe(self) -> dict[int, int | None]:
         """Runs one row, so that a model that cannot be served fails at start; returns the layers' windows."""

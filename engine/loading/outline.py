@@ -7,8 +7,9 @@ more than any list of names, and in a fraction of a second, before weights are r
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.forward.cpu.states.mixers import bind_mixers
 from engine.forward.cpu.states.state_step import StateShape, Survey
 from engine.forward.thin_modules import do_not_warn
 from engine.kv.kv_cache import KVShape
-from engine.kv.state_cache import StateCache
+from engine.kv.state_cache import StateCache, StateSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Outline:
 
     layers: tuple[LayerOutline, ...]  # those that attend
     parameters: int
-    states: tuple[StateShape, ...] = ()  # what other layers keep a state of
+    states: Mapping[int, StateShape] = field(default_factory=dict)  # of what other layers keep, by the numbers of their mixers
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
@@ -55,10 +56,13 @@ class Outline:
             value_dim=None if value_dim == head_dim else value_dim, ragged=len(shapes) > 1,
         )  # fmt: skip
 
+    def sites(self, dtype: torch.dtype) -> list[StateSite]:
+        """Of the states, in the order of their numbers, of a model of a type."""
+        return [self.states[number].site(dtype) for number in sorted(self.states)]
+
     def state_bytes(self, dtype: torch.dtype, slots: int) -> int:
         """What states, their snapshots and kept rows take for so many slots."""
-        sites = [shape.site(dtype) for shape in self.states]
-        return StateCache.bytes_of(sites, slots) if sites else 0
+        return StateCache.bytes_of(self.sites(dtype), slots) if self.states else 0
 
     @property
     def is_plain(self) -> bool:
@@ -125,8 +129,7 @@ def _outline(key: _Key) -> Outline:
             model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=step)
         if has_states:
             survey.check()
-            shapes = tuple(shape for _, shape in sorted(survey.shapes.items()))
-            return Outline(tuple(map(_layer_of, survey.calls)), model.num_parameters(), shapes)
+            return Outline(tuple(map(_layer_of, survey.calls)), model.num_parameters(), survey.shapes)
     except ModelLoadError:
         raise
     except Exception as error:  # the code of any model, with any configuration

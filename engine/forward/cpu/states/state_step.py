@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from engine.errors import ModelLoadError
 from engine.forward.batch import AttentionCall, Segment
 from engine.forward.cpu.products.row_linear import DTYPES
 from engine.forward.cpu.threads import Kernel
-from engine.kv.kv_cache import KVShape
 from engine.kv.state_cache import StateCache, StatePlan, StateSite
 
 if TYPE_CHECKING:  # it imports numba
@@ -36,6 +35,7 @@ class StateShape:
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    delta: bool = False  # whether its rule is the delta rule
 
     def site(self, dtype: torch.dtype) -> StateSite:
         """How much it keeps, of a model of a type."""
@@ -51,7 +51,6 @@ class Survey:
 
     def __init__(self) -> None:
         self.shapes: dict[int, StateShape] = {}
-        self._deltas: list[int] = []
         self.calls: list[AttentionCall] = []  # of the layers that attend, in order
         self.states = self
 
@@ -60,32 +59,14 @@ class Survey:
         self.calls.append(call)
         return torch.zeros_like(call.query).transpose(1, 2)
 
-    @property
-    def layers(self) -> list[int]:
-        """The numbers of the layers that attend, as the model has them; -1 where it does not tell."""
-        return [call.layer for call in self.calls]
-
-    @property
-    def delta_heads(self) -> dict[int, int]:
-        """Heads of the delta rules, by the numbers of their sites."""
-        return {site: self.shapes[site].heads for site in self._deltas}
-
-    def sites(self, dtype: torch.dtype) -> list[StateSite]:
-        """In the order of their numbers, of a model of a type."""
-        return [shape.site(dtype) for _, shape in sorted(self.shapes.items())]
-
     def check(self) -> None:
-        """Raises ``ModelLoadError`` where a layer attends or keeps a state and did not say so, or was not asked for both."""
+        """Raises ``ModelLoadError`` where a layer attends or keeps a state and did not say so, where one of the two was not asked
+        for, or where layers attend with other heads than others."""
         if not self.calls or not self.shapes:
             raise ModelLoadError("its layers do not hand arguments on to what attends and what keeps states")
-
-    def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
-        """What a model stores per token. Raises ``ModelLoadError`` where its layers do not agree."""
         heads = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in self.calls}
-        if len(heads) != 1 or len({call.key.shape[3] == call.value.shape[3] for call in self.calls}) != 1:
+        if len(heads) != 1:
             raise ModelLoadError(f"its layers attend with keys and values of {len(heads)} kinds, and slots are of one")
-        kv_heads, head_dim, _ = heads.pop()
-        return KVShape(len(self.calls), kv_heads, head_dim, dtype, device)
 
     def convolve(
         self, site: int, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
@@ -102,20 +83,19 @@ class Survey:
         self, site: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
     ) -> tuple[torch.Tensor, None]:
         """See ``StateStep``."""
-        self._add_rule(site, key, value)
-        self._deltas.append(site)
+        self._add_rule(site, key, value, delta=True)
         return torch.zeros_like(value), None
 
     def space_rule(
         self, site: int, hidden: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **_: object
     ) -> torch.Tensor:
         """See ``StateStep``."""
-        self._add_rule(site, B, hidden)
+        self._add_rule(site, B, hidden, delta=False)
         return torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
 
-    def _add_rule(self, site: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _add_rule(self, site: int, key: torch.Tensor, value: torch.Tensor, delta: bool) -> None:
         (key_heads, key_dim), (heads, value_dim) = key.shape[2:], value.shape[2:]
-        self._add(site, StateShape(0, 0, key_heads, heads, key_dim, value_dim), key_dim, value_dim)
+        self._add(site, StateShape(0, 0, key_heads, heads, key_dim, value_dim, delta), key_dim, value_dim)
 
     def _add(self, site: int, shape: StateShape, *sizes: int) -> None:
         if any(size % _WIDTH for size in sizes):
@@ -126,7 +106,7 @@ class Survey:
 class States:
     """What is computed with the states of one model."""
 
-    def __init__(self, shapes: dict[int, StateShape], cache: StateCache, dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Mapping[int, StateShape], cache: StateCache, dtype: torch.dtype) -> None:
         """
         Args:
             shapes: of the sites, by the number that their mixers give them.
