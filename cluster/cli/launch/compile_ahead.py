@@ -9,6 +9,7 @@ brings it (``decoding.jit.IMAGE``).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -96,13 +97,13 @@ def _compile(all_types: bool) -> None:
     drafts = subprocess.Popen([*_COMMAND, _DRAFTS])
     with tempfile.TemporaryDirectory() as folder:
         _make_model(Path(folder))
-        model = ModelOptions(folder, device="cpu")
+        model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are drawn in float32
         _run_engine(model, PLAIN, ())
         drafts.wait()
         _run_engine(model, "auto", tuple(name for name in STRATEGIES if name not in ("auto", PLAIN)))
         others: tuple[dict[str, Any], ...] = ({"dtype": "float32"}, {"weights": "int8"}, {"weights": "int4"})
         for other in others if all_types else ():
-            _run_engine(ModelOptions(folder, device="cpu", **other), PLAIN, ())
+            _run_engine(dataclasses.replace(model, **other), PLAIN, ())
 
 
 def _compile_for_image() -> None:
