@@ -1,6 +1,7 @@
-# Two images of one source, without a model in them:
+# Two images of one source, without a model in them, and one of a model alone, for who keeps models in a registry:
 #   docker build --target cpu -t registry.example.com/outrider:0.1.0-cpu .
 #   docker build --target cuda -t registry.example.com/outrider:0.1.0-cuda .
+#   docker build --target weights --build-context model=DIR -t registry.example.com/MODEL .
 # Under Kubernetes k8s/ says how they run. One container with a Ray and a Redis of its own, and the demo model:
 #   docker run --rm --init --shm-size 2g -p 127.0.0.1:8000:8000 -v "$PWD/demo_model:/models/demo_model:ro" IMAGE \
 #     outrider serve --model /models/demo_model server.host=0.0.0.0 tenancy.anonymous=null server.require_key=false
@@ -14,11 +15,12 @@ ENV PATH=/opt/outrider/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore \
     PYTHONUNBUFFERED=1
-# wget and grep are KubeRay's probes; openssl makes a pod's certificate; ps, top and pgrep are for who looks after a pod. A login
-# shell sets PATH anew.
+# wget and grep are KubeRay's probes; openssl makes a pod's certificate; ps, top and pgrep are for who looks after a pod. With gcc
+# Triton makes the little programs that launch its kernels, with g++ DeepSpeed its sums of ranks on processors. A login shell sets
+# PATH anew.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends bash grep openssl procps wget \
+    && apt-get install -y --no-install-recommends bash g++ gcc grep libc6-dev openssl procps wget \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 1000 ray \
     && useradd --uid 1000 --gid 1000 --create-home --home-dir /home/ray --shell /bin/bash ray \
@@ -39,17 +41,38 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 FROM environment AS cpu-environment
 # An index with CPU builds; the default one has torch for CUDA, with gigabytes of its libraries.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# DeepSpeed is built from its source, which asks for the torch that is installed.
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --index-url "$TORCH_INDEX_URL" -c constraints.txt torch \
-    && pip install -c constraints.txt -r requirements.txt -r tracing.txt matplotlib
+    && pip install -c constraints.txt -r requirements.txt -r tracing.txt matplotlib \
+    && pip install -c constraints.txt --no-build-isolation -r baselines.txt
 
 # The default index's torch is built for CUDA 13: nodes need an NVIDIA driver of 580 or newer.
 FROM environment AS cuda-environment
-# The address of a wheel of flash-attn for this Python, torch and CUDA: there is no nvcc here to make one.
-ARG FLASH_ATTN=
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c constraints.txt -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
-    && if [ -n "$FLASH_ATTN" ]; then pip install -c constraints.txt "$FLASH_ATTN"; fi
+    && pip install -c constraints.txt --no-build-isolation -r baselines.txt
+
+# A wheel of flash-attn for this Python, torch and CUDA: minutes on many cores, hours on few. MAX_JOBS compilers run at once, each
+# takes some gigabytes. --build-arg FLASH_ATTN=none leaves it out (prompts go by torch's flash kernels then), and an address of a
+# wheel takes that one.
+FROM cuda-environment AS flash-attn
+ARG FLASH_ATTN=flash-attn==2.8.3.post2
+ARG FLASH_ATTN_CUDA_ARCHS=80
+ARG MAX_JOBS=4
+WORKDIR /wheels
+RUN --mount=type=cache,target=/root/.cache/pip \
+    if [ "$FLASH_ATTN" != none ]; then \
+    pip install -c /src/constraints.txt -r /src/nvcc.txt \
+    && home=$(python -c 'import nvidia.cu13; print(*nvidia.cu13.__path__)') \
+    && ln -sf libcudart.so.13 "$home/lib/libcudart.so" \
+    && ln -sfn lib "$home/lib64" \
+    && CUDA_HOME=$home FLASH_ATTENTION_FORCE_BUILD=TRUE pip wheel --no-deps --no-build-isolation -w /wheels "$FLASH_ATTN"; fi
+
+FROM scratch AS weights
+# The folder of a model, as a volume of type image: one layer that nodes pull once, whatever becomes of the server's image.
+# hadolint ignore=DL3022
+COPY --from=model . /model
 
 FROM base AS runtime
 LABEL org.opencontainers.image.title="Outrider" \
@@ -64,22 +87,22 @@ CMD ["outrider", "--help"]
 FROM runtime AS cpu
 COPY --from=cpu-environment /opt/outrider /opt/outrider
 COPY . /opt/outrider/src
+# Loops over arrays are compiled here, for the kinds of processors that this one is: a pod has a home of its own, which is empty.
 RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
     && python -m compileall -q /opt/outrider/src \
-    && pip check
+    && pip check \
+    && python -m cluster.cli.launch.compile_ahead --image
 USER 1000:1000
 
 FROM runtime AS cuda
 # The driver's libraries and nvidia-smi. Which devices are seen is not said here: a pod without GPUs would see all of its node.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# With gcc Triton makes the little programs that launch its kernels.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-environment /opt/outrider /opt/outrider
+RUN --mount=type=bind,from=flash-attn,source=/wheels,target=/wheels \
+    find /wheels -name '*.whl' -exec pip install --no-deps --no-index --no-cache-dir {} +
 COPY . /opt/outrider/src
 RUN pip install --no-deps --no-index --no-build-isolation --no-cache-dir -e /opt/outrider/src \
     && python -m compileall -q /opt/outrider/src \
-    && pip check
+    && pip check \
+    && python -m cluster.cli.launch.compile_ahead --image
 USER 1000:1000

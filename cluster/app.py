@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from actors.heap import trim_heap
@@ -26,6 +26,7 @@ from cluster.http.compare import Baseline
 from cluster.observe.audit import Auditor
 from cluster.observe.shadow import Shadow
 from cluster.observe.tracing import open_tracing
+from cluster.serving import autoscaling
 from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import EnginePort
@@ -65,7 +66,7 @@ class Ingress:
         address = admin_address(server)
         self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
-        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.replicas)
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas)
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = Auditor(port, config.audit, config.speculation, config.engine)
         other = None if baseline is None else _baseline_of(config, baseline)
@@ -124,13 +125,14 @@ def application(config: Config) -> serve.Application:
     server, cache, place, baseline = config.server, config.cache, None, None
     if redis_address(config.redis_url) and cache.enabled:
         place = CachePlace(cache, config.redis_url, tenant_names(config))
-    engine = _engines("engine", server.replicas, config, place, _membership_options(config))
+    engine = _engines("engine", server.replicas, server.most_replicas, config, place, _membership_options(config))
     if config.baseline.enabled:  # the engine without drafts and memory, and with ranks of its own kind
         parallelism, options = baseline_parallelism(config), config.engine
         if parallelism.mode != "none":  # parts of a model are not compiled
             options = dataclasses.replace(options, compile=False)
         changes = {"speculation": SpeculationOptions(PLAIN, max_draft_tokens=0), "engine": options, "parallelism": parallelism}
-        baseline = _engines("baseline", config.baseline.replicas, config.model_copy(update=changes))
+        replicas = config.baseline.replicas
+        baseline = _engines("baseline", replicas, replicas, config.model_copy(update=changes))
     keeper = None
     if place is not None:
         keeper = serve.deployment(
@@ -150,23 +152,28 @@ def application(config: Config) -> serve.Application:
 
 
 def _engines(
-    name: str, replicas: int, config: Config, place: CachePlace | None = None, membership: MembershipOptions | None = None
+    name: str,
+    replicas: int,
+    most_replicas: int,
+    config: Config,
+    place: CachePlace | None = None,
+    membership: MembershipOptions | None = None,
 ) -> serve.Application:
-    """A deployment of engine replicas: what each reserves, takes at once, and when Serve replaces it."""
+    """A deployment of engine replicas: how many, what each reserves, takes at once, and when Serve replaces it."""
     server, gpus = config.server, gpus_of_a_rank(config)
     # More than admission lets in and the engine takes, also when a single replica is left: Serve never queues, the engine
     # refuses.
     most = max(capacity(config), config.engine.max_running + config.engine.max_waiting)
     return serve.deployment(
         name=name,
-        num_replicas=replicas,
+        **_number(replicas, most_replicas, config),
         ray_actor_options={"num_cpus": server.cpus_per_replica, "num_gpus": gpus},
         max_ongoing_requests=max(server.max_ongoing_requests, most + 64),
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=server.stop_timeout_s,
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
-        **_routing(config, replicas),
+        **_routing(config, most_replicas),
     )(EngineReplica).bind(
         config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, membership,
         _has_devices_alone(config, gpus),
@@ -204,7 +211,20 @@ def _membership_options(config: Config) -> MembershipOptions | None:
 
 def _has_devices_alone(config: Config, gpus: float) -> bool:
     """Whether no other replica computes on a replica's devices: whole GPUs are its own, processors where there is one replica."""
-    return gpus == int(gpus) if gpus else config.server.replicas == 1 and not config.baseline.enabled
+    return gpus == int(gpus) if gpus else config.server.most_replicas == 1 and not config.baseline.enabled
+
+
+def _number(replicas: int, most_replicas: int, config: Config) -> dict[str, Any]:
+    """Deployment options that say how many replicas there are: so many, or as many as the load asks for."""
+    if most_replicas == replicas:
+        return {"num_replicas": replicas}
+    targets = {"requests": config.engine.max_running, "tokens_per_s": config.server.target_tokens_per_s}
+    policy = AutoscalingPolicy(policy_function=autoscaling.LoadPolicy, policy_kwargs=targets)
+    options = AutoscalingConfig(
+        min_replicas=replicas, max_replicas=most_replicas, look_back_period_s=autoscaling.WINDOW_S, policy=policy,
+        upscale_delay_s=autoscaling.UP_S, downscale_delay_s=autoscaling.DOWN_S,
+    )  # fmt: skip
+    return {"autoscaling_config": options}
 
 
 def _placement(parallelism: ParallelismOptions, cpus: float, gpus: float) -> dict[str, Any]:

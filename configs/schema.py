@@ -56,6 +56,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "server.stream_pad_bytes": (64, 65536),
     "server.max_queued": (1, 2**20),
     "server.replicas": (1, 1024),
+    "server.max_replicas": (1, 1024),
+    "server.target_tokens_per_s": (0.001, 2**30),
     "server.cpus_per_replica": (0, 4096),
     "server.gpus_per_replica": (0, 64),
     "server.max_ongoing_requests": (1, 2**20),
@@ -244,10 +246,16 @@ def _check_parallelism(config: Config) -> None:
             f"parallelism.placement is {options.placement} and parallelism.world_size is auto: such groups are made up of the "
             "replicas of one node; give world_size a number, or leave placement out"
         )
-    if options.pin_threads and options.mode != "none" and options.world_size != "auto" and config.server.replicas > 1:
+    server = config.server
+    if options.mode == "lookahead" and options.world_size == "auto" and server.most_replicas != server.replicas:
         raise ConfigError(
-            f"parallelism.pin_threads is true and server.replicas is {config.server.replicas}: groups on one node would be put "
-            "on the same cores; set one of them to its default"
+            f"parallelism.world_size is auto and server.max_replicas is {server.max_replicas}: such groups are made up of "
+            "as many replicas as there are at the start; give world_size a number, or leave max_replicas out"
+        )
+    if options.pin_threads and options.mode != "none" and options.world_size != "auto" and server.most_replicas > 1:
+        raise ConfigError(
+            f"parallelism.pin_threads is true and server.replicas is {server.most_replicas}: groups on one node would be put on "
+            "the same cores; set one of them to its default"
         )
 
 

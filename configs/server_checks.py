@@ -57,6 +57,13 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
         )
     elif server.admin_port is None and server.port == _LAST_PORT and admin_address(server) is not None:
         yield f"server.port is {_LAST_PORT}, and /admin and /metrics listen on the port after it: set server.admin_port"
+    if server.most_replicas < server.replicas:
+        yield f"server.max_replicas is {server.max_replicas}; allowed: at least server.replicas, which is {server.replicas}"
+    if server.target_tokens_per_s is not None and server.max_replicas is None:
+        yield (
+            f"server.target_tokens_per_s is {server.target_tokens_per_s:g}, which says when there are to be more engines: set "
+            "server.max_replicas, or leave it out"
+        )
     endpoint = server.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         yield f"server.otlp_endpoint is {endpoint!r}; allowed: the address of an OTLP/HTTP collector, such as http://127.0.0.1:4318"

@@ -129,6 +129,11 @@ class ServerOptions:
     require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
     max_queued: int | None = None  # choices that run or wait; more get a 429. All that the engines run and queue when absent
     replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
+    # Engines when the load asks for them; replicas again when it has gone, and always when absent
+    max_replicas: int | None = None
+    # Tokens per second of an engine, beyond which there is to be another one; when absent choices that run or wait count alone,
+    # of which an engine is meant to have engine.max_running
+    target_tokens_per_s: float | None = None
     cpus_per_replica: float = 1.0  # what Ray reserves for each rank; the threads that torch uses are model.threads
     gpus_per_replica: float | None = None  # for each rank; one when the model is on cuda, else none, when absent
     # Which replica gets a request. prefix: the one that has most of its prompt, while it has little more to do than the others;
@@ -144,6 +149,11 @@ class ServerOptions:
     otlp_endpoint: str | None = None  # traces go to this OTLP/HTTP collector, such as http://127.0.0.1:4318; nowhere when absent
     api_resource: str | None = None  # of Ray: what holds no model runs only on nodes that offer this custom resource
     ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
+
+    @property
+    def most_replicas(self) -> int:
+        """Engines at most, whatever the load."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)

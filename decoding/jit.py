@@ -1,10 +1,17 @@
-"""Compilation of loops over arrays with numba, where it is installed, and the cache of compiled code on disk."""
+"""Compilation of loops over arrays with numba, where it is installed, and the cache of compiled code on disk.
+
+An image brings such code (``brought``): compiled for kinds of processors, as numba by itself finds only what was compiled on a
+processor with the very same features.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import platform
+import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -17,6 +24,17 @@ F = TypeVar("F", bound=Callable[..., object])
 _ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
 NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
+IMAGE = Path(sys.prefix) / "share" / "outrider"  # what an image brings: a folder for each of ``KINDS`` that it was made for
+NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
+_AVX2 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+# Kinds of processors, the best first: LLVM's name of the processor that is compiled for, and its features.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "avx512bf16": ("x86-64-v4", (*_AVX512, "avx512bf16", "avx512vnni")),
+    "avx512": ("x86-64-v4", _AVX512),
+    "avx2": ("x86-64-v3", _AVX2),
+}
+_AS_LINUX_NAMES = {"bmi": "bmi1", "lzcnt": "abm", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
 
 
 def compiled(function: F) -> F:
@@ -58,6 +76,7 @@ def _kept(function: Callable[..., object], compile_it: Callable[..., Any]) -> An
     import numba
 
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
+    _take_over(folder)
     if not _writable(folder):  # numba would look for another folder itself, one without our version in its name
         return compile_it()
     settings: Any = numba.config
@@ -84,7 +103,68 @@ def cache_folder() -> Path:
 
 def compiles_first() -> bool:
     """Whether this version's functions were never compiled for this user: who uses them first then waits."""
-    return NATIVE and not any((cache_folder() / f"native-{_version()}").rglob("*.nbc"))
+    folders = (cache_folder(), *((BROUGHT,) if BROUGHT else ()))
+    return NATIVE and not any(any((each / f"native-{_version()}").rglob("*.nbc")) for each in folders)
+
+
+def kinds_of_processor(flags: str | None = None) -> list[str]:
+    """Which of ``KINDS`` the processor is, the best first; none where it is no x86-64, or where that is not told.
+
+    Args:
+        flags: its features as Linux tells them; those of this machine when absent.
+    """
+    if flags is None:
+        if platform.machine() != "x86_64":
+            return []
+        try:
+            lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            return []
+        flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
+    has = set(flags.split())
+    return [kind for kind, (_, needs) in KINDS.items() if has.issuperset(_AS_LINUX_NAMES.get(each, each) for each in needs)]
+
+
+def compile_for(kind: str) -> dict[str, str]:
+    """Variables with which numba compiles for one of ``KINDS``, whatever processor compiles."""
+    name, features = KINDS[kind]
+    # LLVM would take half of the width of this kind's registers for who has asked for none.
+    narrow = ("-prefer-256-bit",) if name == "x86-64-v4" else ()
+    return {NAME_VARIABLE: name, FEATURES_VARIABLE: ",".join((*(f"+{each}" for each in features), *narrow))}
+
+
+def _brought() -> Path | None:
+    """The folder of compiled code that the image has for this processor, and numba told to compile for the same.
+
+    None where there is none for the best of its kinds: code for a lesser one would be there sooner, and be slower ever after.
+    """
+    kinds = kinds_of_processor() if NATIVE and IMAGE.is_dir() else []
+    if not kinds or not (IMAGE / kinds[0]).is_dir():
+        return None
+    wanted = compile_for(kinds[0])
+    if any(os.environ.get(name, value) != value for name, value in wanted.items()):
+        return None  # who set them decides
+    os.environ.update(wanted)
+    if "numba" in sys.modules:  # it has read them already
+        settings: Any = sys.modules["numba"].config
+        settings.CPU_NAME, settings.CPU_FEATURES = wanted[NAME_VARIABLE], wanted[FEATURES_VARIABLE]
+    return IMAGE / kinds[0]
+
+
+BROUGHT = _brought()
+
+
+@cache
+def _take_over(folder: Path) -> None:
+    """Copies what the image has of a folder of compiled code to where more can be added; nothing where something is there."""
+    if BROUGHT is None or folder.exists() or not (BROUGHT / folder.name).is_dir():
+        return
+    half = folder.with_name(f".{folder.name}-{_PROCESS}")
+    try:
+        shutil.copytree(BROUGHT / folder.name, half)
+        half.rename(folder)
+    except OSError:  # nothing can be written, or another process was first
+        shutil.rmtree(half, ignore_errors=True)
 
 
 @cache

@@ -106,7 +106,7 @@ def capacity(config: Config) -> int:
     """Choices that are held at once: as configured, else what all engines together run and queue."""
     if config.server.max_queued is not None:
         return config.server.max_queued
-    return config.server.replicas * (config.engine.max_running + config.engine.max_waiting)
+    return config.server.most_replicas * (config.engine.max_running + config.engine.max_waiting)
 
 
 def admission_options(config: Config) -> AdmissionOptions:
@@ -298,7 +298,7 @@ class AdmissionController:
         if self._held + more > self._capacity:
             message = (
                 f"{self._held} choices run or wait, and server.max_queued is {self._capacity} (by default what the engines take: "
-                "server.replicas x (engine.max_running + engine.max_waiting))"
+                "server.replicas, or max_replicas, x (engine.max_running + engine.max_waiting))"
             )
             raise too_many(message, "queue_full", self._retry_s())
         if not self._tenancy.several:

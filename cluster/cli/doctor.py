@@ -20,6 +20,7 @@ import typer
 
 from cluster.cli.launch.preflight import ray_folder
 from cluster.cli.terminal import fail, fail_input
+from decoding import jit
 from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
 
 GIB = 2**30
@@ -27,6 +28,7 @@ MIN_MEMORY_GIB = 4
 MIN_DISK_GIB = 4
 
 BASELINES = "pip install -e '.[baselines]'"
+_COMPILE = "python -m cluster.cli.launch.compile_ahead"
 
 Status = Literal["ok", "optional", "missing"]
 
@@ -156,7 +158,8 @@ def examine() -> list[Finding]:
         _flash_attention,
         lambda: _triton(bool(gpus)),
         lambda: _exact(bool(gpus)),
-        lambda: _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False),
+        _compiled_code,
+        _energy,
         lambda: _deepspeed(bool(gpus)),
         lambda: _package("accelerate", "pip install accelerate (.gguf files)", needed=False),
         lambda: _package("gguf", "pip install gguf (.gguf files)", needed=False),
@@ -166,6 +169,22 @@ def examine() -> list[Finding]:
         lambda: _disk("disk (here)", Path.cwd(), MIN_DISK_GIB),
     ]
     return [check() for check in checks]
+
+
+def lacks(device: str, mode: str) -> str:
+    """What an engine would be faster with, or tell more with, and has not, in one line; empty where nothing is missing.
+
+    Args:
+        device: that it computes on, by torch's name.
+        mode: of ``ParallelismOptions``.
+    """
+    has_gpu = device.startswith("cuda")
+    found = [_compiled_code()]
+    if has_gpu:
+        found += [_flash_attention(), _triton(has_gpu), _energy()]
+    if mode == "tensor":
+        found.append(_deepspeed(has_gpu))
+    return "; ".join(f"{each.name}: {each.found} ({each.remedy})" for each in found if each.status != "ok")
 
 
 def list_gpus() -> list[str]:
@@ -261,6 +280,26 @@ def _exact(has_gpu: bool) -> Finding:
     if _version("numba") is None:
         return Finding(name, "optional", "forwards of 16 rows, slowly", "pip install numba (rows in any number)")
     return Finding(name, "ok", "bfloat16, float16 and float32 with rows in any number; checked for each model at its start")
+
+
+def _compiled_code() -> Finding:
+    """Of loops over arrays: whether the first start has to compile it."""
+    if jit.BROUGHT is not None:
+        return Finding("compiled code", "ok", f"the image has it for this processor ({jit.BROUGHT.name})")
+    if not jit.NATIVE:
+        return Finding("compiled code", "ok", "numba is not installed")
+    if jit.IMAGE.is_dir():
+        kinds = ", ".join(sorted(path.name for path in jit.IMAGE.iterdir()))
+        here = next(iter(jit.kinds_of_processor()), "another")
+        found = f"the image has it for {kinds}, and this processor is {here}: the first start compiles"
+        return Finding("compiled code", "optional", found, "build the image on such a processor")
+    if jit.compiles_first():
+        return Finding("compiled code", "optional", "none yet: the first start compiles", _COMPILE)
+    return Finding("compiled code", "ok", f"kept in {jit.cache_folder()}")
+
+
+def _energy() -> Finding:
+    return _package("nvidia-ml-py", "pip install nvidia-ml-py (the energy that GPUs use)", needed=False)
 
 
 def _deepspeed(has_gpu: bool) -> Finding:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from actors.description import Description
 from cluster.cli.launch.preflight import group_size
+from cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
 from cluster.serving.cache_actor import CachePlace
 from cluster.serving.generation import Job
 from cluster.serving.handle_engine import BEAT_S, Item, is_last
@@ -21,6 +23,8 @@ from engine.measures.progress import tell
 
 if TYPE_CHECKING:
     from actors.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class EngineReplica:
@@ -43,6 +47,7 @@ class EngineReplica:
         from actors.lookahead.elastic import Elastic
         from actors.replica import Replica
         from actors.sharded.group import ShardedGroup, whole_model
+        from cluster.cli.doctor import lacks
         from engine.measures.energy import open_meter
 
         elastic = None if membership is None else Elastic(parallelism, node_secret(), membership.world_size)
@@ -52,7 +57,11 @@ class EngineReplica:
         self._replica = Replica(
             model, engine, speculation, None if cache is None else cache.access(), ranks, open_meter if metered else None
         )
+        self._pace = Pace()
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
+        missing = lacks(self._replica.describe().info.device, parallelism.mode)
+        if missing:
+            logger.warning("this environment lacks %s", missing)
         spare_collector()
         if membership is not None and elastic is not None:
             self._membership_client = MembershipClient(membership.actor, elastic.address, elastic.meet)
@@ -93,6 +102,13 @@ class EngineReplica:
     async def describe(self) -> Description:
         """The model and the counts; raises ``ReplicaError`` when the engine does not serve."""
         return self._replica.describe()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What it has to do, by the names that ``LoadPolicy`` knows; Serve asks where there may be more or fewer replicas."""
+        description = self._replica.describe()
+        counts, metrics = description.counts, description.metrics
+        tokens = 0 if metrics is None else metrics.generation_tokens
+        return {REQUESTS: float(counts.running + counts.waiting), TOKENS: self._pace.since(tokens)}
 
     def check_health(self) -> None:
         """Raises ``ReplicaError`` when Serve has to replace this actor."""

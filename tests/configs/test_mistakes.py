@@ -97,6 +97,21 @@ GROUP = ["parallelism.mode=lookahead", "parallelism.world_size=2"]
             ["parallelism.mode=lookahead", "parallelism.placement=SPREAD"],
             "parallelism.placement is SPREAD and parallelism.world_size is auto",
         ),
+        # More engines under load
+        (
+            ["server.replicas=3", "server.max_replicas=2"],
+            "server.max_replicas is 2; allowed: at least server.replicas, which is 3",
+        ),
+        (["server.max_replicas=0"], "server.max_replicas is 0; allowed: 1 to"),
+        (
+            ["server.target_tokens_per_s=100"],
+            "server.target_tokens_per_s is 100, which says when there are to be more engines: set",
+        ),
+        (["server.max_replicas=2", "server.target_tokens_per_s=0"], "server.target_tokens_per_s is 0.0; allowed: 0.001 to"),
+        (
+            ["parallelism.mode=lookahead", "server.max_replicas=2"],
+            "parallelism.world_size is auto and server.max_replicas is 2",
+        ),
         # Every mistake is named at once
         (["server.port=a", "server.replicas=b"], ["server.port is 'a'", "; server.replicas is 'b'"]),
     ],

@@ -135,6 +135,57 @@ def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: P
     assert half("5") == 2.5  # of the first one's code, not of the other's for other types
 
 
+KIND = next(iter(jit.kinds_of_processor()), "")
+COUNTED = """
+import sys
+sys.prefix = sys.argv[1]
+{first}
+from decoding import jit
+from decoding.budget.candidates import push
+import numpy as np
+heap, keys = np.zeros(4, np.int32), np.array([1.0, 3.0, 2.0])
+size = 0
+for candidate in range(3): size = push(heap, size, keys, candidate)
+stats = push.stats
+name = "none" if jit.BROUGHT is None else jit.BROUGHT.name
+print(size, heap[0], name, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def started(prefix: Path, home: Path, first: str = "", **environment: str) -> list[str]:
+    """What a process has that starts in an image's environment with a home of its own: a result, and where its code came from."""
+    program = f"import sys; sys.argv = ['', {str(prefix)!r}]\n{COUNTED.format(first=first)}"
+    return python(program, XDG_CACHE_HOME=str(home), **environment).split()
+
+
+@pytest.mark.skipif(not KIND or not jit.NATIVE, reason="no numba, or no kind of processor that an image compiles for")
+def test_what_an_image_brings_is_not_compiled_again(tmp_path: Path) -> None:
+    prefix = tmp_path / "environment"
+    image = prefix / "share" / "outrider" / KIND
+    assert started(prefix, tmp_path / "made", **jit.compile_for(KIND)) == ["3", "1", "none", "0", "1"]
+    image.parent.mkdir(parents=True)
+    (tmp_path / "made" / "outrider").rename(image)
+    brought = sorted(path.relative_to(image) for path in image.rglob("*.nbc"))
+    assert started(prefix, tmp_path / "home") == ["3", "1", KIND, "1", "0"]
+    assert sorted(path.relative_to(tmp_path / "home" / "outrider") for path in (tmp_path / "home").rglob("*.nbc")) == brought
+    assert started(prefix, tmp_path / "home") == ["3", "1", KIND, "1", "0"]  # from the home, where it is now
+    assert started(prefix, tmp_path / "second", "import numba.core.registry") == ["3", "1", KIND, "1", "0"]
+    assert started(prefix, tmp_path / "third", NUMBA_CPU_NAME="generic") == ["3", "1", "none", "0", "1"]  # who says so decides
+    image.rename(image.with_name("another"))  # it was built on a lesser processor
+    assert started(prefix, tmp_path / "fourth") == ["3", "1", "none", "0", "1"]
+
+
+def test_the_kind_of_a_processor_is_the_best_that_it_has_all_features_of() -> None:
+    rome = "fpu sse2 abm avx avx2 bmi1 bmi2 f16c fma movbe popcnt"
+    skylake = f"{rome} avx512f avx512bw avx512cd avx512dq avx512vl"
+    assert jit.kinds_of_processor(rome) == ["avx2"]
+    assert jit.kinds_of_processor(skylake) == ["avx512", "avx2"]
+    assert jit.kinds_of_processor(f"{skylake} avx512_bf16") == ["avx512", "avx2"]
+    assert jit.kinds_of_processor(f"{skylake} avx512_bf16 avx512_vnni") == ["avx512bf16", "avx512", "avx2"]
+    assert jit.kinds_of_processor(rome.replace("fma ", "")) == [] == jit.kinds_of_processor("")
+    assert "+avx512bf16" in jit.compile_for("avx512bf16")[jit.FEATURES_VARIABLE].split(",")
+
+
 def arrays_let_go(source: str) -> list[str]:
     """Compiled functions that take the address of an array that is neither a parameter nor memory of others (``carray``)."""
     found = []

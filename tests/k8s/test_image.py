@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -29,8 +30,8 @@ PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().
 PROGRAMS = Path(sysconfig.get_path("scripts"))
 # Where what RUN lines call comes from: bash itself, Debian's packages that every image has, the image of Python, the environment.
 FROM_THE_BASE = {
-    "[": "bash", "echo": "bash", "rm": "coreutils", "apt-get": "apt", "groupadd": "passwd", "useradd": "passwd",
-    "python": "python", "pip": "python",
+    "[": "bash", "echo": "bash", "rm": "coreutils", "ln": "coreutils", "find": "findutils", "apt-get": "apt",
+    "groupadd": "passwd", "useradd": "passwd", "python": "python", "pip": "python",
 }  # fmt: skip
 PROBES = {"bash": "bash", "wget": "wget", "grep": "grep"}  # with which KubeRay asks Ray, and their packages
 ENVIRONMENT = "/opt/outrider"
@@ -82,14 +83,17 @@ def test_hadolint_would_say_something(tmp_path: Path) -> None:
     assert told.returncode == 1 and "DL3003" in told.stdout
 
 
-def test_both_targets_are_there_and_differ_in_torch_the_driver_and_a_compiler_only(found: dict[str, Stage]) -> None:
+def test_both_targets_are_there_and_differ_in_torch_the_driver_and_flash_attn_only(found: dict[str, Stage]) -> None:
     assert list(found)[-2:] == list(TARGETS)
     cpu, cuda = (line_of(found, target) for target in TARGETS)
     assert cpu[:-1] == cuda[:-1]
-    compiler, *same = cuda[-1].of("RUN", "USER")
+    flash, *same = cuda[-1].of("RUN", "USER")
     assert cpu[-1].of("RUN", "USER") == same
-    (installed,) = (words for words in commands(compiler.text) if words[:2] == ["apt-get", "install"])
-    assert {"gcc", "libc6-dev"} == {word for word in installed[2:] if not word.startswith("-")}  # Triton's
+    assert flash.flags == {"mount": ["type=bind,from=flash-attn,source=/wheels,target=/wheels"]}
+    (words,) = commands(flash.text)
+    assert words[0] == "find" and "pip" in words and found["flash-attn"].base == "cuda-environment"
+    (built,) = found["flash-attn"].of("RUN")
+    assert "/wheels" in [words[words.index("-w") + 1] for words in commands(built.text) if "-w" in words]
     for target in TARGETS:
         copied, source = found[target].of("COPY")
         assert copied.flags == {"from": [f"{target}-environment"]} and copied.words == [ENVIRONMENT, ENVIRONMENT]
@@ -108,7 +112,25 @@ def test_what_is_copied_is_there_and_nothing_else_is_given(found: dict[str, Stag
         source for stage in found.values() for copy in stage.of("COPY") if "from" not in copy.flags for source in copy.words[:-1]
     }
     assert "." in named and named - {"."} <= tops
-    assert all(stage.base in found or ":" in stage.base for stage in found.values())
+    assert all(stage.base in (*found, "scratch") or ":" in stage.base for stage in found.values())
+
+
+def test_weights_are_a_layer_of_their_own(found: dict[str, Stage]) -> None:
+    (copied,) = found["weights"].instructions
+    assert found["weights"].base == "scratch" and copied.flags == {"from": ["model"]} and copied.words == [".", "/model"]
+    assert not any("weights" in one.flags.get("from", ()) for stage in found.values() for one in stage.of("COPY"))
+
+
+def test_every_part_that_a_pod_uses_is_installed(found: dict[str, Stage]) -> None:
+    """What is compiled when a pod runs, and with what: Triton's launchers, and DeepSpeed's sums."""
+    (debian,) = (words for one in found["base"].of("RUN") for words in commands(one.text) if words[:2] == ["apt-get", "install"])
+    assert {"gcc", "g++", "libc6-dev"} <= set(debian)
+    for target in TARGETS:
+        lists = {word for one in found[f"{target}-environment"].of("RUN") for word in one.words if word.endswith(".txt")}
+        assert {"requirements.txt", "tracing.txt", "baselines.txt"} <= lists
+        last = [words for one in found[target].of("RUN") for words in commands(one.text)][-1]
+        assert last == ["python", "-m", "cluster.cli.launch.compile_ahead", "--image"]
+    assert "ninja" in PINS  # with which DeepSpeed compiles, and which it requires
 
 
 def test_models_tests_and_records_stay_out() -> None:
@@ -146,6 +168,11 @@ def test_every_command_is_there_when_it_is_called(found: dict[str, Stage]) -> No
         for stage in line_of(found, name):
             for one in stage.of("RUN"):
                 for words in commands(one.text):
+                    words = list(
+                        itertools.dropwhile(lambda word: re.match("[A-Za-z_]+=", word), words)
+                    )  # variables of the command
+                    if not words:
+                        continue
                     assert words[0] in known or (ENVIRONMENT in made and words[0] == f"{ENVIRONMENT}/bin/pip"), (name, words)
                     if words[:2] == ["apt-get", "install"]:
                         known |= {word for word in words[2:] if not word.startswith("-")}
@@ -224,15 +251,22 @@ def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]
         for words in (words for one in stage.of("RUN") for words in commands(one.text) if words[1:2] == ["install"]):
             if words[0] != "apt-get":
                 installed.setdefault(stage.name, []).append(words[2:])
-                assert words[2:4] == ["-c", "constraints.txt"] or "constraints.txt" in words or "--no-index" in words
-    torch, rest = installed["cpu-environment"]
+                assert {"constraints.txt", "/src/constraints.txt", "--no-index"} & set(words), words
+    torch, rest, baselines = installed["cpu-environment"]
+    assert (
+        baselines == ["-c", "constraints.txt", "--no-build-isolation", "-r", "baselines.txt"] == installed["cuda-environment"][1]
+    )
     assert torch == ["--no-deps", "--index-url", "$TORCH_INDEX_URL", "-c", "constraints.txt", "torch"]
     assert rest[rest.index("requirements.txt") :] == ["requirements.txt", "-r", "tracing.txt", "matplotlib"]
     assert "gpu.txt" in installed["cuda-environment"][0] and "--index-url" not in installed["cuda-environment"][0]
     assert Version(PINS["torch"]) in next(
         one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"]) if one.name == "torch"
     )
-    assert {"gpu", "tracing"} <= PYPROJECT["project"]["optional-dependencies"].keys()
+    lists = {
+        word.removesuffix(".txt") for lines in installed.values() for words in lines for word in words if word.endswith(".txt")
+    }
+    known = {"requirements", "constraints", "/src/constraints", "/src/nvcc", *PYPROJECT["project"]["optional-dependencies"]}
+    assert {"gpu", "tracing", "baselines"} <= lists <= known and "nvcc" in known
     (index,) = found["cpu-environment"].of("ARG")
     assert index.text.startswith("TORCH_INDEX_URL=https://") and index.text.endswith("/cpu")
 

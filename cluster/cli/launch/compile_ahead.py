@@ -1,28 +1,38 @@
 """Compiles what a first start would wait for: ``python -m cluster.cli.launch.compile_ahead``, which ``make install`` ends with.
 
-Compiled code does not depend on the model: the demo model is run once by every strategy, and what is made for it is kept
-(``decoding.jit.cache_folder``). Drafters are compiled beside, in a second process.
+Compiled code does not depend on the model: a tiny one with random weights is run once by every strategy, and what is made for it
+is kept (``decoding.jit.cache_folder``). Drafters are compiled beside, in a second process.
+
+With ``--image`` it is done for each kind of processor that this one is, for all types of weights, and lies where an image
+brings it (``decoding.jit.IMAGE``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from configs.schema import REPOSITORY, load_config
-from configs.slices import SpeculationOptions
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.budget.latency import LatencyCurve
 from decoding.drafters import STRATEGIES, build_drafters
-from decoding.jit import cache_folder, compiles_first
+from decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor
 from decoding.request import PLAIN, Request, SamplingParams
 from decoding.tree import Int32Array
 
-_DRAFTS = "drafts"  # the argument of the second process
+_COMMAND = [sys.executable, "-m", "cluster.cli.launch.compile_ahead"]
+_DRAFTS, _TYPES = "drafts", "types"  # arguments of processes that this one starts
 _PROMPT = [5, 6, 7, 8, 9] * 4
 _MAX_TOKENS = 24
+_VOCABULARY, _CONTEXT = 512, 512
 
 
 class _AnyTarget:
@@ -51,15 +61,30 @@ def _compile_drafts() -> None:
     drafter.propose(requests, [8] * len(requests))
 
 
-def _run_engine(strategy: str, others: tuple[str, ...]) -> None:
+def _make_model(folder: Path) -> None:
+    """A Llama of two layers, with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=_CONTEXT, tie_word_embeddings=True, eos_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {"</s>": 0} | {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+
+
+def _run_engine(model: ModelOptions, strategy: str, others: tuple[str, ...]) -> None:
     from engine.engine import Engine
 
-    disable_progress_bar()
-    local = load_config(REPOSITORY / "configs" / "local.yaml", ["model.path=demo_model"])
     speculation = SpeculationOptions(strategy, strategies=others)
-    engine = Engine.load(local.model, local.engine, speculation, put_off=True)
+    engine = Engine.load(model, EngineOptions(max_running=8), speculation, put_off=True)
     for name in engine.info.choices:
         for temperature in (0.0, 0.8):
             params = SamplingParams(_MAX_TOKENS, temperature=temperature, seed=1, ignore_eos=True)
@@ -68,16 +93,45 @@ def _run_engine(strategy: str, others: tuple[str, ...]) -> None:
         engine.step()
 
 
+def _compile(all_types: bool) -> None:
+    drafts = subprocess.Popen([*_COMMAND, _DRAFTS])
+    with tempfile.TemporaryDirectory() as folder:
+        _make_model(Path(folder))
+        model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are drawn in float32
+        _run_engine(model, PLAIN, ())
+        drafts.wait()
+        _run_engine(model, "auto", tuple(name for name in STRATEGIES if name not in ("auto", PLAIN)))
+        others: tuple[dict[str, Any], ...] = ({"dtype": "float32"}, {"weights": "int8"}, {"weights": "int4"})
+        for other in others if all_types else ():
+            _run_engine(dataclasses.replace(model, **other), PLAIN, ())
+
+
+def _compile_for_image() -> None:
+    """Raises subprocess.CalledProcessError when it cannot be compiled, OSError when it cannot be written."""
+    kinds = kinds_of_processor()
+    for kind in kinds:
+        IMAGE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=IMAGE) as scratch:
+            subprocess.run([*_COMMAND, _TYPES], env=os.environ | compile_for(kind) | {"XDG_CACHE_HOME": scratch}, check=True)
+            shutil.rmtree(IMAGE / kind, ignore_errors=True)
+            (IMAGE / kind).mkdir()
+            for made in (Path(scratch) / "outrider").glob("native-*"):
+                made.rename(IMAGE / kind / made.name)
+    others = ", ".join(kind for kind in KINDS if kind not in kinds)
+    rest = f"; pods on {others} compile when they start, as this processor is not" if others else ""
+    print(f"kept in {IMAGE} for {', '.join(kinds) or 'no kind of processor'}{rest}")
+
+
 def main() -> None:
     """Compiles all of it; where that was done before it takes a few seconds."""
     if sys.argv[1:] == [_DRAFTS]:
         _compile_drafts()
         return
+    if sys.argv[1:] == ["--image"]:
+        _compile_for_image()
+        return
     began = time.monotonic()
-    drafts = subprocess.Popen([sys.executable, "-m", "cluster.cli.launch.compile_ahead", _DRAFTS])
-    _run_engine(PLAIN, ())
-    drafts.wait()
-    _run_engine("auto", tuple(name for name in STRATEGIES if name not in ("auto", PLAIN)))
+    _compile(sys.argv[1:] == [_TYPES])
     if compiles_first():
         print(f"nothing can be kept in {cache_folder()}: every start compiles anew", file=sys.stderr)
     else:

@@ -66,7 +66,9 @@ def with_threads(config: Config) -> Config:
     Ray has a replica compute with as many threads as the CPUs that it reserves for it, ``server.cpus_per_replica``.
     """
     server = config.server
-    alone = server.ray_address is None and server.replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
+    alone = (
+        server.ray_address is None and server.most_replicas * group_size(config.parallelism) == 1 and not config.baseline.enabled
+    )
     told = config.model.threads is not None or server.cpus_per_replica != ServerOptions().cpus_per_replica
     if not alone or told or "OMP_NUM_THREADS" in os.environ:
         return config
@@ -243,7 +245,7 @@ def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, 
 
     Example: two groups of 4 ranks, one CPU each, need 8 CPUs, with a baseline of one replica 9.
     """
-    ranks, replicas = group_size(config.parallelism), config.server.replicas
+    ranks, replicas = group_size(config.parallelism), config.server.most_replicas
     baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each
     if (ranks > 1 or baselines) and needed > available:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import cluster.serving.engine_replica as module
+from cluster.cli.doctor import lacks
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import Job
 from cluster.serving.handle_engine import Item
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
+from decoding import jit
 from decoding.request import SamplingParams, StepOutput
 from engine.engine import Engine
 from engine.errors import ContextLengthError
@@ -62,6 +64,22 @@ def test_each_job_gets_its_own_outputs(replica: EngineReplica) -> None:
         assert {output.request_id for output in outputs} == {name}
         assert outputs[0] == StepOutput(name, (), "") and outputs[-1].finish_reason == "length"
         assert sum(len(output.token_ids) for output in outputs) == 24
+
+
+def test_what_is_missing_is_said_in_one_line_at_the_start(
+    circle_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "of-another-processor").mkdir()
+    monkeypatch.setattr(jit, "IMAGE", tmp_path)
+    monkeypatch.setattr(jit, "BROUGHT", None)
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    made = EngineReplica(model, EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
+    made._replica.stop()
+    (said,) = (record.getMessage() for record in caplog.records if "lacks" in record.getMessage())
+    assert said.startswith("this environment lacks compiled code: the image has it for of-another-processor, and this")
+    assert said.endswith("(build the image on such a processor)") and "\n" not in said
+    monkeypatch.setattr(jit, "BROUGHT", tmp_path)
+    assert lacks("cpu", "none") == "" and "flash-attn: not installed" in lacks("cuda", "none")
 
 
 def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -> None:

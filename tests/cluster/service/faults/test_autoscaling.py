@@ -1,0 +1,52 @@
+"""Engines that come as the load does and go after it: no answer is lost or another one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster.serving import autoscaling
+from tests.cluster.circle import Server
+from tests.cluster.service.applications import serving, tiny_config
+
+pytestmark = pytest.mark.slow
+TOKENS, CLIENTS = 200, 6
+
+
+def test_a_second_engine_comes_under_load_and_goes_after_it(
+    api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "UP_S", 0.0)
+    monkeypatch.setattr(autoscaling, "DOWN_S", 1.0)
+    monkeypatch.setattr(autoscaling, "WINDOW_S", 11.0)
+    config = tiny_config(tmp_path, server={"replicas": 1, "max_replicas": 2, "stop_timeout_s": 0.0}, engine={"max_running": 2})
+    with serving(api_server, "scaled", config, TOKENS) as application:
+        rests = threading.Event()
+
+        def ask_on(number: int) -> list[tuple[str, str]]:
+            """What comes of requests, one after another; all clients but the first stop when the load is to go."""
+            found = []
+            with application.client() as client:
+                while not over.is_set() and not (rests.is_set() and number):
+                    (choice,) = application.ask(client).choices
+                    found.append((choice.text, choice.finish_reason))
+            return found
+
+        over = threading.Event()
+        application.becomes(status="ok", replicas=1)
+        first = application.engines()
+        with concurrent.futures.ThreadPoolExecutor(CLIENTS) as threads:
+            clients = [threads.submit(ask_on, number) for number in range(CLIENTS)]
+            try:
+                application.becomes(status="ok", replicas=2)
+                assert len(application.engines()) == 2 and first < application.engines()
+                rests.set()
+                application.becomes(status="ok", replicas=1)
+            finally:
+                rests.set()
+                over.set()
+            answers = [answer for client in clients for answer in client.result()]
+        assert set(answers) == {(application.expected.text, "length")} and len(answers) > CLIENTS
