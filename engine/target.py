@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
@@ -46,7 +46,7 @@ class LocalTarget:
         self.max_model_len = info.max_model_len
         self._runner, self._tokenizer = runner, tokenizer
         self._folder = cache_folder() if folder is None else folder
-        self._bos = _bos_token(tokenizer)
+        self._before = _token_before(tokenizer, runner.model.config.get_text_config(), info)
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._curve: LatencyCurve | None = None
@@ -60,12 +60,12 @@ class LocalTarget:
         """
         self._check_width(width)
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
-        context = "alone" if self._bos is None else f"bos{self._bos}"
+        context = "alone" if self._before is None else f"bos{self._before}"
         name, shape = f"{self._revision}-bigram-{kept}-{context}", (self.vocab_size, kept)
         if self._chores is None or kept_table(self._folder, name, shape, self.vocab_size) is not None:
             table = cached_table(
                 self._folder, name, shape, self.vocab_size,
-                lambda: bigram_table(self._runner, self.vocab_size, kept, self._bos),
+                lambda: bigram_table(self._runner, self.vocab_size, kept, self._before),
             )  # fmt: skip
             return np.ascontiguousarray(table[:, :width])
         given = np.zeros((self.vocab_size, width), np.int32)
@@ -78,7 +78,7 @@ class LocalTarget:
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
-        for done in bigram_rows(self._runner, table, self._bos, _CHORE_ROWS):
+        for done in bigram_rows(self._runner, table, self._before, _CHORE_ROWS):
             given[:done] = table[:done, : given.shape[1]]
             yield
         keep_table(self._folder, name, table)
@@ -116,9 +116,15 @@ class LocalTarget:
         return cached_table(self._folder, f"{self._revision}-{kind}", shape, self.vocab_size, build)
 
 
-def _bos_token(tokenizer: PreTrainedTokenizerFast | None) -> int | None:
-    """The beginning of sequence that stands before each token in the bigram table, where the tokenizer begins a text with one."""
-    token = None if tokenizer is None else tokenizer.bos_token_id
-    if tokenizer is None or token is None or tokenizer("a").input_ids[:1] != [token]:
-        return None
-    return int(token)
+def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, info: ModelInfo) -> int | None:
+    """The token that stands before each in the bigram table; None where the model offers none.
+
+    A trained model reads a token at position 0 as the beginning of a text, of which it says little: most models never saw another
+    token there than that which begins or ends a text. So the tokenizer's beginning of sequence stands before it, whether or not
+    the tokenizer adds one to a prompt; without one that of the model's configuration, then the end of a text, behind which the
+    next began in training.
+
+    Example: SmolLM2-Instruct, whose tokenizer adds nothing to a text, has ``<|im_start|>`` before each token.
+    """
+    offered = (None if tokenizer is None else tokenizer.bos_token_id, getattr(config, "bos_token_id", None), *info.eos_token_ids)
+    return next((int(token) for token in offered if isinstance(token, int) and 0 <= token < info.vocab_size), None)

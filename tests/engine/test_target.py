@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
 def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
     runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = bigram_table(runner, VOCAB, 32, None)
+    expected = bigram_table(runner, VOCAB, 32, loaded.tokenizer.eos_token_id)
     first = LocalTarget(runner, info(), loaded.tokenizer, tmp_path)
     assert (first.bigram_table(10) == expected[:, :10]).all() and first.bigram_table(10).flags.c_contiguous
     ranking = first.unigram_ranking(VOCAB)
@@ -82,13 +83,29 @@ def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
         second.bigram_table(33)
 
 
-def test_a_beginning_of_sequence_as_the_tokenizer_does_it(runner: ModelRunner, loaded: LoadedModel, tmp_path: Path) -> None:
-    alone, behind = bigram_table(runner, VOCAB, 4, None), bigram_table(runner, VOCAB, 4, loaded.tokenizer.eos_token_id)
+def test_before_each_token_stands_what_begins_or_ends_a_text(
+    runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the tokenizer, whether or not it adds it; else the configuration's; else the end of a text; else nothing."""
+    config = loaded.model.config
+    named = with_bos(loaded, adds=False)
+    named.bos_token = loaded.tokenizer.convert_ids_to_tokens(7)
+    cases: list[tuple[PreTrainedTokenizerFast | None, int | None, tuple[int, ...], int | None]] = [
+        (with_bos(loaded, adds=True), 9, (5,), loaded.tokenizer.eos_token_id),
+        (named, 9, (5,), 7),
+        (loaded.tokenizer, 9, (5,), 9),
+        (loaded.tokenizer, VOCAB, (5,), 5),  # no token of this model
+        (None, None, (5, 6), 5),
+        (None, None, (), None),
+    ]
+    for tokenizer, bos, ends, before in cases:
+        monkeypatch.setattr(config, "bos_token_id", bos)
+        target = LocalTarget(runner, replace(info(), eos_token_ids=ends), tokenizer, tmp_path)
+        assert (target.bigram_table(4) == bigram_table(runner, VOCAB, 4, before)).all(), (bos, ends)
+    alone, behind = (bigram_table(runner, VOCAB, 4, before) for before in (None, 5))
     assert (alone != behind).any()
-    for adds, expected in [(True, behind), (False, alone)]:
-        target = LocalTarget(runner, info(), with_bos(loaded, adds), tmp_path)
-        assert (target.bigram_table(4) == expected).all(), adds
-    assert (LocalTarget(runner, info(), None, tmp_path).bigram_table(4) == alone).all()
+    kept = {path.name.split("-")[-2] for path in tmp_path.iterdir()}
+    assert kept == {"bos0", "bos7", "bos9", "bos5", "alone"}  # a file each
 
 
 def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> None:
@@ -125,7 +142,7 @@ def test_what_takes_long_is_put_off_and_done_piece_by_piece(
             assert len(runner.cache.prefixes.tokens(0)) == 0  # what it wrote over is nobody's any more, from the first piece on
             runner.cache.prefixes.keep(0, "somebody", np.arange(5, dtype=np.int32))
     assert pieces > 10
-    assert (table == bigram_table(runner, VOCAB, 32, None)[:, :10]).all() and len(target.latency().rows) > 2
+    assert (table == bigram_table(runner, VOCAB, 32, 0)[:, :10]).all() and len(target.latency().rows) > 2
 
     left: list[Iterator[None]] = []
     later = LocalTarget(runner, info(), None, tmp_path, left)
