@@ -18,6 +18,7 @@ from engine.measures.calibration import CalibrationFile
 from engine.measures.latency import glance
 
 _CHORE_ROWS = 64  # of a forward that somebody may come to wait for
+_BETWEEN_TEXTS = "<|endoftext|>"  # as GPT-2's tokenizer has it, and those that came of it
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
 
 
@@ -120,11 +121,15 @@ def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedC
     """The token that stands before each in the bigram table; None where the model offers none.
 
     A trained model reads a token at position 0 as the beginning of a text, of which it says little: most models never saw another
-    token there than that which begins or ends a text. So the tokenizer's beginning of sequence stands before it, whether or not
-    the tokenizer adds one to a prompt; without one that of the model's configuration, then the end of a text, behind which the
-    next began in training.
+    token there than one that begins or ends a text. So, of those that there are, the first of: the beginning of sequence that the
+    tokenizer puts before a text, ``<|endoftext|>``, which stands between the texts that a model was trained on, the tokenizer's
+    beginning of sequence though it does not add it, that of the model's configuration, and the end of a text.
 
-    Example: SmolLM2-Instruct, whose tokenizer adds nothing to a text, has ``<|im_start|>`` before each token.
+    Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not its beginning of
+    sequence ``<|im_start|>``, behind which it expects who speaks.
     """
-    offered = (None if tokenizer is None else tokenizer.bos_token_id, getattr(config, "bos_token_id", None), *info.eos_token_ids)
+    begins = None if tokenizer is None else tokenizer.bos_token_id
+    added = tokenizer is not None and begins is not None and tokenizer("a").input_ids[:1] == [begins]
+    between = None if tokenizer is None else tokenizer.get_added_vocab().get(_BETWEEN_TEXTS)
+    offered = (begins if added else None, between, begins, getattr(config, "bos_token_id", None), *info.eos_token_ids)
     return next((int(token) for token in offered if isinstance(token, int) and 0 <= token < info.vocab_size), None)

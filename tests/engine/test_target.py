@@ -41,17 +41,16 @@ def info(max_model_len: int = 90) -> ModelInfo:
     return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True, "tiny", "none")
 
 
-def with_bos(loaded: LoadedModel, adds: bool) -> PreTrainedTokenizerFast:
-    """The tokenizer with a token for the beginning of a sequence, which it adds or not."""
+def cut_by(loaded: LoadedModel, end: str, begin: int | None, adds: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer with another name of the token that ends a text, and one that begins it, which it adds or not."""
     from tokenizers import processors
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str()),
-        bos_token=END,
-    )
+    backend = type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str().replace(END, end))
+    name = None if begin is None else backend.id_to_token(begin)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=name)
     if adds:
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{END} $A", special_tokens=[(END, tokenizer.bos_token_id)]
+            single=f"{name} $A", special_tokens=[(name, begin)]
         )
     return tokenizer
 
@@ -86,15 +85,14 @@ def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
 def test_before_each_token_stands_what_begins_or_ends_a_text(
     runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of the tokenizer, whether or not it adds it; else the configuration's; else the end of a text; else nothing."""
-    config = loaded.model.config
-    named = with_bos(loaded, adds=False)
-    named.bos_token = loaded.tokenizer.convert_ids_to_tokens(7)
+    """What the tokenizer adds, what stands between texts, the tokenizer's or the configuration's beginning, the end, nothing."""
+    config, between = loaded.model.config, loaded.tokenizer.convert_tokens_to_ids(END)
     cases: list[tuple[PreTrainedTokenizerFast | None, int | None, tuple[int, ...], int | None]] = [
-        (with_bos(loaded, adds=True), 9, (5,), loaded.tokenizer.eos_token_id),
-        (named, 9, (5,), 7),
-        (loaded.tokenizer, 9, (5,), 9),
-        (loaded.tokenizer, VOCAB, (5,), 5),  # no token of this model
+        (cut_by(loaded, END, 7, adds=True), 9, (5,), 7),
+        (cut_by(loaded, END, 7), 9, (5,), between),
+        (cut_by(loaded, "<e>", 7), 9, (5,), 7),
+        (cut_by(loaded, "<e>", None), 9, (5,), 9),
+        (cut_by(loaded, "<e>", None), VOCAB, (5,), 5),  # no token of this model
         (None, None, (5, 6), 5),
         (None, None, (), None),
     ]
@@ -105,7 +103,7 @@ def test_before_each_token_stands_what_begins_or_ends_a_text(
     alone, behind = (bigram_table(runner, VOCAB, 4, before) for before in (None, 5))
     assert (alone != behind).any()
     kept = {path.name.split("-")[-2] for path in tmp_path.iterdir()}
-    assert kept == {"bos0", "bos7", "bos9", "bos5", "alone"}  # a file each
+    assert kept == {f"bos{between}", "bos7", "bos9", "bos5", "alone"}  # a file each
 
 
 def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> None:
