@@ -43,12 +43,14 @@ class CountedCopies(LlmaDrafter):
 
 def counted(prompts: Sequence[Prompt], vocab_size: int, match_length: int, copy_length: int) -> dict[str, Figure]:
     """What Figure 4 counts, for each sample: Algorithm 2 of the paper, without a model."""
-    values: dict[str, list[float]] = {"triggers": [], "accepted": [], "steps": []}
-    for prompt in prompts:  # each by a drafter of its own, as the references alone are copied from
-        drafter = CountedCopies(match_length, copy_length)
-        counts = replay_workload([prompt.text()], lambda own=drafter: own, copy_length, vocab_size, time.perf_counter)
-        for name, value in (("triggers", drafter.triggers), ("accepted", counts.accepted), ("steps", counts.steps)):
-            values[name].append(float(value))
+
+    def one(prompt: Prompt) -> tuple[float, float, float]:
+        drafter = CountedCopies(match_length, copy_length)  # of its own, as the references alone are copied from
+        counts = replay_workload([prompt.text()], lambda: drafter, copy_length, vocab_size, time.perf_counter)
+        return float(drafter.triggers), float(counts.accepted), float(counts.steps)
+
+    columns = zip(*map(one, prompts), strict=True)
+    values = dict(zip(("triggers", "accepted", "steps"), columns, strict=True))
     return {name: Figure(statistics.fmean(each), samples=figure_of(each).samples) for name, each in values.items()}
 
 
