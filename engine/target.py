@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.measures.calibration import CalibrationFile
 from engine.measures.latency import glance
 
 _CHORE_ROWS = 64  # of a forward that somebody may come to wait for
+_BETWEEN_TEXTS = "<|endoftext|>"  # as GPT-2's tokenizer has it, and those that came of it
 _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for less share one file
 
 
@@ -46,7 +47,7 @@ class LocalTarget:
         self.max_model_len = info.max_model_len
         self._runner, self._tokenizer = runner, tokenizer
         self._folder = cache_folder() if folder is None else folder
-        self._bos = _first_token(tokenizer, runner.model.config, info.eos_token_ids)
+        self._before = _token_before(tokenizer, runner.model.config.get_text_config(), info)
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
         self._curve: LatencyCurve | None = None
@@ -60,12 +61,12 @@ class LocalTarget:
         """
         self._check_width(width)
         kept = min(max(width, _TABLE_WIDTH), self.vocab_size)
-        context = "alone" if self._bos is None else f"bos{self._bos}"
+        context = "alone" if self._before is None else f"bos{self._before}"
         name, shape = f"{self._revision}-bigram-{kept}-{context}", (self.vocab_size, kept)
         if self._chores is None or kept_table(self._folder, name, shape, self.vocab_size) is not None:
             table = cached_table(
                 self._folder, name, shape, self.vocab_size,
-                lambda: bigram_table(self._runner, self.vocab_size, kept, self._bos),
+                lambda: bigram_table(self._runner, self.vocab_size, kept, self._before),
             )  # fmt: skip
             return np.ascontiguousarray(table[:, :width])
         given = np.zeros((self.vocab_size, width), np.int32)
@@ -78,7 +79,7 @@ class LocalTarget:
         if kept is not None:
             given[:] = kept[:, : given.shape[1]]
             return
-        for done in bigram_rows(self._runner, table, self._bos, _CHORE_ROWS):
+        for done in bigram_rows(self._runner, table, self._before, _CHORE_ROWS):
             given[:done] = table[:done, : given.shape[1]]
             yield
         keep_table(self._folder, name, table)
@@ -116,17 +117,19 @@ class LocalTarget:
         return cached_table(self._folder, f"{self._revision}-{kind}", shape, self.vocab_size, build)
 
 
-def _first_token(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, end_tokens: Collection[int]) -> int | None:
-    """The token that stands before each in the bigram table: that by which the model knows the beginning of a text.
+def _token_before(tokenizer: PreTrainedTokenizerFast | None, config: PreTrainedConfig, info: ModelInfo) -> int | None:
+    """The token that stands before each in the bigram table; None where the model offers none.
 
-    Models are trained on texts that begin with it or stand between such tokens, also where their tokenizer adds none, and behind
-    nothing they say little of use: see ``engine.loading.model_tables.bigram_rows``.
+    A trained model reads a token at position 0 as the beginning of a text, of which it says little: most models never saw another
+    token there than one that begins or ends a text. So, of those that there are, the first of: the beginning of sequence that the
+    tokenizer puts before a text, ``<|endoftext|>``, which stands between the texts that a model was trained on, the tokenizer's
+    beginning of sequence though it does not add it, that of the model's configuration, and the end of a text.
 
-    Returns:
-        The tokenizer's, else the configuration's beginning of a sequence, else the first of ``end_tokens``, which parts texts;
-        None where there is none of these.
+    Example: SmolLM2-Instruct, whose tokenizer adds nothing, has ``<|endoftext|>`` before each token, and not its beginning of
+    sequence ``<|im_start|>``, behind which it expects who speaks.
     """
-    text = config.get_text_config()
-    named = [None if tokenizer is None else tokenizer.bos_token_id, text.bos_token_id, *end_tokens]
-    found = next((token for token in named if token is not None and 0 <= token < text.vocab_size), None)
-    return None if found is None else int(found)
+    begins = None if tokenizer is None else tokenizer.bos_token_id
+    added = tokenizer is not None and begins is not None and tokenizer("a").input_ids[:1] == [begins]
+    between = None if tokenizer is None else tokenizer.get_added_vocab().get(_BETWEEN_TEXTS)
+    offered = (begins if added else None, between, begins, getattr(config, "bos_token_id", None), *info.eos_token_ids)
+    return next((int(token) for token in offered if isinstance(token, int) and 0 <= token < info.vocab_size), None)

@@ -110,7 +110,7 @@ class Target(Protocol):
     max_model_len: int
 
     def bigram_table(self, width: int) -> Int32Array:
-        """[vocab, width] int32: the most likely next tokens after each token alone, the most likely first."""
+        """[vocab, width] int32: the most likely next tokens after each token without a text before it, the most likely first."""
         ...
 
     def unigram_ranking(self, width: int) -> Int32Array:

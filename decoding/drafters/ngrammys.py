@@ -37,8 +37,9 @@ class NgrammysDrafter(RequestDrafter[ContextNgrams]):
     model's tokens begin one, but at most 32 where ``table_width`` is not larger.
 
     Departures from the paper: the block is not a batch of k sequences over k copies of the KV, but k branches of one sequence
-    under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say how the tables of
-    section 4.1 treat a beginning-of-sequence token, see ``engine.loading.model_tables``. The unigram ranking follows the text of
+    under a tree mask: the same rows, the root computed once and the KV kept once. The paper does not say what stands before each
+    token in the tables of section 4.1: here it is the token with which texts begin for the model, or with which they end, since
+    alone at position 0 a token is read as that beginning (see ``engine.target``). The unigram ranking follows the text of
     the paper, the distance from the mean, and not its listing, which ranks by an inner product. Draws follow the engine's rule,
     where the paper leaves sampling open. A drafter that was not prepared drafts from the context alone.
     """

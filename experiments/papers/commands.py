@@ -16,7 +16,7 @@ from experiments.bench.run import Bench, Results, Run
 from experiments.papers.numbers.jacobi import PAPER as JACOBI
 from experiments.papers.numbers.llma import PAPER as LLMA
 from experiments.papers.numbers.ngrammys import PAPER as NGRAMMYS
-from experiments.papers.numbers.published import Paper
+from experiments.papers.numbers.published import ALL, Paper
 from experiments.papers.numbers.trie import PAPER as TRIE
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ def measure(key: str, args: argparse.Namespace, run: Run) -> Results:
     calm(args.threads)
     stage = load_stage(args, key in GUIDED, run.progress)
     tables: Callable[[Stage, argparse.Namespace], Found] = import_module(f"experiments.papers.{key}").measure
-    return beside(PAPERS[key], tables(stage, args), ran(stage, args.prompts))
+    return beside(PAPERS[key], tables(stage, args), ran(stage, args.prompts), stage.loaded.model.device.type)
 
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:
     """What gave another output than plain decoding though it must not: where known outputs are followed, or in an exact type."""
     from experiments.bench.strategies import EXACT_DTYPES
-    from experiments.papers.stage import ALL, BEST
+    from experiments.papers.stage import BEST
 
     if results["ran"]["dtype"] not in EXACT_DTYPES and results["paper"]["name"] not in GUIDED:
         return []

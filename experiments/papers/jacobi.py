@@ -15,8 +15,8 @@ from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.numbers.jacobi import SETTINGS
-from experiments.papers.numbers.published import Figure
-from experiments.papers.stage import ALL, PLAIN, Stage, best, race
+from experiments.papers.numbers.published import ALL, Figure
+from experiments.papers.stage import PLAIN, Stage, best, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
 SAMPLED = ("cnn", "xsum")  # table 2
@@ -56,7 +56,7 @@ def measure(stage: Stage, args: argparse.Namespace) -> Found:
     shared = stage.shared(_BUDGET)
     found = Found({}, {}, {}, [
         "figures 6 and 7, several devices: outrider bench scaling",
-        "speeds are of the tokens after the first one of each output; S is tokens over steps, the prefill is one",
+        "speeds are of whole requests, the prefill included, as the paper's; S is tokens over steps, the prefill is one",
         "table 2: one seed a prompt; differing counts outputs that are not those of plain decoding with that seed",
     ])  # fmt: skip
     sampling: dict[str, dict[str, Figure]] = {}

@@ -14,7 +14,7 @@ from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
-from experiments.bench.engines.competition import Tally, compete, decode_ratios
+from experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
 from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt
 from experiments.bench.engines.models import MAX_TOKENS, load_setting
 from experiments.bench.engines.shared_model import SharedModel
@@ -23,7 +23,7 @@ from experiments.bench.workloads import interleaved
 from experiments.papers.numbers.published import Figure, figure_of
 
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
-BEST, ALL = "best", "all"  # a label and a dataset under which measurements stand a second time
+BEST = "best"  # a label under which measurements stand a second time
 TENANT = "local"  # of all requests
 
 Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
@@ -95,9 +95,9 @@ def race(
         contestant: makes one of an engine; one that decodes greedily when absent.
 
     Returns:
-        Label -> metric -> figure: ``tokens/s`` and ``speedup`` after the first tokens, ``speedup with prefill``,
-        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding). In batches one
-        request's prefill is in another's steps: there speeds are with the prefills.
+        Label -> metric -> figure: ``tokens/s`` and ``speedup`` of whole requests, as the papers have them; ``decode speedup``
+        after the first tokens, which in batches tells little, since one request's prefill is in another's steps;
+        ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding).
     """
     repeats = repeats or stage.repeats
     runners: list[Contestant] = []
@@ -108,7 +108,7 @@ def race(
     outputs = {prompt.id: prompt.known for prompt in prompts if prompt.known is not None}
     stage.progress.say(f"{len(runners)} strategies on {len(prompts)} prompts")
     _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
-    return {label: _row(tally, tallies[PLAIN], len(prompts), repeats, batch_size > 1) for label, tally in tallies.items()}
+    return {label: _row(tally, tallies[PLAIN], [prompt.id for prompt in prompts], repeats) for label, tally in tallies.items()}
 
 
 def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence[int]]) -> Callable[[], Engine]:
@@ -125,20 +125,26 @@ def maker(shared: SharedModel, choice: StrategyChoice, before: Sequence[Sequence
     return make
 
 
-def _row(tally: Tally, plain: Tally, prompts: int, repeats: int, batched: bool) -> dict[str, Figure]:
-    whole = [base / own for base, own in zip(plain.wall_s, tally.wall_s, strict=True)]
-    prefills = [0.0] * repeats if batched else tally.prefill_s
-    later = tally.tokens / repeats - (0 if batched else prompts)  # tokens of a repeat after the first of each output
-    seconds = [wall - prefill for wall, prefill in zip(tally.wall_s, prefills, strict=True)]
-    values = {
-        "tokens/s": [later / each for each in seconds],
-        "speedup": whole if batched else decode_ratios(tally, plain),
-        "speedup with prefill": whole,
-        "tokens_per_step": [tally.tokens / tally.steps],
-        "drafted_per_step": [(tally.drafted or 0) / tally.steps],
-        "differing": [float(len(tally.differing))],
+def _row(tally: Tally, plain: Tally, ids: Sequence[str], repeats: int) -> dict[str, Figure]:
+    own, base = (_by_record(each, repeats) for each in (tally, plain))
+    whole = [there / here for there, here in zip(plain.wall_s, tally.wall_s, strict=True)]
+    walls = [(there.wall_s, here.wall_s) for there, here in zip(base, own, strict=True)]
+    after = [(there.wall_s - there.prefill_s, here.wall_s - here.prefill_s) for there, here in zip(base, own, strict=True)]
+    differing = [(float(len(ids) * (name in tally.differing)), 1.0) for name in ids]
+    return {
+        "tokens/s": figure_of([tally.tokens / repeats / each for each in tally.wall_s]),
+        "speedup": figure_of(whole, walls),
+        "decode speedup": figure_of(decode_ratios(tally, plain), after),
+        "tokens_per_step": figure_of([tally.tokens / tally.steps], [(each.tokens, each.steps) for each in own]),
+        "drafted_per_step": Figure((tally.drafted or 0) / tally.steps),
+        "differing": figure_of([float(len(tally.differing))], differing),
     }
-    return {metric: figure_of(each) for metric, each in values.items()}
+
+
+def _by_record(tally: Tally, repeats: int) -> list[Lap]:
+    """Each record's runs of all repeats in one; what ran at once stands as one record."""
+    records = len(tally.laps) // repeats
+    return [Lap(*map(sum, zip(*tally.laps[number::records], strict=True))) for number in range(records)]
 
 
 def best(measured: Mapping[str, Mapping[str, Figure]], metric: str = "speedup") -> str:

@@ -1,15 +1,17 @@
 """A paper's numbers beside ours, of records that hold both.
 
-Two forms are known: tables with the rows of ``paper`` and ``here``, and statements with a verdict (``experiments.papers``); and
+Two forms are known: tables with the rows of ``paper`` and ``here``, and statements with a verdict (``experiments.papers``; in
+records of before 2026-11-25 whether the sign agrees); and
 comparisons of two methods each (``papers/draft_models/agreement.py``). Whatever else stands under ``paper`` is shown as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.papers.beside import DIRECTION_ONLY, FAILS, HELD, UNDECIDED
 from experiments.papers.draft_models.agreement import summed
 from experiments.report.cells import NOTHING, Cell, cell_of, number
 from experiments.report.values import Block, Table, blocks_of
@@ -30,6 +32,7 @@ class BesidePaper:
     told: int  # of so many that this run could make; 0 where it made none
     blocks: list[Block]
     keys: frozenset[str]  # of the results that are shown by this
+    verdicts: Mapping[str, int] = field(default_factory=dict)  # statements of each verdict, where there are such
 
 
 def beside_paper(results: Mapping[str, Any]) -> BesidePaper | None:
@@ -52,15 +55,21 @@ def beside_paper(results: Mapping[str, Any]) -> BesidePaper | None:
 def _of_tables(paper: Mapping[str, Any], results: Mapping[str, Any]) -> BesidePaper:
     """The form of ``experiments.papers.beside``."""
     words = [f"There: {paper['ran']}."] if paper.get("ran") else []
+    verdicts: Mapping[str, int] = results.get("verdicts") or {}
+    agree, told = int(results.get("agree") or 0), int(results.get("told") or 0)
+    if verdicts:
+        agree = verdicts[HELD] + verdicts[DIRECTION_ONLY]
+        told = agree + verdicts[FAILS] + verdicts[UNDECIDED]
     blocks: list[Block] = [_both(name, table) for name, table in results["tables"].items()]
     return BesidePaper(
         source=str(paper.get("source", "")),
         title=str(paper.get("title", "")),
         words=[*words, *results.get("notes", ())],
-        agree=int(results.get("agree") or 0),
-        told=int(results.get("told") or 0),
+        agree=agree,
+        told=told,
         blocks=[*blocks, _statements(results["claims"])] if results["claims"] else blocks,
-        keys=frozenset(("paper", "claims", "tables", "agree", "told", "notes")),
+        keys=frozenset(("paper", "claims", "tables", "agree", "told", "verdicts", "notes")),
+        verdicts=verdicts,
     )
 
 
@@ -71,7 +80,8 @@ def directions(*records: Mapping[str, Any]) -> Table:
         found = beside_paper(results)
         assert found is not None
         title = f" {found.title}" if found.title else ""
-        rows.append((Cell(f"{found.source}{title}"), Cell(f"{found.agree} of {found.told}")))
+        told = ", ".join(f"{count} {verdict}" for verdict, count in found.verdicts.items() if count)
+        rows.append((Cell(f"{found.source}{title}"), Cell(told or f"{found.agree} of {found.told} by sign")))
     return Table("", (("", "paper"), ("", "statements that hold here")), tuple(rows))
 
 
@@ -101,6 +111,8 @@ def _both(name: str, table: Mapping[str, Any]) -> Table:
 
 def _statements(claims: Sequence[Mapping[str, Any]]) -> Table:
     """What the paper says, and whether it holds here."""
+    if any("verdict" in claim for claim in claims):
+        return _answered(claims)
     titles = ("where", "dataset", "the paper says", "metric", "here", "agrees", "why not")
     rows = tuple(
         (
@@ -112,6 +124,28 @@ def _statements(claims: Sequence[Mapping[str, Any]]) -> Table:
         for claim in claims
     )
     return Table("statements", tuple(("", title) for title in titles), rows, keys=1)
+
+
+def _answered(claims: Sequence[Mapping[str, Any]]) -> Table:
+    """The three answers to each statement: direction, size and power (``experiments.papers.beside.judged``)."""
+    titles = (
+        "where", "dataset", "the paper says", "metric", "here",
+        "ratio (95 %)", "of the paper's", "records (needed)", "verdict", "why",
+    )  # fmt: skip
+    rows = []
+    for claim in claims:
+        interval = claim.get("interval")
+        ratio = number(claim["ratio"]) if "ratio" in claim else NOTHING if interval is None else "difference"
+        between = "" if interval is None else f" ({number(interval[0])} to {number(interval[1])})"
+        power = claim.get("power")
+        needed = NOTHING if power is None else f"{power['records']} ({NOTHING if power['needed'] is None else power['needed']})"
+        size = claim.get("size")
+        told = (
+            *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")), _measured(claim), f"{ratio}{between}",
+            NOTHING if size is None else number(size["of_paper"]), needed, str(claim["verdict"]), str(claim.get("why", "")),
+        )  # fmt: skip
+        rows.append(tuple(map(Cell, told)))
+    return Table("statements", tuple(("", title) for title in titles), tuple(rows), keys=1)
 
 
 def _measured(claim: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
-from decoding.tree import Int32Array
 from engine import target as target_module
 from engine.engine import Engine
 from engine.forward.runner import ModelRunner
@@ -21,7 +19,7 @@ from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo
 from engine.loading.model_tables import bigram_table
 from engine.target import LocalTarget
-from tests.helpers.models import VOCAB, llama_config, save_model
+from tests.helpers.models import END, VOCAB, llama_config, save_model
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +41,18 @@ def info(max_model_len: int = 90) -> ModelInfo:
     return ModelInfo("m", max_model_len, VOCAB, "float64", "cpu", 1, (0, 5), "ngrammys", True, "tiny", "none")
 
 
-def with_bos(loaded: LoadedModel, token: str) -> PreTrainedTokenizerFast:
-    """The tokenizer with a token for the beginning of a sequence, which it does not add."""
-    backend = type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str())
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=token)
+def cut_by(loaded: LoadedModel, end: str, begin: int | None, adds: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer with another name of the token that ends a text, and one that begins it, which it adds or not."""
+    from tokenizers import processors
+
+    backend = type(loaded.tokenizer.backend_tokenizer).from_str(loaded.tokenizer.backend_tokenizer.to_str().replace(END, end))
+    name = None if begin is None else backend.id_to_token(begin)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=name)
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{name} $A", special_tokens=[(name, begin)]
+        )
+    return tokenizer
 
 
 def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_what_it_says_of_the_model(runner: ModelRunner, tmp_path: Path) -> None:
 def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
     runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = bigram_table(runner, VOCAB, 32, 0)
+    expected = bigram_table(runner, VOCAB, 32, loaded.tokenizer.eos_token_id)
     first = LocalTarget(runner, info(), loaded.tokenizer, tmp_path)
     assert (first.bigram_table(10) == expected[:, :10]).all() and first.bigram_table(10).flags.c_contiguous
     ranking = first.unigram_ranking(VOCAB)
@@ -76,24 +82,28 @@ def test_tables_are_kept_and_narrower_ones_are_cut_from_them(
         second.bigram_table(33)
 
 
-def test_a_text_begins_as_the_model_knows_it(
+def test_before_each_token_stands_what_begins_or_ends_a_text(
     runner: ModelRunner, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = {first: bigram_table(runner, VOCAB, 4, first) for first in (None, 0, 7, 9)}
-    assert all((tables[one] != tables[other]).any() for one, other in combinations(tables, 2))
-    config, ended = runner.model.config, info()
-    word = loaded.tokenizer.convert_ids_to_tokens(7)
-
-    def used(tokenizer: PreTrainedTokenizerFast | None, info: ModelInfo) -> Int32Array:
-        return LocalTarget(runner, info, tokenizer, tmp_path).bigram_table(4)
-
-    assert (used(loaded.tokenizer, ended) == tables[0]).all()  # what parts texts
-    assert (used(None, replace(ended, eos_token_ids=())) == tables[None]).all()
-    monkeypatch.setattr(config, "bos_token_id", 9)
-    assert (used(loaded.tokenizer, ended) == tables[9]).all()
-    assert (used(with_bos(loaded, word), ended) == tables[7]).all()
-    monkeypatch.setattr(config, "bos_token_id", VOCAB)  # of a larger vocabulary than the model has
-    assert (used(loaded.tokenizer, ended) == tables[0]).all()
+    """What the tokenizer adds, what stands between texts, the tokenizer's or the configuration's beginning, the end, nothing."""
+    config, between = loaded.model.config, loaded.tokenizer.convert_tokens_to_ids(END)
+    cases: list[tuple[PreTrainedTokenizerFast | None, int | None, tuple[int, ...], int | None]] = [
+        (cut_by(loaded, END, 7, adds=True), 9, (5,), 7),
+        (cut_by(loaded, END, 7), 9, (5,), between),
+        (cut_by(loaded, "<e>", 7), 9, (5,), 7),
+        (cut_by(loaded, "<e>", None), 9, (5,), 9),
+        (cut_by(loaded, "<e>", None), VOCAB, (5,), 5),  # no token of this model
+        (None, None, (5, 6), 5),
+        (None, None, (), None),
+    ]
+    for tokenizer, bos, ends, before in cases:
+        monkeypatch.setattr(config, "bos_token_id", bos)
+        target = LocalTarget(runner, replace(info(), eos_token_ids=ends), tokenizer, tmp_path)
+        assert (target.bigram_table(4) == bigram_table(runner, VOCAB, 4, before)).all(), (bos, ends)
+    alone, behind = (bigram_table(runner, VOCAB, 4, before) for before in (None, 5))
+    assert (alone != behind).any()
+    kept = {path.name.split("-")[-2] for path in tmp_path.iterdir()}
+    assert kept == {f"bos{between}", "bos7", "bos9", "bos5", "alone"}  # a file each
 
 
 def test_widths_outside_the_vocabulary(runner: ModelRunner, tmp_path: Path) -> None:

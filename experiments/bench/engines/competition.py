@@ -6,12 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.measures.energy import EnergyMeter, EnergySpan, NoMeter
 from experiments.bench.engines.contestants import Contestant, Prompt, Run
 from experiments.bench.progress import Progress
 from experiments.bench.record import NOT_METERED
+
+
+class Lap(NamedTuple):
+    """One run: of a prompt alone, or of those that ran at once."""
+
+    wall_s: float
+    prefill_s: float
+    tokens: int
+    steps: int
 
 
 @dataclass(slots=True)
@@ -29,6 +38,7 @@ class Tally:
     differing: dict[str, list[int]] = field(default_factory=dict)  # record id -> first output that is not the expected one
     joules: float | None = 0.0  # of all repeats, idle power included; None where it was not metered
     net_joules: float | None = 0.0  # without idle power
+    laps: list[Lap] = field(default_factory=list)  # its runs, in their order
 
     @classmethod
     def empty(cls, repeats: int) -> Tally:
@@ -45,8 +55,10 @@ class Tally:
         else:
             self.propose_s[repeat] += run.propose_s
         self.drafted = None if run.drafted is None or self.drafted is None else self.drafted + run.drafted
+        tokens = sum(map(len, run.outputs))
+        self.laps.append(Lap(wall_s, run.prefill_s, tokens, run.steps))
         self.steps += run.steps
-        self.tokens += sum(map(len, run.outputs))
+        self.tokens += tokens
         self.accepted_by_source.update(run.accepted_by_source)
 
     def book(self, span: EnergySpan) -> None:

@@ -137,6 +137,7 @@ class Reached:
 
     tokens_per_step: float
     trie_s: float  # of the trie itself in a step
+    texts: tuple[tuple[int, int, float], ...]  # of each: tokens, steps, seconds of the trie
 
 
 def ablate(
@@ -157,9 +158,15 @@ def ablate(
         drafter = ExplicitTrieDrafter(parts, DECODING_LENGTH, BRANCH_LENGTH)
         drafter.warm([text.output_ids for text in before])
         # The processor's time: what else runs on the machine does not count.
-        counts = replay_workload(bare, lambda: drafter, DECODING_LENGTH - 1, vocab_size, time.thread_time)
-        spent = sum(counts.propose_s) + sum(counts.observe_s) + sum(counts.finish_s)
-        return Reached(counts.tokens_per_step, spent / counts.steps)
+        laps = []
+        for number, text in enumerate(bare):
+            counts = replay_workload(
+                [text], lambda: drafter, DECODING_LENGTH - 1, vocab_size, time.thread_time, id_prefix=f"{number}-"
+            )
+            spent = sum(counts.propose_s) + sum(counts.observe_s) + sum(counts.finish_s)
+            laps.append((counts.tokens, counts.steps, spent))
+        tokens, steps, spent = map(sum, zip(*laps, strict=True))
+        return Reached(tokens / steps, spent / steps, tuple(laps))
 
     sized = {f"capacity {capacity}x": TrieParts(capacity=capacity) for capacity in CAPACITIES}
     return {label: run(label, parts) for label, parts in PARTS.items()}, {

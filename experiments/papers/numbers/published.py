@@ -13,11 +13,15 @@ class Figure:
 
     mean: float
     spread: float = 0.0  # standard deviation over runs; 0 where there is none
+    # Of each record, or of each repeat, what is summed above and below the line: the mean is one sum over the other, as 30 tokens
+    # in 10 steps and 10 in 10 are 2 a step. Empty where there is nothing to tell chance by.
+    samples: tuple[tuple[float, float], ...] = ()
 
 
-def figure_of(values: Sequence[float]) -> Figure:
-    """Mean and standard deviation of at least one value."""
-    return Figure(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+def figure_of(values: Sequence[float], samples: Sequence[tuple[float, float]] = ()) -> Figure:
+    """Mean and standard deviation of at least one value; without samples of records, the values are the samples."""
+    own = tuple(samples) or tuple((value, 1.0) for value in values)
+    return Figure(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, own)
 
 
 def figure(values: Sequence[float | None]) -> Figure | None:
@@ -26,6 +30,7 @@ def figure(values: Sequence[float | None]) -> Figure | None:
     return figure_of(known) if known else None
 
 
+ALL = "all"  # the dataset under which measurements of each dataset stand side by side
 Value = float | Figure  # a number, or a mean with its spread
 
 
@@ -63,8 +68,10 @@ class Claim:
     words: str  # what the paper says
     equal: bool = False  # it says that the two are the same
     lower: bool = False  # less is better
-    tolerance: float = 0.02  # share of the larger one within which two are the same
+    tolerance: float = 0.02  # share by which two that are the same may be apart
+    size: tuple[float, float] | None = None  # lowest and highest in the paper, how many times better; None where it gives none
     otherwise: str = ""  # what is known to lead elsewhere
+    beyond: str = ""  # why a CPU cannot show it, whatever it measures; where it is one, nothing is concluded
 
 
 @dataclass(frozen=True, slots=True)

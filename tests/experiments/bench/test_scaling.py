@@ -11,6 +11,7 @@ import pytest
 from decoding.request import PLAIN
 from experiments.bench.run import arguments, run
 from experiments.bench.scaling import BENCH, Entry, Form, Timed, _results, forms_of, parted
+from experiments.papers.beside import NOT_TESTABLE
 from experiments.report.page import read_record, render
 
 
@@ -38,8 +39,8 @@ def test_a_paper_s_statements_are_judged_by_speeds_after_the_first_token() -> No
     results = _results(entries, {}, Namespace(dtype="float32"), None)
     row = results["overall"]["TP 2 x 1, plain"]
     assert row["decode_ratio"]["plain"] == [2.0, 2.0] and row["tokens_per_s"] == 11.0
-    assert [claim["agree"] for claim in results["claims"]] == [False, True, True, False, True, True]
-    assert results["claims"][0]["why"] and (results["agree"], results["told"]) == (4, 6)
+    assert [claim["direction"] for claim in results["claims"]] == [False, True, True, None, True, True]
+    assert results["claims"][0]["why"] and results["verdicts"][NOT_TESTABLE] == 6
     assert results["figures"]["speed after the first token"]["series"]["LP 2 x 1"]["jacobi"] == [2.5, 2.5]
     assert parted(results, Namespace(dtype="float32")) == ["PP 2 x 1, auto: 1 of 2 as plain"]
     assert parted(results, Namespace(dtype="bfloat16")) == []

@@ -15,7 +15,7 @@ import pytest
 
 from experiments.report.cells import cell_of
 from experiments.report.page import figures_beside, read_record, render
-from experiments.report.paper import beside_paper
+from experiments.report.paper import beside_paper, directions
 from experiments.report.tables import headlines
 from experiments.report.values import Block, Group, Table, blocks_of
 
@@ -193,6 +193,29 @@ def test_statements_and_tables_of_a_paper_stand_beside_ours() -> None:
     assert isinstance(table, Table) and isinstance(statements, Table)
     assert [[cell.text for cell in row] for row in table.rows] == [["paper", "7B", "2.48"], ["here", "demo", "1.5"]]
     assert [row[5].text for row in statements.rows] == ["yes", "-"] and statements.rows[0][4].text == "a 2 | b 1"
+
+
+def test_the_three_answers_to_a_statement_are_shown() -> None:
+    said = {"dataset": "rag", "metric": "speed", "of": ["a", "b"], "where": "table 3", "paper": "a is 2 times as fast"}
+    answered = said | {
+        "here": [3, 2], "direction": True, "ratio": 1.5, "interval": [1.2, 1.9], "power": {"records": 9, "needed": 4},
+        "size": {"paper": [2, 2], "of_paper": 0.75, "within": False}, "verdict": "direction only", "why": "smaller",
+    }  # fmt: skip
+    difference = said | {"here": [0, 3], "direction": False, "interval": [-4.0, -2.0], "power": {"records": 9, "needed": None}}
+    claims = [answered, difference | {"verdict": "fails"}, said | {"here": None, "verdict": "not measured"}]
+    verdicts = dict.fromkeys(("held", "direction only", "fails", "undecided", "not testable here", "not measured"), 0)
+    verdicts |= {"direction only": 1, "fails": 1, "not measured": 1}
+    results = {"paper": {"source": "arXiv 0", "title": "T"}, "tables": {}, "claims": claims, "verdicts": verdicts}
+    found = beside_paper(results)
+    assert found is not None and (found.agree, found.told) == (1, 2)
+    (table,) = found.blocks
+    assert isinstance(table, Table)
+    assert [[cell.text for cell in row[5:]] for row in table.rows] == [
+        ["1.5 (1.2 to 1.9)", "0.75", "9 (4)", "direction only", "smaller"],
+        ["difference (-4 to -2)", "-", "9 (-)", "fails", ""],
+        ["-", "-", "-", "not measured", ""],
+    ]
+    assert directions(results).rows[0][1].text == "1 direction only, 1 fails, 1 not measured"
 
 
 def test_a_known_record_in_another_form_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
