@@ -29,10 +29,12 @@ Maker = str | Callable[..., "Drafter"]
 STRATEGIES: dict[str, Maker] = {
     PLAIN: "decoding.drafters.autoregressive:AutoregressiveDrafter",
     "prompt_lookup": "decoding.drafters.prompt_lookup:PromptLookupDrafter",
+    "adapld": "decoding.drafters.prompt_lookup:AdaPldDrafter",
     "llma": "decoding.drafters.llma:LlmaDrafter",
     "jacobi": "decoding.drafters.jacobi:JacobiDrafter",
     "ngrammys": "decoding.drafters.ngrammys:NgrammysDrafter",
     "recycling": "decoding.drafters.recycling:RecyclingDrafter",
+    "racer": "decoding.drafters.recycling:RacerDrafter",
     "suffix": "decoding.drafters.suffix:SuffixDrafter",
     "trie": "decoding.drafters.trie:TrieDrafter",
     "auto": "decoding.drafters.auto:AutoDrafter",

@@ -1,13 +1,18 @@
-"""Prompt lookup: copy what followed an earlier occurrence of the last tokens."""
+"""Prompt lookup: copy what followed an earlier occurrence of the last tokens, alone or with the target's own alternatives
+(AdaPLD)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from decoding.drafters.base import CopyDrafter, check_least
-from decoding.request import Request
+from decoding.drafters.base import CopyDrafter, RequestDrafter, Target, TargetRows, check_least
+from decoding.request import Acceptance, Request
+from decoding.sources.branches import tree_of
 from decoding.sources.ngrams import NgramIndex
-from decoding.tree import SOURCES, Int32Array
+from decoding.tree import SOURCES, DraftTree, Int32Array
+
+_COPIED, _RANKED = SOURCES.index("prompt_lookup"), SOURCES.index("recycling")
+_MOST_CONTEXT = 64  # tokens before an occurrence that are compared
 
 
 class PromptLookupDrafter(CopyDrafter[NgramIndex]):
@@ -51,3 +56,96 @@ class PromptLookupDrafter(CopyDrafter[NgramIndex]):
             ends = state.ends(tokens, n)
             for at in (*ends[:1], *ends[:0:-1]):
                 yield tokens[at : at + count]
+
+
+class AdaPldDrafter(RequestDrafter[dict[int, list[int]]]):
+    """Adaptive prompt lookup (AdaPLD, arXiv 2606.05742): what followed the occurrence of the last token whose context is nearest,
+    and beside it what the target ranked there.
+
+    The occurrence is the *anchor*. The ``num_tokens`` tokens after it are the main branch. The target's ``branches`` most likely
+    tokens there, as it ranked them when it passed, are children of the root; each is followed by one token, the one that stands
+    after the occurrence of it whose context is nearest to the anchor's.
+
+    Example: after ``1 5 6 2 5 7 1 5`` the anchor is the first 5: ``1 5`` stood before, ``2 5`` is less near. ``6 2 5 7 1 5`` is
+    the main branch. Had the target said 5 itself, then with 6, 7 and 9 as likeliest next, 7 and 9 are branches, and 1 follows 7.
+
+    What is kept of a request are the ranked tokens after each position of its output: what follows a token of the prompt is not
+    ranked, so that an anchor there has no branches. In a replay of known outputs nothing is ranked.
+
+    Departures from the paper, for what a drafter does not see of the target: contexts are as near as the tokens before them agree
+    (64 are compared), of equals the latest, instead of by the cosine of hidden states; where the last token is new nothing is
+    drafted, instead of from the token with the nearest embedding. Every branch gets its successor (section 3.5), and a step
+    without an accepted token is not computed again.
+    """
+
+    def __init__(self, num_tokens: int = 30, branches: int = 8) -> None:
+        """
+        Args:
+            num_tokens: most tokens of the main branch, at least 1, for each rank.
+            branches: most of the target's own tokens beside it, 1 to 32.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        super().__init__()
+        check_least(1, num_tokens=num_tokens, branches=branches)
+        if branches > 32:
+            raise ValueError(f"branches must be at most 32, got {branches}")
+        self._num_tokens, self._branches = num_tokens, branches
+
+    def prepare(self, target: Target) -> None:
+        """From now on every step's accepted rows are ranked."""
+        self.top_k = min(self._branches, target.vocab_size)
+
+    def begin(self, request: Request) -> dict[int, list[int]]:
+        """What the target ranked next, the likeliest first, by position."""
+        return {}
+
+    def draft(self, request: Request, state: dict[int, list[int]], budget: int) -> DraftTree:
+        """The main branch, then the others, as many as the budget holds."""
+        tokens = request.tokens
+        anchor = _nearest(tokens, len(tokens) - 1)
+        if anchor is None or budget == 0:
+            return DraftTree.chain(request.root, ())
+        main = tokens[anchor + 1 : anchor + 1 + self._num_tokens * self.ranks].tolist()
+        ranked = [token for token in state.get(anchor, ()) if token != main[0]]
+        branches = [[token, *_followers(tokens, anchor, token)] for token in ranked]
+        rows = [(main[: max(1, budget - sum(map(len, branches)))], _COPIED), *((branch, _RANKED) for branch in branches)]
+        return tree_of(request.root, rows, budget)
+
+    def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
+        """Keeps what the target ranked after each row of the accepted path."""
+        if not target.has_logits or self.top_k == 0:
+            return
+        path = [0, *acceptance.rows]
+        first = request.num_tokens - 1 - len(path)  # position of the root
+        ranked = target.top_k(path, self.top_k).tolist()
+        self.state(request).update(zip(range(first, first + len(path)), ranked, strict=True))
+
+
+def _nearest(tokens: Int32Array, at: int, token: int | None = None) -> int | None:
+    """The position of a token, with another one behind it, whose context agrees longest with what stands before ``at``.
+
+    Args:
+        tokens: [n] a text.
+        at: where the context ends, 0 to n.
+        token: to look for; the one at ``at`` when absent.
+    """
+    places = (tokens[:-1] == (tokens[at] if token is None else token)).nonzero()[0]
+    if len(places) == 0:
+        return None
+    for back in range(1, min(at, _MOST_CONTEXT) + 1):
+        if len(places) == 1:
+            break
+        agreeing = places[places >= back]
+        agreeing = agreeing[tokens[agreeing - back] == tokens[at - back]]
+        if len(agreeing) == 0:
+            break
+        places = agreeing
+    return int(places[-1])
+
+
+def _followers(tokens: Int32Array, anchor: int, token: int) -> list[int]:
+    """The token after the occurrence of ``token`` whose context is nearest to the anchor's; none where it never stood."""
+    place = _nearest(tokens, anchor + 1, token)
+    return [] if place is None else [int(tokens[place + 1])]

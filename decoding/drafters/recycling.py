@@ -1,19 +1,22 @@
-"""Token recycling: the target's other candidates of earlier steps become drafts."""
+"""Token recycling: the target's other candidates of earlier steps become drafts, alone or joined with retrieved text (RACER)."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Sequence
 from functools import cache
+from weakref import WeakKeyDictionary
 
 from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
 from decoding.request import Acceptance, Request
 from decoding.sources.history import Histories, History
 from decoding.sources.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
+from decoding.sources.window_trie import TrieNode, WindowTrie, likeliest
 from decoding.tree import SOURCES, DraftTree
 
-_SOURCE = SOURCES.index("recycling")
+_SOURCE, _RETRIEVED = SOURCES.index("recycling"), SOURCES.index("trie")
+_LEAST_END = 2  # tokens of an end of the text that RACER looks up
 # The published tree ("2.2.2"): children of each row, the root first, level by level; rows that are not listed have none. A child
 # is the r-th token after its parent, r counted from 0: 8, 21, 25, 15, 8 and 3 rows at depths 1 to 6.
 _PUBLISHED = (
@@ -137,6 +140,117 @@ class RecyclingDrafter(Drafter):
         elif history.removed(request.text):
             tables.set_apart(request)
         return tables.of(request, history.edition)
+
+
+class RacerDrafter(RecyclingDrafter):
+    """RACER (arXiv 2604.14885): what followed the text's ends most often, and the slots that are left filled from the table of
+    token recycling.
+
+    Retrieval: the windows of ``window`` tokens of prompts and outputs lie in a trie. Of all nodes below the ends of the text that
+    stand in it, two tokens and longer, the ``draft_nodes`` with the highest counts are taken, of equals the nearest to the root.
+    Recycling: breadth-first from the root, a row of breadth ``b`` offers the first ``b`` tokens of its entry, of which the j-th
+    has breadth ``b >> j`` at the root and ``b >> j + 1`` below it, at least 1, until the tree has ``draft_nodes`` nodes.
+
+    Example: after ``1 2 3 4 1 2 5 4 1 2`` with windows of 4 and 8 nodes: ``5 4`` and ``3 4`` are retrieved; with the entry
+    ``3 6 5 7 9 ...`` of 2 the rows 6, 7 and 9 are recycled.
+
+    The trie and the table are those of a tenant, and go together: see ``RecyclingDrafter``. In a replay of known outputs nothing
+    is ranked, and retrieval works alone.
+
+    Departures from the published code: every end of the text is looked up at each step, where failure links are built after the
+    prefill and decay (a copy never slows, and no end is one that the text has left); a node that is visited makes those above it
+    the latest, so that no subtree is lost; entries that are empty offer nothing, instead of token 0; an accepted row wins over a
+    rejected one of the same token; prompts are in the trie, but their rows teach nothing to the table, since the target does not
+    rank what follows them.
+    """
+
+    needs_logits = False
+
+    def __init__(self, draft_nodes: int = 64, window: int = 10, capacity: int = 10_000, scope: str = "tenant") -> None:
+        """
+        Args:
+            draft_nodes: of a tree, its root included, for each rank, at least 2.
+            window: tokens of a window, at least 2.
+            capacity: nodes of a trie, at least 64.
+            scope: ``tenant`` or ``request``.
+
+        Raises:
+            ValueError: a value that is not one of these.
+        """
+        super().__init__(learn_rows=max(draft_nodes, 1), scope=scope)
+        check_least(2, draft_nodes=draft_nodes, window=window)
+        check_least(64, capacity=capacity)
+        self._draft_nodes, self._window, self._capacity = draft_nodes, window, max(capacity, window)
+        self._tables = SuccessorTables(0)  # until the target is known: nothing can be ranked
+        self._tries: WeakKeyDictionary[SuccessorTable, WindowTrie] = WeakKeyDictionary()
+        self._learned: dict[str, tuple[WindowTrie, int]] = {}  # by live request: where its tokens are, and how many of them
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        """One tree per request."""
+        trees = []
+        for request, budget in zip(requests, budgets, strict=True):
+            table, trie = self._catch_up(request, request.num_tokens - 1)
+            nodes = min(budget + 1, self._draft_nodes * self.ranks)
+            trees.append(_grow_joined(table, trie, request.tokens[-self._window :].tolist(), nodes))
+        return trees
+
+    def finish(self, request: Request) -> None:
+        """Learns the end of the output, then forgets the request."""
+        if request.request_id in self._learned:
+            self._catch_up(request, request.num_tokens)
+            del self._learned[request.request_id]
+        super().finish(request)
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return self._begun | self._learned.keys()
+
+    def _catch_up(self, request: Request, count: int) -> tuple[SuccessorTable, WindowTrie]:
+        """The table and the trie of a request, which holds ``count`` of its tokens."""
+        assert self._tables is not None
+        table = self._table(self._tables, request)
+        trie = self._tries.get(table)
+        if trie is None:
+            trie = self._tries[table] = WindowTrie(self._window, self._capacity)
+        kept, learned = self._learned.get(request.request_id, (None, 0))
+        known = learned if kept is trie else 0
+        first = max(0, known - self._window + 1)
+        trie.learn(request.tokens[first:count].tolist(), known - first)
+        self._learned[request.request_id] = trie, count
+        return table, trie
+
+
+def _grow_joined(table: SuccessorTable, trie: WindowTrie, tail: Sequence[int], nodes: int) -> DraftTree:
+    """RACER's tree below the last of ``tail``, of up to ``nodes`` rows."""
+    tokens, parents, sources = [tail[-1]], [-1], [0]
+    children: list[dict[int, int]] = [{}]
+
+    def child(parent: int, token: int, source: int) -> int:
+        row = children[parent].get(token)
+        if row is None:
+            row = children[parent][token] = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            sources.append(source)
+            children.append({})
+        return row
+
+    rows: dict[tuple[TrieNode, TrieNode], int] = {}
+    for node, end, depth in likeliest(trie.ends(tail, _LEAST_END), nodes) if nodes > 1 else ():
+        if depth == 0:
+            rows[node, end] = 0
+        elif node.parent is not None:
+            rows[node, end] = child(rows[node.parent, end], node.token, _RETRIEVED)
+    level, expanded = [(0, table.width)], set()
+    for row, breadth in level:  # grows on the way
+        if row in expanded or breadth == 0:
+            continue
+        expanded.add(row)
+        for rank, token in enumerate(table.after(tokens[row])[:breadth]):
+            if len(tokens) >= nodes and token not in children[row]:
+                continue
+            level.append((child(row, token, _SOURCE), max(1, breadth >> (rank + (row > 0)))))
+    return DraftTree.of(tokens, parents, sources)
 
 
 def _rows_to_learn(tree: DraftTree, path: Sequence[int], count: int) -> list[int]:

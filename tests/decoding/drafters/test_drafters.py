@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.drafters import LOSSLESS, STRATEGIES, WITH_DRAFT_MODEL, build_drafter
+from decoding.drafters.base import TargetRows
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.tree import SOURCES
+from decoding.tree import SOURCES, DraftTree
 from decoding.verify.exact import verify_exact
 from tests.helpers.targets import is_chain, prepared
 
@@ -85,6 +86,43 @@ def test_prompt_lookup_is_the_naive_rule_at_every_step(prompt: list[int], bursts
         assert tree.tokens[1:].tolist() == naive_prompt_lookup(tokens, n, count)
         growing.commit(burst)
         tokens += burst
+
+
+def adapld(ranked: dict[int, list[int]], tokens: list[int], budget: int = 64, **options: object) -> dict[tuple[int, ...], str]:
+    """What AdaPLD drafts after ``tokens``, when the target ranked ``ranked`` next at some positions, and from which source."""
+    drafter = prepared("adapld", **options)
+    first = min(ranked, default=len(tokens) - 1)
+    asking = request(tokens[: first + 1])
+    for at in range(first, len(tokens) - 1):  # plain steps, each of which shows the rows of one position
+        asking.commit([tokens[at + 1]])
+        rows = np.array([(ranked.get(at, []) + [0] * drafter.top_k)[: drafter.top_k]], np.int32)
+        target = TargetRows(rows[:, 0].copy(), None, rows)
+        drafter.observe(asking, DraftTree.chain(tokens[at], ()), target, Acceptance((), tokens[at + 1]))
+    (tree,) = drafter.propose([asking], [budget])
+    tree.check()
+    assert len(tree) <= budget + 1
+    return {tuple(tree.tokens[tree.path(row)].tolist()): SOURCES[tree.sources[row]] for row in range(1, len(tree))}
+
+
+def test_adapld_copies_where_the_context_is_nearest_and_ranked_tokens_beside_it() -> None:
+    text = [1, 5, 6, 2, 5, 7, 1, 5]
+    main = dict.fromkeys([(6, 2, 5, 7, 1, 5)[:n] for n in range(1, 7)], "prompt_lookup")
+    assert adapld({}, text) == main  # the later 5 followed 2
+    assert adapld({4: [8, 9]}, text) == main  # other positions' rows say nothing here
+    drafted = adapld({1: [6, 7, 9]}, text, branches=3)
+    assert drafted == main | {(7,): "recycling", (7, 1): "recycling", (9,): "recycling"}
+    assert adapld({1: [7, 9, 4]}, text, num_tokens=2, branches=3).keys() == {(6,), (6, 2), (7,), (7, 1), (9,), (4,)}
+
+
+def test_adapld_takes_the_latest_of_equal_contexts_and_nothing_for_a_new_token() -> None:
+    assert list(adapld({}, [3, 1, 3, 2, 3], num_tokens=1)) == [(2,)]
+    assert adapld({}, [3, 1, 3, 2, 4]) == {}
+
+
+def test_adapld_branches_keep_their_place_in_a_small_budget() -> None:
+    text = [1, 5, 6, 2, 5, 7, 1, 5]
+    assert adapld({1: [6, 7, 9]}, text, budget=5, branches=3).keys() == {(6,), (6, 2), (7,), (7, 1), (9,)}
+    assert adapld({1: [6, 7, 9]}, text, budget=1, branches=3).keys() == {(6,)}
 
 
 def test_llma_worked_example() -> None:
@@ -190,7 +228,8 @@ def test_llma_replay_takes_the_steps_of_the_published_simulation(
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("autoregressive", "recycling")])
 def test_a_finished_request_leaves_nothing_to_the_next_of_its_name(strategy: str) -> None:
-    options: dict[str, object] = {"allocation": "context", "w": 1} if strategy == "ngrammys" else {}
+    choices: dict[str, dict[str, object]] = {"ngrammys": {"allocation": "context", "w": 1}, "racer": {"window": 4}}
+    options = choices.get(strategy, {})
     used, fresh = (prepared(strategy, **options) for _ in range(2))
     first = request([1, 4, 3, 1], [4, 3, 1])
     (tree,) = used.propose([first], [40])
@@ -231,6 +270,8 @@ OUT_OF_RANGE: dict[str, tuple[tuple[str, object], ...]] = {
         ("k", 0), ("w", 0), ("q", 0), ("table_width", 0), ("max_occurrences", 0), ("allocation", "other"), ("layout", "other"),
     ),
     "recycling": (("shape", "x"), ("start", "x"), ("scope", "x"), ("learn_rows", 0)),
+    "racer": (("draft_nodes", 1), ("window", 1), ("capacity", 63), ("scope", "x")),
+    "adapld": (("num_tokens", 0), ("branches", 0), ("branches", 33)),
     "jacobi": (("window", 0), ("ngram", 1), ("guesses", 0)),
     "auto": (("max_depth", 0), ("history_tokens", -1), ("frequent_tokens", -1), ("bigrams", -1), ("recycling", 1)),
     "speculative": (("num_draft_tokens", 0), ("sampling", "other")),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from decoding.drafters.base import TargetRows
-from decoding.drafters.recycling import RecyclingDrafter
+from decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
 from decoding.request import Acceptance, Request, SamplingParams
 from decoding.sources.successors import SuccessorTable
+from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target
 
@@ -197,3 +198,92 @@ def test_a_vocabulary_below_eight_tokens() -> None:
         drafter.observe(request(1), DraftTree.chain(1, ()), says([2, 0, 1], vocab_size=3), Acceptance((), 2))
         assert children(propose(drafter, 1), 0) == [2, 0, 1]
         assert len(propose(prepared(vocab_size=3, shape=shape, start="bigram"), 1)) > 4
+
+
+def racer(**options: object) -> RacerDrafter:
+    drafter = RacerDrafter(**options)  # type: ignore[arg-type]
+    drafter.prepare(Target(VOCAB, first=11))
+    return drafter
+
+
+def racer_tree(
+    drafter: RacerDrafter, text: list[int], budget: int = 80, name: str = "r", tenant: str | None = "local"
+) -> DraftTree:
+    (tree,) = drafter.propose([Request(name, text, SamplingParams(), tenant=tenant)], [budget])
+    tree.check()
+    return tree
+
+
+def spelled(tree: DraftTree) -> dict[tuple[int, ...], str]:
+    return {tuple(tree.tokens[tree.path(row)].tolist()): SOURCES[tree.sources[row]] for row in range(1, len(tree))}
+
+
+REPEATING = [1, 2, 3, 4, 1, 2, 5, 4, 1, 2]
+
+
+def test_racer_fills_what_is_retrieved_from_the_table() -> None:
+    drafter = racer(draft_nodes=8, window=4)
+    retrieved = dict.fromkeys([(5,), (5, 4), (3,), (3, 4)], "trie")
+    assert spelled(racer_tree(drafter, REPEATING)) == retrieved
+    drafter.finish(Request("r", REPEATING, SamplingParams(), tenant="local"))
+    teach(drafter, {2: top8(3, 6, 5, 7, 9)}, name="other")
+    tree = racer_tree(drafter, REPEATING, name="next")
+    assert spelled(tree).keys() > {(3,), (5,), (6,), (7,), (9,)} and len(tree) == 8
+    assert spelled(tree)[6,] == "recycling" and len(spelled(tree)) == 7  # what both say is there once, and not charged twice
+
+
+def test_racer_tree_of_the_table_alone_has_the_published_layers() -> None:
+    drafter = racer(window=10)
+    for token in range(1, VOCAB):  # distinct paths: no token is its own successor's sibling
+        teach(drafter, {token: [(token + 3 * step + 1) % VOCAB for step in range(8)]})
+    tree = racer_tree(drafter, [7])
+    assert Counter(tree.depths().tolist()) == {0: 1, 1: 8, 2: 19, 3: 24, 4: 12}
+    assert len(racer_tree(drafter, [7], budget=20)) == 21
+    drafter.ranks = 2
+    assert len(racer_tree(drafter, [7], budget=200)) > 64  # each rank has its share
+
+
+def test_racer_drafts_what_was_seen_most_often_first() -> None:
+    drafter = racer(draft_nodes=5, window=3)
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
+    tree = racer_tree(drafter, text)
+    assert children(tree, 0)[0] == 4  # twice, 3 once
+
+
+def test_racer_copies_at_the_same_speed_however_often() -> None:
+    passage = list(range(10, 38))
+    drafter = RacerDrafter()  # as in a replay: nothing is ranked
+    text, lengths = [*passage, 1], []
+    for turn in range(3):
+        text = [*text, *passage[:10]]
+        tree = racer_tree(drafter, text, name=f"r{turn}")
+        lengths.append(int(tree.depths().max()))
+        text = [*text, *passage[10:], 2 + turn]
+    assert lengths == [8, 8, 8]  # of windows of ten the two shortest tokens are looked up
+
+
+def test_racer_trie_keeps_its_size_and_what_was_seen_last() -> None:
+    trie = WindowTrie(4, 64)
+    trie.learn(np.random.default_rng(0).integers(0, 30, 2000).tolist(), 0)
+    assert len(trie) == 64
+    trie.learn([31, 32, 33, 34], 0)
+    (found,) = trie.ends([31, 32, 33], 3)
+    assert list(found.children) == [34] and not trie.ends([31, 33], 2) and len(trie) == 64
+
+
+def test_racer_draws_nothing_from_another_tenant_or_from_a_private_request() -> None:
+    for tenant, name in (("a", "one"), (None, "two")):
+        drafter = racer()
+        racer_tree(drafter, [*range(10, 30)], name=name, tenant=tenant)
+        assert len(racer_tree(drafter, [*range(10, 15)], name="next", tenant="b")) == 1
+        assert len(racer_tree(drafter, [*range(10, 15)], name="last", tenant=tenant)) == (9 if tenant else 1)
+    assert len(racer_tree(drafter, [*range(10, 15)], name="end", tenant=None)) == 1
+
+
+def test_racer_with_a_trie_for_each_request() -> None:
+    drafter = racer(scope="request")
+    asking = Request("r", list(range(10, 30)), SamplingParams(), tenant="a")
+    drafter.propose([asking], [60])
+    assert set(drafter.held()) == {"r"}
+    drafter.finish(asking)
+    assert not drafter.held() and len(racer_tree(drafter, [*range(10, 15)], name="next", tenant="a")) == 1

@@ -326,6 +326,23 @@ def test_what_was_derived_from_deleted_texts_goes_too(delete: Delete) -> None:
 
 
 @DELETIONS
+def test_windows_of_deleted_texts_go_with_the_trie(delete: Delete) -> None:
+    drafter = prepared("racer", {"window": 4})
+    said = say(drafter, "a")
+    say(drafter, "b")
+    assert HIT in drafted(drafter, "a") and HIT in drafted(drafter, "b")
+    delete(drafter, said)
+    assert drafted(drafter, "a") == set() and HIT in drafted(drafter, "b")
+    running = say(drafter, "a", end=False)
+    assert HIT in drafted(drafter, "a")
+    delete(drafter, running)
+    assert drafted(drafter, "a") == set()
+    drafter.propose([running], [40])  # its windows are its own from now on
+    drafter.finish(running)
+    assert drafted(drafter, "a") == set()
+
+
+@DELETIONS
 def test_what_was_ranked_for_deleted_texts_goes_with_recycling_alone(delete: Delete) -> None:
     drafter = prepared("recycling", {})
     saying = say(drafter, "a", [50, 51], end=False)
