@@ -3,6 +3,7 @@ token and each log-probability is that of plain decoding on one replica, which `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -299,12 +300,13 @@ def test_ranks_give_every_bit_of_plain_decoding_in_half_precision(strategy: str,
 
 
 def test_requests_ask_for_strategies_and_bounds_of_their_own() -> None:
-    """Every strategy for two of the cases, among others in one step; answers are references that can be copied."""
+    """Every strategy with each bound, among others in one step; answers are references that can be copied."""
     world, expected = 3, plain()[0]
     drafter = prepared(build_drafters("auto", {"all_rows": True}, sorted(STRATEGIES)), tiny_model("llama", DTYPE))
     asked, answers = list[Request](), list[list[int]]()
-    for at, strategy in enumerate((None, *sorted(STRATEGIES)) * 2):
-        case, bound, tenant = at % len(CASES), (None, 3, 100)[at % 3], ("a", "b", None)[at % 3]
+    kinds = ((None, "a"), (3, "b"), (100, None))
+    for at, (strategy, (bound, tenant)) in enumerate(itertools.product((None, *sorted(STRATEGIES)), kinds)):
+        case = at % len(CASES)
         answers.append(expected[case])
         references = [expected[case]]
         asked.append(Request(str(at), *CASES[case], references, tenant=tenant, strategy=strategy, max_draft_tokens=bound))
