@@ -45,7 +45,11 @@ def exposed() -> dict[str, set[str]]:
         f"{family.name}_total" if family.kind == "counter" else family.name: {"model_name", "engine", *family.labels}
         for family in FAMILIES
     }
-    own |= {"outrider:audits_total": {"result"}, "outrider:door_refused_total": {"code"}}
+    own |= {
+        "outrider:audits_total": {"result"}, "outrider:door_refused_total": {"code"},
+        "outrider:baseline_requests_total": {"result"}, "outrider:baseline_texts_total": {"texts"},
+        "outrider:baseline_median": {"figure", "side"}, "outrider:baseline_ratio": {"figure", "bound"},
+    }  # fmt: skip
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(exposition([], 1).decode()):
         if family.type == "histogram":

@@ -85,7 +85,7 @@ def test_what_both_answered_is_told_and_counted(compared: Callable[..., Compared
         assert figure["engine"] > 0 and figure["baseline"] > 0
     speed, slowness = standing["figures"]["tokens_per_s"], standing["figures"]["tpot_s"]
     assert slowness["engine"] == pytest.approx(1 / speed["engine"], rel=0.5)
-    assert "the tensor baseline" in standing["sentence"] and standing["sentence"].endswith("texts: 4 equal.")
+    assert "tensor baseline" in standing["sentence"] and standing["sentence"].endswith("texts: 4 equal.")
     metrics = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     samples = [sample for family in metrics if "baseline" in family.name for sample in family.samples]
     told = {" ".join(sorted(sample.labels.values())): sample.value for sample in samples}
