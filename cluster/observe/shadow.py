@@ -45,7 +45,7 @@ HIGHER_IS_BETTER = {  # by figure
 }
 
 
-class Result(enum.StrEnum):
+class ShadowResult(enum.StrEnum):
     """What became of a request that was to be answered twice."""
 
     COMPARED = "compared"
@@ -111,7 +111,7 @@ class Shadow:
         self._shares_devices, self._draw = shares_devices, draw
         self._running: asyncio.Task[None] | None = None
         self._pairs: deque[tuple[dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
-        self._results, self._texts = dict.fromkeys(Result, 0), dict.fromkeys(Texts, 0)
+        self._results, self._texts = dict.fromkeys(ShadowResult, 0), dict.fromkeys(Texts, 0)
 
     def listen(self, job: Job) -> Callable[[StepOutput], None] | None:
         """A ``Listener`` of the requests that the baseline shall answer, too. What is private is computed once."""
@@ -130,7 +130,7 @@ class Shadow:
 
     def _begin(self, job: Job, run: TimedRun) -> None:
         if self._running is not None and not self._running.done():
-            self._results[Result.DROPPED] += 1
+            self._results[ShadowResult.DROPPED] += 1
             return
         self._running = asyncio.create_task(self._answer(job, run))
 
@@ -141,13 +141,13 @@ class Shadow:
 
     async def _answer(self, job: Job, run: TimedRun) -> None:
         try:
-            result = await self._compared(job, run) if await self._has_room() else Result.DROPPED
+            result = await self._compared(job, run) if await self._has_room() else ShadowResult.DROPPED
         except (ApiError, QueueFullError, RequestError, ReplayError) as error:
             logger.warning("the baseline gave no answer to compare with: %s", error)
-            result = Result.FAILED
+            result = ShadowResult.FAILED
         except Exception:  # nobody waits for it
             logger.exception("two answers could not be compared")
-            result = Result.FAILED
+            result = ShadowResult.FAILED
         self._results[result] += 1
 
     async def _has_room(self) -> bool:
@@ -158,7 +158,7 @@ class Shadow:
             room = not any(one.counts.running or one.counts.waiting for one in await self._engine.describe())
         return room
 
-    async def _compared(self, job: Job, run: TimedRun) -> Result:
+    async def _compared(self, job: Job, run: TimedRun) -> ShadowResult:
         plain = dataclasses.replace(
             job, request_id=f"shadow-{secrets.token_hex(12)}/0", tenant=None, public=False, references=(), strategy=PLAIN,
             max_draft_tokens=0, siblings=False, report=False, embedding=None, session=None,
@@ -172,7 +172,7 @@ class Shadow:
         self._texts[await self._texts_of(plain, run, other)] += 1
         mine, theirs = (_figures(one, devices) for one, devices in zip((run, other), self._devices, strict=True))
         self._pairs.append((mine, theirs))
-        return Result.COMPARED
+        return ShadowResult.COMPARED
 
     async def _texts_of(self, plain: Job, run: TimedRun, other: TimedRun) -> Texts:
         """How they go together. The baseline says what it thinks of the tokens at which they part."""
