@@ -24,7 +24,7 @@ from actors.sharded.shared_sums import alone_in
 from actors.sharded.tensor_parallel import take_part
 from tests.helpers import waiting
 from tests.helpers.models import tiny_model
-from tests.helpers.parts import Answers, whole
+from tests.helpers.parts import Answers, shared_buffers, whole
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 has_deepspeed = pytest.mark.skipif(
@@ -53,12 +53,6 @@ def leading(mode: ShardMode, family: str, **environment: str) -> Iterator[tuple[
         process.communicate()
 
 
-def buffers() -> set[str]:
-    """What DeepSpeed's ranks have left in shared memory."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.glob("deepspeed_*")} if folder.is_dir() else set()
-
-
 def check_answers(answers: Answers) -> None:
     assert answers.given == answers.expected
     assert answers.accepted > 20 and answers.reused > 40
@@ -75,15 +69,15 @@ def gone(pids: list[int]) -> bool:
     "compiler", [pytest.param("none", id="gloo"), pytest.param("c++", marks=has_compiler, id="shared memory")]
 )
 def test_slices_say_what_the_whole_says_and_a_killed_rank_ends_the_group(compiler: str) -> None:
-    before = buffers()
     with leading("tensor", "llama", CXX=compiler) as (leader, answers):
         check_answers(answers)
         assert (answers.layers, answers.kv_heads) == ([2, 2], [1, 2])
-        assert buffers() == before  # already while they compute
+        buffers = shared_buffers([leader.pid, *answers.pids])
+        assert bool(buffers) == (compiler != "none")
+        assert not any(buffer.exists() for buffer in buffers)  # already while they compute
         os.kill(answers.pids[0], signal.SIGKILL)
         assert leader.wait(30) == 1  # which may have been spinning
         eventually(lambda: gone(answers.pids))
-    assert buffers() == before
 
 
 @pytest.mark.slow

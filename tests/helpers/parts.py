@@ -9,13 +9,15 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import cast
 
 import numpy as np
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -32,6 +34,12 @@ from tests.helpers.models import CONTEXT, FAMILIES, MAX_DRAFT, ROPES, SLOTS, VOC
 
 PROMPTS = ([7], [1, 2, 3, 4] * 6 + [1, 2], [5] * 40, [3, 1, 4, 1, 5, 9, 2, 6] * 3)
 SYSTEM = np.random.default_rng(12).integers(1, VOCAB, 40).tolist()
+
+
+def shared_buffers(pids: Iterable[int]) -> set[Path]:
+    """The buffers through which these ranks of DeepSpeed's sum, whether they still have a name in shared memory or not."""
+    maps = (psutil.Process(pid).memory_maps() for pid in pids)
+    return {Path(part.path) for parts in maps for part in parts if part.path.startswith("/dev/shm/deepspeed_")}
 
 
 @dataclass(frozen=True, slots=True)
