@@ -33,6 +33,7 @@ class GroupState:
     disagreements: int  # ranks whose committed text was not the leader's
     width: int | None = None  # of an elastic group: ranks that share this replica's steps now; None: all that are ready, always
     exchange_s: float = 0.0  # of all steps that emitted tokens, see StepTimes
+    exchange_bytes: int = 0  # of the messages of these steps, both ways
 
     @property
     def degraded(self) -> bool:

@@ -81,6 +81,7 @@ class LookaheadParallelExecutor:
         self._lock = threading.Lock()  # one step at a time, and nothing else reads the links meanwhile
         self._steps = self._divergences = 0
         self._exchange_s = 0.0
+        self._exchange_bytes = 0
         self._choices = WidthChoices()
         self._choice: WidthChoice | None = None  # of the next step
         self._decoding, self._began = 1, 0.0  # requests of the last step that emitted tokens, and when the next one began
@@ -137,6 +138,7 @@ class LookaheadParallelExecutor:
             divergences=self._divergences,
             disagreements=membership.disagreements,
             exchange_s=self._exchange_s,
+            exchange_bytes=self._exchange_bytes,
         )
 
     def tend(self) -> None:
@@ -177,6 +179,7 @@ class LookaheadParallelExecutor:
             began = time.perf_counter()
             self._membership.change()
             rank_states = self._membership.ready(works)
+            moved = _moved(rank_states)
             shared = self._choice is None or self._choice.shared
             parts = [[] if work.tree is None else _parts(work.tree, 1 + len(rank_states), shared) for work in works]
             self._steps += 1
@@ -188,6 +191,7 @@ class LookaheadParallelExecutor:
             outcomes = self._merge(works, parts, own, partitioned, replies)
             emitted = sum(outcome.acceptance.count for outcome in outcomes if outcome is not None)
             if emitted:
+                self._exchange_bytes += _moved(rank_states) - moved
                 self._judge(works, emitted)
                 self._time(
                     began, emitted, own, [(reply.compute_s, partitioned[rank_state]) for rank_state, reply in replies.items()]
@@ -266,6 +270,11 @@ class LookaheadParallelExecutor:
         exchange_s = time.perf_counter() - began - max(rank_s)
         self._exchange_s += exchange_s
         self.times.append(StepTimes(rank_s, exchange_s, rows, recomputed, emitted))
+
+
+def _moved(rank_states: Sequence[RankState]) -> int:
+    """Bytes of messages so far, to and from some ranks."""
+    return sum(rank_state.link.sent + rank_state.link.received for rank_state in rank_states)
 
 
 def _parts(tree: DraftTree, ranks: int, shared: bool) -> list[Part]:

@@ -41,6 +41,7 @@ class Link:
         self._connection = connection
         self._sending, self._ending = threading.Lock(), threading.Lock()
         self.heard_s = time.monotonic()  # when the peer last gave a sign
+        self.sent = self.received = 0  # bytes of messages
 
     def send(self, message: Message) -> None:
         """Raises one of ``LINK_ERRORS`` when the peer is gone or does not take it in time."""
@@ -50,6 +51,7 @@ class Link:
         """As ``send``, of a message that is encoded already, for who sends it to several."""
         with self._sending:
             self._connection.send_bytes(data)
+            self.sent += len(data)
 
     def receive(self, timeout_s: float | None) -> Message | None:
         """The next message; None when none begins within ``timeout_s`` seconds (None: however long it takes).
@@ -62,7 +64,9 @@ class Link:
 
     def take(self) -> Message:
         """The message that begins or is about to; where ``readable`` said so it is there. Raises as ``receive`` does."""
-        message = decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        data = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
+        self.received += len(data)
+        message = decode(data)
         self.heard_s = time.monotonic()
         return message
 

@@ -262,6 +262,9 @@ RANKS: tuple[Family, ...] = (
         "Seconds of steps beyond the slowest rank's own: partitioning, messages, waiting, merging.",
         _group(lambda one: one.exchange_s),
     ),
+    counter(
+        "outrider:exchange_bytes", "Bytes of messages between ranks in these, both ways.", _group(lambda one: one.exchange_bytes)
+    ),
 )
 
 FAMILIES = VLLM + STEPS + MEMORY + RANKS

@@ -49,10 +49,11 @@ def test_each_load_and_each_number_of_ranks_has_its_own() -> None:
 def test_exchange_is_that_of_all_steps() -> None:
     drafter = prepared(build_drafter("recycling", {}), tiny_model("llama", "float32"))
     with TinyGroup("llama", drafter, world=2) as group:
-        assert group.state.exchange_s == 0.0
+        assert group.state.exchange_s == group.state.exchange_bytes == 0
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         first = group.run([Request("a", [5, 6, 7, 5, 6], params)])
-        between = group.state.exchange_s
+        between, moved = group.state.exchange_s, group.state.exchange_bytes
         assert first == group.run([Request("b", [5, 6, 7, 5, 6], params)])
         assert 0.0 < between < group.state.exchange_s == pytest.approx(sum(step.exchange_s for step in group.times))
+        assert 0 < moved < group.state.exchange_bytes
         assert group.engine.metrics().forward_s > group.state.exchange_s

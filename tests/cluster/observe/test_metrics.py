@@ -214,7 +214,7 @@ def test_beyond_loopback_it_is_the_operator_s(keys: tuple[str, ...], header: str
 def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
     (description,) = asyncio.run(engines.describe())
     mirror = MirrorCounts(False, "open", 1, {"timeout": 3, "full": 2}, 10, 20, 30, 4, 5, 6, 7, 80, 9, 11, 2.5)
-    group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5)
+    group = GroupState(3, (0, 2), (1,), 4, "rank 1: gone", 5, 6, exchange_s=0.5, exchange_bytes=700)
     energy = EnergyCounts("rapl", 12.5, 3.0)
     told = dataclasses.replace(description, cache=mirror, group=group, energy=energy)
     text = exposition([told], 1).decode()
@@ -226,7 +226,7 @@ def test_memory_energy_and_ranks(engines: LocalEngine) -> None:
         "outrider:mirror_corrupt_records_total": 9, "outrider:mirror_lost_records_total": 6, "outrider:idle_power_watts": 3,
         "outrider:energy_joules_total": 12.5, "outrider:ranks": 3, "outrider:ranks_ready": 2, "outrider:group_width": 2,
         "outrider:rank_losses_total": 4, "outrider:rank_divergences_total": 5, "outrider:rank_disagreements_total": 6,
-        "outrider:exchange_seconds_total": 0.5,
+        "outrider:exchange_seconds_total": 0.5, "outrider:exchange_bytes_total": 700,
     }  # fmt: skip
     assert {name: found[name].value for name in expected} == expected
     assert found["outrider:energy_joules_total"].labels["meter"] == "rapl"
