@@ -18,7 +18,7 @@ _BENCHES = {
     "load": "Strategies under load: 1 to 32 clients, and Poisson arrivals",
     "draft-models": "Strategies with a draft model: speed, J/token, perplexity, beside the numbers of a paper",
     "paper": "The tables and figures of a paper (llma, trie, ngrammys, jacobi, mjsd) beside its own numbers",
-    "scaling": "One worker against lookahead, tensor and pipeline parallelism, each plain and with every strategy",
+    "scaling": "One worker against lookahead, tensor and pipeline parallelism and replicas, one request at a time and many",
     "rag": "An enterprise's day of requests about documents, by kind: replicas, sharing, routing, cold and warm, beside vLLM",
     "report": "Records as one HTML page that needs nothing else: figures, tables, and papers' numbers beside ours",
 }

@@ -12,7 +12,7 @@ BENCHES = {
     "load": "experiments.bench.load",
     "draft-models": "experiments.papers.draft_models.bench",
     "paper": "experiments.papers.commands",
-    "scaling": "experiments.bench.scaling",
+    "scaling": "experiments.bench.scaling.command",
     "rag": "experiments.rag.bench",
     "report": "experiments.report.page",
 }

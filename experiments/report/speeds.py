@@ -107,7 +107,7 @@ def draft_models(results: Results, rows: Mapping[str, str] | None = None) -> Tab
 
 def forms(results: Results) -> Table:
     """``bench scaling``: every form with every strategy, times plain decoding on one worker, after the first token."""
-    overall = list(results["overall"].values())
+    overall = [row for row in results["overall"].values() if row.get("clients", 1) == 1]
     columns = list(dict.fromkeys(row["form"] for row in overall))
     cells: dict[str, dict[str, Cell]] = {}
     for row in overall:
@@ -115,6 +115,45 @@ def forms(results: Results) -> Table:
         cells.setdefault(name, {})[row["form"]] = repeats(row["decode_ratio"]["plain"])
     rows = [[Cell(name), *(of.get(form, Cell("")) for form in columns)] for name, of in cells.items()]
     return table_of("times plain decoding on one worker, after the first token", ("", *columns), rows)
+
+
+def scaling(results: Results) -> Table | None:
+    """``bench scaling``: all requests together, what a step brings and exchanges, memory, and the prediction; None of a record
+    of earlier form."""
+    told = results.get("prediction")
+    if told is None:
+        return None
+    cells = []
+    for label, row in results["overall"].items():
+        moved, guess = row["communication"], told["rows"].get(label)
+        seconds = f", {1e3 * moved['seconds']:.2f} ms" if moved["seconds"] else ""
+        sent = f"{moved['bytes'] / 1024:.1f} KiB{seconds}" if moved["bytes"] else ""
+        predicted = Cell("") if guess is None else Cell(f"{guess['predicted']:.2f}", guess["predicted"])
+        memory = sum(row["memory_mib"].values())
+        efficiency = Cell(f"{row['efficiency']:.0%}", row["efficiency"])
+        steps = (figure(row["tokens_per_step"]), figure(row["drafted_per_step"]))
+        cells.append(
+            [Cell(label), repeats(row["speed_up"]), predicted, efficiency, *steps, Cell(sent), Cell(f"{memory:.0f}", memory)]
+        )
+    titles = (
+        "all requests together",
+        "speed-up",
+        "predicted",
+        "efficiency",
+        "tokens per step",
+        "drafted",
+        "exchanged a step",
+        "MiB",
+    )
+    return table_of("", titles, cells)
+
+
+def winners(results: Results) -> Table | None:
+    """``bench scaling``: which form has most tokens a second, by workers and requests at once; None of an earlier record."""
+    told = results.get("crossover")
+    if told is None:
+        return None
+    return table_of("", ("which form wins",), [[Cell(sentence)] for sentence in told["sentences"]])
 
 
 def rag(results: Results) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report.cells import Cell, figure, median, repeats, rounded
 from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, strategies
+from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, scaling, strategies, winners
 from experiments.report.values import Table, table_of
 
 _NODE_FAULTS = {
@@ -255,7 +255,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "bench-strategies": (strategies,),
     "bench-load": (load,),
     "bench-draft-models": (draft_models,),
-    "bench-scaling": (forms,),
+    "bench-scaling": (forms, scaling, winners),
     "bench-rag": (rag, rag_pairs),
     "shared-trie": (shared_trie,),
     "cache-figures": (cache_figures,),

@@ -1,4 +1,4 @@
-"""Strong scaling: which forms there are, what their figures say of the paper, and a real group of ranks beside one worker."""
+"""Strong scaling: which forms there are, what entries come to, what is predicted, and real groups beside one worker."""
 
 from __future__ import annotations
 
@@ -8,27 +8,40 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.generate.strategy_option import chosen_strategies
+from decoding.budget.latency import LatencyCurve
 from decoding.request import PLAIN
 from experiments.bench.run import arguments, run
-from experiments.bench.scaling import BENCH, Entry, Form, Timed, _results, forms_of, parted
+from experiments.bench.scaling.asking import _COUNTERS, Entry, Round
+from experiments.bench.scaling.command import BENCH, parted, results_of
+from experiments.bench.scaling.forms import Form, forms_of
+from experiments.bench.scaling.prediction import Prediction, beside
+from experiments.bench.scaling.rows import communication
 from experiments.papers.beside import NOT_TESTABLE
 from experiments.report.page import read_record, render
+from experiments.simulation.hardware import ModelShape
+
+SHAPE = ModelShape("tiny", 4, 64, 4, 4, 16, 1e5, 100)
 
 
 def test_a_form_that_is_missing_is_left_out_by_name() -> None:
-    forms, skipped = forms_of(("one", "threads", "lookahead"), (2, 4), 1, 3)
+    forms, skipped = forms_of(("one", "threads", "lookahead"), (1, 2, 4), 1, 3)
     assert [form.label for form in forms] == ["1 x 1", "LP 2 x 1"]
     threads = "a GPU has no threads of ours"
     assert skipped == {"1 x 2": threads, "1 x 4": threads, "LP 4 x 1": "this machine has 3 GPUs"}
     forms, _ = forms_of(("threads",), (3,), 2, None)
     assert [(form.label, form.ranks, form.rank_threads) for form in forms] == [("1 x 2", 1, 2), ("1 x 6", 1, 6)]
     assert "parallelism.world_size=2" in Form("pipeline", 2, 1).settings() and len(Form("one", 1, 1).settings()) == 2
+    assert {"server.replicas=4", "parallelism.world_size=auto"} <= {*Form("elastic", 4, 1).settings()}
+    assert not [each for each in Form("replicas", 4, 1).settings() if each.startswith("parallelism")]
 
 
-def entry(kind: str, strategy: str, seconds: float) -> Entry:
+def entry(kind: str, strategy: str, seconds: float, clients: int = 1, **counts: float) -> Entry:
     """Two repeats of eleven tokens, ten of them in so many seconds."""
-    repeats = [[Timed(11, 0.5 + seconds, seconds, "said")] for _ in range(2)]
-    return Entry(Form(kind, 1 if kind == "one" else 2, 1), strategy, {"chat": repeats})
+    counted = dict.fromkeys(_COUNTERS, 10.0) | {"decode_s": seconds, "tokens": 20.0} | counts
+    repeats = [Round(1, 11, 0.5 + seconds, counted) for _ in range(2)]
+    name = "chat" if clients == 1 else "all"
+    return Entry(Form(kind, 1 if kind == "one" else 2, 1), strategy, clients, {name: repeats})
 
 
 def test_a_paper_s_statements_are_judged_by_speeds_after_the_first_token() -> None:
@@ -36,32 +49,89 @@ def test_a_paper_s_statements_are_judged_by_speeds_after_the_first_token() -> No
     faster = {PLAIN: 1.0, "jacobi": 0.4, "auto": 0.2}
     entries = [entry(kind, name, seconds[kind] * faster[name]) for kind in seconds for name in faster]
     entries[-1].differing = 1
-    results = _results(entries, {}, Namespace(dtype="float32"), None)
+    results = results_of(entries, {}, "float32", None, SHAPE, {})
     row = results["overall"]["TP 2 x 1, plain"]
-    assert row["decode_ratio"]["plain"] == [2.0, 2.0] and row["tokens_per_s"] == 11.0
+    assert row["decode_ratio"]["plain"] == [2.0, 2.0] and row["tokens_per_s"] == 11.0 and row["tokens_per_step"] == 2.0
+    assert row["speed_up"] == [1.5, 1.5] and row["efficiency"] == 0.75
     assert [claim["direction"] for claim in results["claims"]] == [False, True, True, None, True, True]
     assert results["claims"][0]["why"] and results["verdicts"][NOT_TESTABLE] == 6
-    assert results["figures"]["speed after the first token"]["series"]["LP 2 x 1"]["jacobi"] == [2.5, 2.5]
     assert parted(results, Namespace(dtype="float32")) == ["PP 2 x 1, auto: 1 of 2 as plain"]
     assert parted(results, Namespace(dtype="bfloat16")) == []
 
 
+def test_which_form_wins_is_told_from_how_many_requests_on() -> None:
+    seconds = {1: {"one": 1.0, "lookahead": 0.5, "replicas": 1.0}, 4: {"one": 1.0, "lookahead": 1.0, "replicas": 0.25}}
+    entries = [entry(kind, PLAIN, took, clients) for clients, own in seconds.items() for kind, took in own.items()]
+    told = results_of(entries, {}, "float32", None, SHAPE, {})["crossover"]
+    assert told["sentences"] == [
+        "2 workers: from 1 at once LP 2 x 1 with plain (1.50 times 1 x 1), "
+        "from 4 at once replicas 2 x 1 with plain (2.00 times 1 x 1)"
+    ]
+    assert told["wins"]["2"]["4"]["speed_up"] == 2.0
+
+
+def test_what_ranks_exchange_is_measured_or_computed() -> None:
+    step = {"steps": 4.0, "rows": 8.0, "exchange_bytes": 400.0, "exchange_s": 0.002}
+    assert communication(entry("lookahead", PLAIN, 1.0, **step), SHAPE) == {"how": "measured", "bytes": 100.0, "seconds": 0.0005}
+    sums = communication(entry("tensor", PLAIN, 1.0, **step), SHAPE)  # two rows a step, 8 sums of 128 bytes, sent by both ranks
+    assert sums == {"how": "computed", "bytes": 2 * 8 * 128 * 2, "seconds": None}
+    assert communication(entry("pipeline", PLAIN, 1.0, **step), SHAPE)["bytes"] == 2 * 2 * 128
+    assert communication(entry("pipeline", PLAIN, 1.0, **step), None)["bytes"] is None
+    assert communication(entry("replicas", PLAIN, 1.0, **step), SHAPE)["bytes"] == 0
+
+
+def test_a_prediction_follows_the_calibration(tiny_model: Path) -> None:
+    curve = LatencyCurve((1, 100), (0.01, 0.02), 0, 0.0, 0.0)
+    texts = {f"the quick brown fox {at}": " the lazy dog and the lazy dog" * 3 for at in range(4)}
+    prediction = Prediction(curve, SHAPE, texts, str(tiny_model), 8)
+    plain, copied, window = chosen_strategies([PLAIN, "llma", "jacobi"])
+    one = prediction.tokens_per_s(Form("one", 1, 1), plain, 1)
+    assert 85 < one < 100  # a token takes 10 ms and what the host adds
+    assert prediction.tokens_per_s(Form("one", 1, 1), copied, 1) > 1.5 * one
+    assert 1.8 < prediction.tokens_per_s(Form("tensor", 2, 1), plain, 1) / one < 2.0  # half the time, and sums
+    assert prediction.tokens_per_s(Form("replicas", 2, 1), plain, 1) == pytest.approx(one, rel=0.02)
+    assert prediction.tokens_per_s(Form("replicas", 4, 1), plain, 2) / prediction.tokens_per_s(Form("one", 1, 1), plain, 1) > 1.8
+    entries = [entry(kind, name, 1.0) for kind in ("one", "threads", "lookahead") for name in (PLAIN, "jacobi")]
+    rows = results_of(entries, {}, "float32", None, SHAPE, {})["overall"]
+    forms = {each.form.label: each.form for each in entries}
+    told = beside(rows, forms, {choice.label: choice for choice in (plain, window)}, plain, prediction)
+    assert told["rows"]["1 x 1, plain"] == {"measured": 1.0, "predicted": 1.0, "error": 0.0}
+    assert "LP 2 x 1, plain" in told["rows"] and "needs a model that runs" in told["left_out"]["LP 2 x 1, jacobi"]
+    assert "one worker's threads" in told["left_out"]["1 x 2, plain"]
+
+
 def test_options_that_cannot_be() -> None:
-    for options in (["--workers", "1"], ["--workers", "2,2"], ["--max-tokens", "1"], ["--form", "other"]):
+    for options in (["--workers", "0"], ["--workers", "2,2"], ["--clients", "4,4"], ["--max-tokens", "1"], ["--form", "other"]):
         with pytest.raises(SystemExit, match="2"):
             arguments(BENCH, ["--prompts", "p.jsonl", *options])
 
 
+def test_more_requests_at_once_than_prompts_are_refused(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "words.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the quick brown fox"}) + "\n")
+    assert run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), "--clients", "2"]) == 2
+    assert "2 requests at once need as many prompts, and there are 1: raise --records" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_group_of_ranks_says_what_one_worker_says(tiny_model: Path, tmp_path: Path) -> None:
+def test_groups_and_replicas_say_what_one_worker_says(tiny_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "words.jsonl"
-    prompts.write_text(json.dumps({"prompt": "the quick brown fox jumps over the lazy dog"}) + "\n")
-    sizes = ["--records", "1", "--repeats", "1", "--max-tokens", "24", "--form", "lookahead", "--strategy", "trie"]
-    assert run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), *sizes, "--out", str(tmp_path / "out")]) == 0
+    words = "the quick brown fox jumps over the lazy dog"
+    prompts.write_text("".join(json.dumps({"prompt": f"{words} {at}"}) + "\n" for at in ("again", "twice")))
+    sizes = ["--records", "2", "--repeats", "1", "--max-tokens", "24", "--strategy", "llma", "--clients", "1,2"]
+    forms = ["--form", "lookahead", "--form", "elastic", "--form", "replicas"]
+    assert (
+        run(BENCH, ["--model", str(tiny_model), "--prompts", str(prompts), *sizes, *forms, "--out", str(tmp_path / "out")]) == 0
+    )
     (path,) = (tmp_path / "out").glob("*-bench-scaling.json")
     results = json.loads(path.read_text())["results"]
-    assert list(results["overall"]) == ["1 x 1, plain", "1 x 1, trie", "LP 2 x 1, plain", "LP 2 x 1, trie"]
-    assert all(row["identical"] == row["records"] == 1 and row["tokens_per_s"] > 0 for row in results["overall"].values())
+    overall = results["overall"]
+    assert {row["form"] for row in overall.values()} == {"1 x 1", "LP 2 x 1", "LP elastic 2 x 1", "replicas 2 x 1"}
+    assert all(row["identical"] == row["records"] == 2 and row["tokens_per_s"] > 0 for row in overall.values())
+    assert overall["LP 2 x 1, llma"]["communication"]["bytes"] > 0 and sum(overall["1 x 1, plain"]["memory_mib"].values()) > 100
+    assert results["prediction"]["rows"].keys() == overall.keys() and results["crossover"]["sentences"]
     page = render([(path, read_record(path))], "scaling")
-    assert page.count("<img") == 1 and "figures 6, 7" in page
+    assert page.count("<img") == 1 and "figures 6, 7" in page and "efficiency" in page

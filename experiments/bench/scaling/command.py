@@ -1,0 +1,223 @@
+"""``outrider bench scaling``: one worker beside lookahead, tensor and pipeline parallelism and replicas, on the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster.cli.generate.prompt_file import read_prompts
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
+from configs.schema import find_model
+from decoding.request import PLAIN
+from engine.loading.model import load_config
+from engine.text.tokenizer import load_tokenizer
+from experiments.bench.options import add_model, add_prompts, check_prompts, numbers
+from experiments.bench.run import Bench, Results, Run
+from experiments.bench.scaling.asking import Entry, ask
+from experiments.bench.scaling.forms import KINDS, forms_of
+from experiments.bench.scaling.prediction import Prediction, beside, calibrated
+from experiments.bench.scaling.rows import crossover, figures, one_worker, row_of
+from experiments.bench.workloads import fitting_records, interleaved
+from experiments.papers.numbers.scaling import beside_figures
+from experiments.service.served import memory_mib, served
+from experiments.simulation.hardware import ModelShape, shape_of
+
+TEXT = """Strong scaling: the same prompts answered by one worker and by several together, one request at a time and many.
+
+A worker is a GPU, or on a CPU a process with --threads threads. The forms that compete, each an `outrider serve` of its own:
+  one         one worker
+  threads     one worker with as many threads as N workers have (CPUs alone)
+  lookahead   LP, lookahead parallelism: N copies of the model share each step's draft tree
+  elastic     LP whose width follows the load: one request has all N, N requests have one each
+  tensor      TP by DeepSpeed: each of N workers has a slice of every layer
+  pipeline    PP: each of N workers has some of the layers
+  replicas    N independent workers behind the router
+Each answers with plain decoding, one token a step, and with every --strategy, greedily, with each number of --clients at once.
+In each repeat every form is started anew, every other time in reverse, so that a drift of the machine hits all alike. Nothing is
+drafted from earlier answers (`cache: off`), which would be the same ones. Two speeds are told: of a request after its first
+token by the engine's clock, and of all requests together by the clock of who asks. A form that cannot run here is left out by
+name, with the reason. Every output is compared with that of plain decoding on one worker. Beside each speed-up stands what
+`experiments.simulation` predicts from `outrider doctor --calibrate` of one worker, every worker on a device of its own. Where
+there are fewer cores than workers' threads, times say nothing of the form: tokens per step do. Let nothing else run.
+
+example, some minutes with a real model on two cores:
+  outrider bench scaling --model smollm2-135m-instruct --prompts chat.jsonl code.jsonl --strategy auto --strategy jacobi
+example, on eight GPUs:
+  outrider bench scaling --model DIR --dtype bfloat16 --prompts chat.jsonl --records 64 --workers 1,2,4,8 --clients 1,4,16,64
+"""
+_EXACT = ("float32",)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add_prompts(parser)
+    add_model(parser, "float32", ("float32", "bfloat16", "float16"))
+    parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; several times; all when absent")
+    parser.add_argument("--form", action="append", choices=KINDS, help="several times; all when absent, `one` always")
+    parser.add_argument(
+        "--workers", type=numbers(int, 1), default=(1, 2), help="numbers of workers: 1,2,4,8; one is always there"
+    )
+    parser.add_argument("--clients", type=numbers(int, 1), default=(1,), help="requests at once: 1,4,16,64; one is always there")
+    parser.add_argument("--budget", type=int, default=8, help="most drafted rows of a rank in a step")
+    parser.add_argument("--records", type=int, default=1, help="of each file, the first that fit")
+    parser.add_argument("--max-tokens", type=int, default=48, help="of an output")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of a worker")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="workers are the GPUs from the first on"
+    )
+
+
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All forms, strategies and numbers of requests at once in turns.
+
+    Returns:
+        ``skipped`` with reasons, ``workloads`` and ``overall`` with a row an entry, ``crossover``, ``prediction``, and what
+        ``beside_figures`` says.
+
+    Raises:
+        ValueError, ModelLoadError: a file or a model that cannot be used.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else None
+    model, choices = find_model(args.model), [c for c in chosen_strategies(args.strategy) if c.name != PLAIN]
+    plain = chosen_strategies([PLAIN])[0]
+    prompts = _read(args, model)
+    asked = list(interleaved([[(name, text) for text in texts] for name, texts in prompts.items()]))
+    clients = sorted({1, *args.clients})
+    if len(asked) < clients[-1]:
+        raise ValueError(f"{clients[-1]} requests at once need as many prompts, and there are {len(asked)}: raise --records")
+    forms, skipped = forms_of(args.form or KINDS, args.workers, args.threads, gpus)
+    names = [choice.label for choice in (plain, *choices)]
+    entries = [Entry(form, name, count) for form in forms for count in clients for name in names]
+    common = [
+        f"model.dtype={args.dtype}", f"model.device={'cpu' if gpus is None else 'cuda'}", "engine.prefix_caching=false",
+        f"engine.max_running={max(8, clients[-1])}", f"speculation.max_draft_tokens={args.budget}", "cache.enabled=false",
+        f"speculation.strategies={_listed(choices)}",
+    ]  # fmt: skip
+    expected: dict[str, str] = {}
+    memory: dict[str, dict[str, float]] = {}
+    for repeat in range(args.repeats):
+        for form in forms if repeat % 2 == 0 else [forms[0], *reversed(forms[1:])]:
+            if form.label in skipped:
+                continue
+            run.progress.say(f"repeat {repeat + 1} of {args.repeats}: {form.label}")
+            try:
+                with served(model, [*common, *form.settings()]) as server:
+                    own = [entry for entry in entries if entry.form == form]
+                    _answer(server.url, Path(model).name, own, asked, args.max_tokens, expected, run)
+                    memory[form.label] = memory_mib(server) if gpus is None else _gpu_mib(gpus)
+            except RuntimeError as error:
+                if form.kind == "one":
+                    raise ValueError(f"one worker cannot be started: {error}") from error
+                skipped[form.label] = str(error)
+    entries = [entry for entry in entries if entry.form.label not in skipped]
+    shape = _shape(model, args.dtype)
+    results = results_of(entries, skipped, args.dtype, gpus, shape, memory)
+    run.progress.say("calibrating one worker")
+    curve = calibrated(model, args.dtype, "cpu" if gpus is None else "cuda", args.threads)
+    prediction = Prediction(curve, shape, expected, model, args.budget)
+    every = {choice.label: choice for choice in (plain, *choices)}
+    told = beside(results["overall"], {form.label: form for form in forms}, every, plain, prediction)
+    results["prediction"] = {"curve": curve.to_json(), **told}
+    return results | {"figures": figures(list(results["overall"].values()), told)}
+
+
+def _listed(choices: Sequence[StrategyChoice]) -> str:
+    return "[" + ",".join(f'"{choice.label}"' for choice in choices) + "]"
+
+
+def _shape(model: str, dtype: str) -> ModelShape | None:
+    """What a simulation needs of a model; None where its configuration is not one of a Llama's like."""
+    config = load_config(model).get_text_config().to_dict()
+    try:
+        found = shape_of(Path(model).name, config)
+    except (KeyError, TypeError):
+        return None
+    return ModelShape(**{name: getattr(found, name) for name in found.__slots__} | {"value_bytes": 4 if dtype in _EXACT else 2})
+
+
+def _gpu_mib(gpus: int) -> dict[str, float]:
+    """Memory in use of each GPU, whoever has it."""
+    import torch
+
+    return {f"gpu {at}": round(torch.cuda.device_memory_used(at) / 2**20, 1) for at in range(gpus)}
+
+
+def _read(args: argparse.Namespace, model: str) -> dict[str, list[str]]:
+    """The first prompts of each file that fit. Raises ``ValueError`` where there are too few."""
+    tokenizer, context = load_tokenizer(model), int(load_config(model).get_text_config().max_position_embeddings)
+    found = {}
+    for path in args.prompts:
+        fitting = [record.prompt for record, _ in fitting_records(read_prompts(path), tokenizer, context - args.max_tokens)]
+        if len(fitting) < args.records:
+            raise ValueError(f"{path.stem} has {len(fitting)} prompts that fit, {args.records} are needed: lower --records")
+        found[path.stem] = fitting[: args.records]
+    return found
+
+
+def _answer(
+    url: str, model: str, entries: Sequence[Entry], asked: Sequence[tuple[str, str]], max_tokens: int, expected: dict[str, str],
+    run: Run,
+) -> None:  # fmt: skip
+    """All entries of a form on all prompts; the first text to a prompt is what is expected."""
+    texts = [text for _, text in asked]
+    for entry in entries:
+        spoken = {"max_draft_tokens": 0} if entry.strategy == PLAIN else {"strategy": entry.strategy}
+        body = {"model": model, "max_tokens": max_tokens, "temperature": 0, "cache": "off", "speculation": spoken}
+        ask(url, body, texts[: entry.clients], entry.clients)  # code is compiled, tables are read
+        by_workload: dict[str, list[str]] = {}
+        for name, text in asked:
+            by_workload.setdefault(name if entry.clients == 1 else "all", []).append(text)
+        for name, own in by_workload.items():
+            done, said = ask(url, body, own, entry.clients)
+            entry.rounds.setdefault(name, []).append(done)
+            entry.differing += sum(told != expected.setdefault(text, told) for text, told in zip(own, said, strict=True))
+        run.progress.note(entry.label)
+
+
+def results_of(
+    entries: Sequence[Entry], skipped: Mapping[str, str], dtype: str, gpus: int | None, shape: ModelShape | None,
+    memory: Mapping[str, Mapping[str, float]],
+) -> Results:  # fmt: skip
+    """What a run comes to, without its prediction; see ``measure``."""
+    rows = {
+        entry.label: row_of(entry, one_worker(entries, entry.clients), shape, memory.get(entry.form.label, {}))
+        for entry in entries
+    }
+    alone = [entry for entry in entries if entry.clients == 1]
+    workloads = {
+        name: {
+            "entries": {entry.label: {"decode_tokens_per_s": [round(rate, 2) for rate in entry.rates(name)]} for entry in alone}
+        }
+        for name in alone[0].rounds
+    }
+    own = {"skipped": dict(skipped), "workloads": workloads, "overall": rows, "crossover": crossover(list(rows.values()))}
+    paper = {"workloads": workloads, "overall": {label: row for label, row in rows.items() if row["clients"] == 1}}
+    return own | beside_figures(paper, dtype, "cpu" if gpus is None else "cuda")
+
+
+def parted(results: Results, args: argparse.Namespace) -> list[str]:
+    """The entries whose outputs are not all plain decoding's; none where the type's rounding excuses it."""
+    if args.dtype not in _EXACT:
+        return []
+    rows = results["overall"].items()
+    return [
+        f"{label}: {row['identical']} of {row['records']} as plain" for label, row in rows if row["identical"] < row["records"]
+    ]
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the process with code 2 where a number or a file is named twice."""
+    check_prompts(args, parser)
+    for name in ("workers", "clients"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            parser.error(f"--{name} must name no number twice")
+
+
+BENCH = Bench(
+    "bench-scaling", TEXT, measure, options, dict.fromkeys(("budget", "records", "repeats", "threads"), 1) | {"max_tokens": 2},
+    check, parted,
+)  # fmt: skip

@@ -1,0 +1,224 @@
+"""Which form to put GPUs to, from what drafts were measured to bring: replicas, lookahead, tensor or pipeline parallelism.
+
+python -m experiments.simulation.choice RECORD.json --gpu A100-80 --model llama-2-7b llama-2-13b llama-2-70b
+
+RECORD is one of `outrider bench scaling`: its tokens per step and drafted rows, with one rank and with as many as lookahead
+parallelism had, are taken for those of the larger models, whatever number of requests is under way. How long a step takes is the
+roofline of the GPU. So the answer is a prediction: other texts and models draft otherwise, and a real drafter drafts less under
+load. Tensor and pipeline parallelism check a tree of one rank's size or of all ranks', whichever is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.request import PLAIN
+from experiments.bench.figure import panel
+from experiments.bench.options import numbers
+from experiments.bench.run import Bench, Results, Run
+from experiments.simulation.hardware import Gpu, ModelShape, find_gpu, find_shape
+from experiments.simulation.steps import Host, Mode, RankLoad, Software, fits, step_times
+
+KINDS = ("one", "replicas", "lookahead", "tensor", "pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a step of a request was measured to be."""
+
+    tokens: float  # that it emits
+    drafted: float  # rows beside its root, of all ranks
+
+
+Drafts = Mapping[str, Mapping[int, Brought]]  # by strategy and by ranks
+
+
+def read_drafts(path: Path) -> Drafts:
+    """Those of a record of ``outrider bench scaling``, with one request at once.
+
+    Raises:
+        ValueError: it is none, is of an earlier form, or has no lookahead parallelism.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["results"]["overall"].values()
+        own = [row for row in rows if row["kind"] in ("one", "lookahead") and row["clients"] == 1]
+        found: dict[str, dict[int, Brought]] = {}
+        for row in own:
+            brought = Brought(row["tokens_per_step"], row["drafted_per_step"])
+            found.setdefault(row["strategy"], {})[row["ranks"]] = brought
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: no record of outrider bench scaling with tokens per step: {error!r}") from error
+    if not any(len(ranks) > 1 and 1 in ranks for ranks in found.values()):
+        raise ValueError(f"{path}: it needs one worker and lookahead parallelism: run outrider bench scaling with both")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """GPUs, and what runs on them."""
+
+    gpu: Gpu
+    model: ModelShape
+    software: Software
+    context: int  # tokens of each request
+
+    def tokens_per_s(self, kind: str, workers: int, requests: int, brought: Brought, plain: bool) -> float | None:
+        """Of all requests together; None where weights and KV do not fit.
+
+        Example: 4 requests on 2 replicas, each 2 to a step of 10 ms that emits 3 tokens of each: 1,200 tokens a second.
+        """
+        busy = min(workers, requests) if kind == "replicas" else 1
+        own = -(-requests // busy)
+        width = 1 if kind in ("one", "replicas") else workers
+        mode: Mode = "tensor" if kind == "tensor" else "pipeline" if kind == "pipeline" else "lookahead"
+        if not fits(mode, width, self.gpu, self.model, own, self.context):
+            return None
+        times = step_times(mode, width, self.gpu, self.model, self.software, Host())
+        rows = own * (1 + brought.drafted / times.ranks)
+        load = RankLoad(own, round(rows), own * self.context)
+        step_s = times.seconds([load] * (times.ranks if brought.drafted >= 1 else 1), 0 if plain else own)
+        return requests * brought.tokens / step_s
+
+
+def best_of(machine: Machine, drafts: Drafts, workers: int, requests: int) -> dict[str, dict[str, Any]]:
+    """The fastest strategy of each kind that fits, the fastest kind first.
+
+    Args:
+        machine: GPUs and model.
+        drafts: measured.
+        workers: GPUs; lookahead parallelism has those strategies that were measured with so many ranks.
+        requests: at once.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        for strategy, by_ranks in drafts.items():
+            ranks = [workers] if kind == "lookahead" else [1, workers] if kind in ("tensor", "pipeline") else [1]
+            for brought in (by_ranks[count] for count in ranks if count in by_ranks):
+                speed = machine.tokens_per_s(kind, workers, requests, brought, strategy == PLAIN)
+                if speed is not None and speed > found.get(kind, {"tokens_per_s": 0.0})["tokens_per_s"]:
+                    found[kind] = {"strategy": strategy, "tokens_per_s": speed, "tokens_per_step": brought.tokens}
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]["tokens_per_s"]))
+
+
+def sentence(place: str, machine: Machine, workers: int, cells: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Which form to choose, by requests at once, and why.
+
+    Args:
+        place: how the machine is called.
+        machine: GPUs and model.
+        workers: GPUs.
+        cells: what ``best_of`` says, by requests at once.
+    """
+    parts: list[str] = []
+    former = None
+    for requests, kinds in cells.items():
+        if not kinds:
+            parts.append(f"from {requests} at once nothing, since the KV does not fit")
+            break
+        best = next(iter(kinds))
+        if best != former:
+            parts.append(f"from {requests} at once {best} with {_name(kinds[best]['strategy'])}, {_why(best, kinds, machine)}")
+        former = best
+    return f"{place}, {workers} GPUs: {'; '.join(parts)}."
+
+
+def _why(best: str, kinds: Mapping[str, Mapping[str, Any]], machine: Machine) -> str:
+    """How far ahead of lookahead parallelism it is, or lookahead of the next, and what decides."""
+    if best == "lookahead":
+        other = next((kind for kind in kinds if kind != best), best)
+        ahead = kinds[best]["tokens_per_s"] / kinds[other]["tokens_per_s"]
+        more = kinds[best]["tokens_per_step"] / kinds[other]["tokens_per_step"]
+        return f"{ahead:.2f} times {other}, since its ranks bring {more:.2f} times the tokens of a step"
+    reasons = {
+        "tensor": "since each GPU reads a part of the weights",
+        "pipeline": "since no GPU holds the model alone",
+        "replicas": "since requests share no step",
+        "one": "since further GPUs cost a step more than they bring",
+    }
+    if machine.software.launch_s and best == "tensor":
+        reasons["tensor"] = "since what it checks is computed in parts, while launches take as long as ever"
+    if "lookahead" not in kinds:
+        return f"{reasons[best]}; a copy of the model a GPU does not fit"
+    ahead = kinds[best]["tokens_per_s"] / kinds["lookahead"]["tokens_per_s"]
+    return f"{ahead:.2f} times lookahead, {reasons[best]}"
+
+
+def _name(strategy: str) -> str:
+    return "plain" if strategy == PLAIN else strategy
+
+
+def measure(args: argparse.Namespace, run: Run) -> Results:
+    """All machines, numbers of GPUs and of requests at once.
+
+    Returns:
+        ``prediction``: true; ``drafts`` as measured; ``cells`` by machine, GPUs and requests at once; ``answer``, a sentence for
+        each machine and number of GPUs.
+
+    Raises:
+        ValueError: a record, a GPU or a model that cannot be used.
+    """
+    drafts, gpu = read_drafts(args.record), find_gpu(args.gpu)
+    workers = sorted({count for ranks in drafts.values() for count in ranks} - {1})
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    answer: list[str] = []
+    panels: dict[str, Any] = {}
+    for launch_us in args.launch_us:
+        lead: dict[str, dict[str, float]] = {}
+        for name in args.model:
+            machine = Machine(gpu, find_shape(name), Software(launch_s=launch_us / 1e6), args.context)
+            place = (
+                f"{machine.model.name} on {gpu.name}, {f'launches of {launch_us:g} us a layer' if launch_us else 'no launches'}"
+            )
+            run.progress.note(place)
+            for count in workers:
+                own = {requests: best_of(machine, drafts, count, requests) for requests in args.clients}
+                cells.setdefault(place, {})[str(count)] = {str(requests): kinds for requests, kinds in own.items()}
+                answer.append(sentence(place, machine, count, own))
+                ahead = {str(requests): _lead(kinds) for requests, kinds in own.items() if "lookahead" in kinds}
+                if ahead:
+                    lead[f"{machine.model.name}, {count}"] = ahead
+        if lead:
+            title = f"launches of {launch_us:g} us a layer" if launch_us else "no launches"
+            panels[title] = panel("heat", "lookahead over the best other form", "requests at once", "model, GPUs", lead)
+    told = {
+        strategy: {str(ranks): {"tokens_per_step": one.tokens, "drafted_per_step": one.drafted} for ranks, one in own.items()}
+        for strategy, own in drafts.items()
+    }
+    return {"prediction": True, "drafts": told, "cells": cells, "answer": answer, "figures": panels}
+
+
+def _lead(kinds: Mapping[str, Mapping[str, Any]]) -> float:
+    """Of lookahead parallelism over the best of another form."""
+    others: Sequence[float] = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+    return round(float(kinds["lookahead"]["tokens_per_s"]) / max(others), 3)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("record", type=Path, help="of outrider bench scaling, with one worker and lookahead parallelism")
+    parser.add_argument("--gpu", default="A100-80", help="A100-80, A100-40, H100, V100-32")
+    parser.add_argument(
+        "--model", nargs="+", default=["llama-2-7b", "llama-2-13b", "llama-2-70b"], help="or a folder's config.json"
+    )
+    parser.add_argument("--clients", type=numbers(int, 1), default=(1, 2, 4, 8, 16, 32, 64), help="requests at once")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
+    parser.add_argument(
+        "--launch-us", type=numbers(float, 0), default=(0.0, 735.0),
+        help="a layer on the host: 0 with graphs; 735 where kernels are launched from Python (34 tokens/s of 13B, arXiv 2312.12728)",
+    )  # fmt: skip
+
+
+BENCH = Bench("simulate-forms", __doc__ or "", measure, options, {"context": 1})
+
+
+if __name__ == "__main__":
+    import sys
+
+    from experiments.bench.run import run as run_bench
+
+    sys.exit(run_bench(BENCH))
