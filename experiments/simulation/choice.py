@@ -168,12 +168,11 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     answer: list[str] = []
     panels: dict[str, Any] = {}
     for launch_us in args.launch_us:
+        launches = f"launches of {launch_us:g} us a layer" if launch_us else "no launches"
         lead: dict[str, dict[str, float]] = {}
         for name in args.model:
             machine = Machine(gpu, find_shape(name), Software(launch_s=launch_us / 1e6), args.context)
-            place = (
-                f"{machine.model.name} on {gpu.name}, {f'launches of {launch_us:g} us a layer' if launch_us else 'no launches'}"
-            )
+            place = f"{machine.model.name} on {gpu.name}, {launches}"
             run.progress.note(place)
             for count in workers:
                 own = {requests: best_of(machine, drafts, count, requests) for requests in args.clients}
@@ -183,8 +182,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
                 if ahead:
                     lead[f"{machine.model.name}, {count}"] = ahead
         if lead:
-            title = f"launches of {launch_us:g} us a layer" if launch_us else "no launches"
-            panels[title] = panel("heat", "lookahead over the best other form", "requests at once", "model, GPUs", lead)
+            panels[launches] = panel("heat", "lookahead over the best other form", "requests at once", "model, GPUs", lead)
     told = {
         strategy: {str(ranks): {"tokens_per_step": one.tokens, "drafted_per_step": one.drafted} for ranks, one in own.items()}
         for strategy, own in drafts.items()
@@ -209,7 +207,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
     parser.add_argument(
         "--launch-us", type=numbers(float, 0), default=(0.0, 735.0),
-        help="a layer on the host: 0 with graphs; 735 where kernels are launched from Python (34 tokens/s of 13B, arXiv 2312.12728)",
+        help="a layer on the host: 0 with graphs; 735 where Python launches (34 tokens/s of 13B, arXiv 2312.12728)",
     )  # fmt: skip
 
 

@@ -106,8 +106,8 @@ class Prediction:
 
 
 def beside(
-    rows: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form], choices: Mapping[str, StrategyChoice], plain: StrategyChoice,
-    prediction: Prediction,
+    rows: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form], choices: Mapping[str, StrategyChoice],
+    plain: StrategyChoice, prediction: Prediction,
 ) -> dict[str, Any]:  # fmt: skip
     """Each row's speed-up as measured and as predicted, and why some are not.
 
