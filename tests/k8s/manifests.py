@@ -69,8 +69,13 @@ class Pods:
 
 
 def overlay(name: str) -> list[Document]:
-    """A rendered overlay with the monitoring beside it; each call gives copies of its own."""
-    return deepcopy([*_rendered(name), *monitoring()])
+    """A rendered overlay with the monitoring beside it, and the jobs where there is a DGX; each call gives copies of its own."""
+    return deepcopy([*_rendered(name), *monitoring(), *(_jobs() if name.startswith("dgx") else ())])
+
+
+@cache
+def _jobs() -> tuple[Document, ...]:
+    return tuple(document for path in sorted((K8S / "jobs").glob("*.yaml")) for document in load_all(path.read_text()))
 
 
 @cache

@@ -318,6 +318,16 @@ OF_TLS = [
     (RAY, f"{CLUSTER} gcsFaultToleranceOptions redisAddress", "outrider-gcs-redis:6379", "would travel in the clear"),
     ("ConfigMap outrider-env", "data RAY_REDIS_CA_CERT", GONE, "RAY_REDIS_CA_CERT is None"),
 ]
+JOB, JOB_RAY = "Job outrider-scaling", "spec template spec containers 0"
+OF_JOBS = [
+    (JOB, f"{JOB_RAY} command", ["outrider", "bench", "scale"], "is not outrider bench scaling"),
+    (JOB, f"{JOB_RAY} args 6", "--worker-count=8", "its options are refused: "),
+    (JOB, f"{JOB_RAY} args 6", "--workers=2,2", "--workers must name no number twice"),
+    (JOB, f"{JOB_RAY} args 6", "--workers=1,16", "--workers goes to 16, and it has 8 GPUs"),
+    (JOB, f"{JOB_RAY} args 8", "--records=8", "--clients goes to 64, and there are 8 prompts"),
+    (JOB, f"{JOB_RAY} args 0", "--model=/model", "/model is under no mounted volume"),
+    (JOB, f"{JOB_RAY} args 11", "--out=/tmp", "--out /tmp is no claim to write to"),
+]
 
 # fmt: on
 BROKEN: dict[str, list[Change]] = {
@@ -331,6 +341,7 @@ BROKEN: dict[str, list[Change]] = {
     "security": OF_SECURITY,
     "monitoring": OF_MONITORING,
     "tls": OF_TLS,
+    "jobs": OF_JOBS,
 }
 CASES = [
     pytest.param(check, document, path, value, fault, *(rest or [OVERLAY]), id=f"{check}: {fault}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.k8s.checks import (
+    jobs,
     kuberay,
     monitoring,
     network,
@@ -29,4 +30,5 @@ CHECKS: dict[str, Callable[[list[Document]], list[str]]] = {
     "security": security.check,
     "monitoring": monitoring.check,
     "tls": tls.check,
+    "jobs": jobs.check,
 }
