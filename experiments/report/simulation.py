@@ -75,3 +75,26 @@ def _beside(measured: float, predicted: float, error: float, holds: bool) -> str
     digits = 0 if measured >= 100 else 1
     shown = f"{rounded(measured, digits)}, {rounded(predicted, digits)}: {100 * error:+.0f} %"
     return shown if holds else f"**{shown}**"
+
+
+def form_map(results: Results) -> Table:
+    """``experiments.simulation.choice``: by machine and GPUs the fastest form with each number of requests at once, and how fast
+    lookahead parallelism is beside the best other form; nothing where a copy of the model does not fit a GPU."""
+    requests = list(next(iter(next(iter(results["cells"].values())).values())))
+    rows = []
+    for place, by_gpus in results["cells"].items():
+        for gpus, cells in by_gpus.items():
+            rows.append([Cell(place), Cell(gpus), *(_winner(cells[count]) for count in requests)])
+    return table_of("", ("", "GPUs", *(f"{count} at once" for count in requests)), rows)
+
+
+def _winner(kinds: Mapping[str, Mapping[str, Any]]) -> Cell:
+    if not kinds:
+        return Cell("nothing fits")
+    best = next(iter(kinds))
+    strategy = "plain" if kinds[best]["strategy"] == PLAIN else kinds[best]["strategy"]
+    others = [own["tokens_per_s"] for kind, own in kinds.items() if kind != "lookahead"]
+    if "lookahead" not in kinds:
+        return Cell(f"{best}, {strategy}")
+    lead = kinds["lookahead"]["tokens_per_s"] / max(others)
+    return Cell(f"{best}, {strategy} (LP {lead:.2f})", lead)

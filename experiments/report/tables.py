@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.report.cells import Cell, figure, median, repeats, rounded
-from experiments.report.simulation import deployments, published, validation
+from experiments.report.simulation import deployments, form_map, published, validation
 from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, scaling, strategies, winners
 from experiments.report.values import Table, table_of
 
@@ -264,6 +264,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "peers": (peers, goals),
     "rank-faults": (rank_faults,),
     "simulate": (deployments, answer),
+    "simulate-forms": (form_map, answer),
     "simulate-papers": (published,),
     "simulate-validation": (validation,),
     "step-profile": (step_profile,),

@@ -5,7 +5,8 @@ python -m experiments.simulation.choice RECORD.json --gpu A100-80 --model llama-
 RECORD is one of `outrider bench scaling`: its tokens per step and drafted rows, with one rank and with as many as lookahead
 parallelism had, are taken for those of the larger models, whatever number of requests is under way. How long a step takes is the
 roofline of the GPU. So the answer is a prediction: other texts and models draft otherwise, and a real drafter drafts less under
-load. Tensor and pipeline parallelism check a tree of one rank's size or of all ranks', whichever is faster.
+load. Every form checks the tree that is fastest for it, of one rank's size or of more ranks': a wide tree needs no ranks where
+its rows cost nothing.
 """
 
 from __future__ import annotations
@@ -91,14 +92,13 @@ def best_of(machine: Machine, drafts: Drafts, workers: int, requests: int) -> di
     Args:
         machine: GPUs and model.
         drafts: measured.
-        workers: GPUs; lookahead parallelism has those strategies that were measured with so many ranks.
+        workers: GPUs; trees are those that were measured with so many ranks or fewer.
         requests: at once.
     """
     found: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         for strategy, by_ranks in drafts.items():
-            ranks = [workers] if kind == "lookahead" else [1, workers] if kind in ("tensor", "pipeline") else [1]
-            for brought in (by_ranks[count] for count in ranks if count in by_ranks):
+            for brought in (own for ranks, own in by_ranks.items() if ranks <= workers):
                 speed = machine.tokens_per_s(kind, workers, requests, brought, strategy == PLAIN)
                 if speed is not None and speed > found.get(kind, {"tokens_per_s": 0.0})["tokens_per_s"]:
                     found[kind] = {"strategy": strategy, "tokens_per_s": speed, "tokens_per_step": brought.tokens}
@@ -133,12 +133,12 @@ def _why(best: str, kinds: Mapping[str, Mapping[str, Any]], machine: Machine) ->
         other = next((kind for kind in kinds if kind != best), best)
         ahead = kinds[best]["tokens_per_s"] / kinds[other]["tokens_per_s"]
         more = kinds[best]["tokens_per_step"] / kinds[other]["tokens_per_step"]
-        return f"{ahead:.2f} times {other}, since its ranks bring {more:.2f} times the tokens of a step"
+        return f"{ahead:.2f} times {other}, since its ranks share a tree of {more:.2f} times the tokens a step"
     reasons = {
         "tensor": "since each GPU reads a part of the weights",
         "pipeline": "since no GPU holds the model alone",
         "replicas": "since requests share no step",
-        "one": "since further GPUs cost a step more than they bring",
+        "one": "since one GPU checks the same tree in the same time, and exchanges nothing",
     }
     if machine.software.launch_s and best == "tensor":
         reasons["tensor"] = "since what it checks is computed in parts, while launches take as long as ever"

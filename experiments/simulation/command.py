@@ -76,8 +76,20 @@ def answer(results: dict[str, Any], goal: str) -> list[str]:
             lines.append(f"{traffic}: no deployment meets {goal}")
         else:
             cost = f"{best['gpus']} GPU{'s' * (best['gpus'] > 1)}, {best['usd_per_million']:.2f} $ a million tokens"
-            lines.append(f"{traffic}: {best['deployment']} with {best['strategy']} meets {goal}: {cost}")
+            why = _why(best, [row for row in results["rows"] if row["traffic"] == traffic])
+            lines.append(f"{traffic}: {best['deployment']} with {best['strategy']} meets {goal}: {cost}; {why}")
     return lines
+
+
+def _why(best: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Why a deployment was chosen among those under the same traffic."""
+    fewer = "no fewer GPUs do" if best["gpus"] > min(row["gpus"] for row in rows) else "no fewer were tried"
+    others = [row for row in rows if row["gpus"] == best["gpus"] and row["deployment"] != best["deployment"]]
+    if not others:
+        return fewer
+    other = min(others, key=lambda row: float(row["e2e_s"]["p99"]))
+    ratio = other["e2e_s"]["p99"] / best["e2e_s"]["p99"]
+    return f"{fewer}, and {other['deployment']} with {other['strategy']} has {ratio:.2f} times its p99"
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

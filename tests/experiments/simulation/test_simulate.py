@@ -87,6 +87,17 @@ def test_a_measured_curve_and_clients(
     assert "2 clients: 1 x 1 GPU with auto meets tokens_per_s>1: 1 GPU, " in shown.out
 
 
+def test_an_answer_says_why() -> None:
+    def row(deployment: str, gpus: int, p99: float) -> dict[str, Any]:
+        return goal_row(gpus, p99, 0.5) | {"traffic": "2 clients", "deployment": deployment, "strategy": "auto"}
+
+    rows = [row("1 x 1 GPU", 1, 4.0), row("1 x 2 GPUs tensor", 2, 1.0), row("1 x 2 GPUs lookahead", 2, 1.5)]
+    (line,) = simulate.answer({"rows": rows, "found": cheapest(rows, read_goal("p99<2"))}, "p99<2")
+    assert line.endswith("; no fewer GPUs do, and 1 x 2 GPUs lookahead with auto has 1.50 times its p99")
+    (line,) = simulate.answer({"rows": rows[:1], "found": rows[:1]}, "p99<5")
+    assert line.endswith("; no fewer were tried")
+
+
 def test_goals_and_prices() -> None:
     assert usd_per_million(8, 1.64, 1000.0) == pytest.approx(3.644, abs=1e-3)
     goal = read_goal("p99 < 2, busy<=0.5")
