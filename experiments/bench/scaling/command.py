@@ -112,7 +112,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
             except RuntimeError as error:
                 if form.kind == "one":
                     raise ValueError(f"one worker cannot be started: {error}") from error
-                skipped[form.label] = str(error)
+                skipped[form.label] = str(error).strip().splitlines()[-1]  # of what its server said, the reason
     entries = [entry for entry in entries if entry.form.label not in skipped]
     shape = _shape(model, args.dtype)
     results = results_of(entries, skipped, args.dtype, gpus, shape, memory)
