@@ -27,8 +27,8 @@ from configs.schema import Config
 from engine.loading.hybrids import SERVED
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
-from experiments.report.simulation import deployments, published, validation
-from experiments.report.speeds import draft_models, forms, gains, rag, rag_pairs
+from experiments.report.simulation import deployments, form_map, published, validation
+from experiments.report.speeds import draft_models, forms, gains, rag, rag_pairs, scaling
 from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
 from experiments.report.values import Table, table_of
 
@@ -167,6 +167,11 @@ README = {
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
 }
+LOOKAHEAD = {
+    "ranks": Source(("2026-11-25-bench-scaling.json",), scaling),
+    "at-once": Source(("2026-11-25-bench-scaling-2.json",), scaling),
+    "form-map": Source(("2026-11-25-simulate-forms.json",), form_map),
+}
 RAG = {"rag-pairs": Source(("2026-11-25-bench-rag.json",), rag_pairs)}
 EXACTNESS = {
     "exact-cost": Source(("2026-11-23-exact-outputs.json",), exact_cost),
@@ -185,6 +190,7 @@ DOCUMENTS = {
     "README.md": README,
     "docs/papers.md": PAPERS,
     "docs/rag.md": RAG,
+    "docs/lookahead-parallel.md": LOOKAHEAD,
     "docs/simulation.md": SIMULATION,
     "docs/operations.md": OPERATIONS,
     "docs/exactness.md": EXACTNESS,

@@ -117,14 +117,11 @@ def forms(results: Results) -> Table:
     return table_of("times plain decoding on one worker, after the first token", ("", *columns), rows)
 
 
-def scaling(results: Results) -> Table | None:
-    """``bench scaling``: all requests together, what a step brings and exchanges, memory, and the prediction; None of a record
-    of earlier form."""
-    told = results.get("prediction")
-    if told is None:
-        return None
-    cells = []
-    for label, row in results["overall"].items():
+def scaling(results: Results) -> Table:
+    """``bench scaling``: all requests together, what a step brings and exchanges, memory, and the prediction; empty of an
+    earlier record."""
+    told, cells = results.get("prediction", {}), []
+    for label, row in results["overall"].items() if told else ():
         moved, guess = row["communication"], told["rows"].get(label)
         seconds = f", {1e3 * moved['seconds']:.2f} ms" if moved["seconds"] else ""
         sent = f"{moved['bytes'] / 1024:.1f} KiB{seconds}" if moved["bytes"] else ""
@@ -148,12 +145,10 @@ def scaling(results: Results) -> Table | None:
     return table_of("", titles, cells)
 
 
-def winners(results: Results) -> Table | None:
-    """``bench scaling``: which form has most tokens a second, by workers and requests at once; None of an earlier record."""
-    told = results.get("crossover")
-    if told is None:
-        return None
-    return table_of("", ("which form wins",), [[Cell(sentence)] for sentence in told["sentences"]])
+def winners(results: Results) -> Table:
+    """``bench scaling``: which form has most tokens a second, by workers and requests at once; empty of an earlier record."""
+    sentences = results.get("crossover", {}).get("sentences", ())
+    return table_of("", ("which form wins",), [[Cell(sentence)] for sentence in sentences])
 
 
 def rag(results: Results) -> Table:
