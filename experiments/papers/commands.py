@@ -26,7 +26,7 @@ ELSEWHERE = "mjsd"  # whose tables are those of ``bench draft-models``
 GUIDED = frozenset(("llma", "trie"))  # papers whose runs follow outputs: known ones, or of the trie the model's own
 PRESETS: dict[str, dict[str, Any]] = {  # what holds where nothing else is said; records of each file
     "full": {"repeats": 3, "max_tokens": None, "records": {"llma": 10, "trie": 16, "ngrammys": 4, "jacobi": 6, "mjsd": 10}},
-    "short": {"repeats": 1, "max_tokens": 32, "records": {"llma": 4, "trie": 6, "ngrammys": 2, "jacobi": 4, "mjsd": 3}},
+    "short": {"repeats": 1, "max_tokens": 48, "records": {"llma": 6, "trie": 12, "ngrammys": 3, "jacobi": 4, "mjsd": 4}},
 }
 WORKLOADS = {  # the file of a folder of workloads that stands for a dataset
     "llma": {"retrieval": "llma_rag", "cache": "cag_llama31"},
