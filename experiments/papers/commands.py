@@ -17,12 +17,12 @@ from experiments.bench.record import ROOT, git_state, portable
 from experiments.bench.run import Bench, Results, Run
 from experiments.papers.numbers.jacobi import PAPER as JACOBI
 from experiments.papers.numbers.llma import PAPER as LLMA
+from experiments.papers.numbers.mjsd import PAPER as MJSD
 from experiments.papers.numbers.ngrammys import PAPER as NGRAMMYS
 from experiments.papers.numbers.published import ALL, Paper
 from experiments.papers.numbers.trie import PAPER as TRIE
 
-PAPERS: dict[str, Paper] = {paper.key: paper for paper in (LLMA, TRIE, NGRAMMYS, JACOBI)}
-ELSEWHERE = "mjsd"  # whose tables are those of ``bench draft-models``
+PAPERS: dict[str, Paper] = {paper.key: paper for paper in (LLMA, TRIE, NGRAMMYS, JACOBI, MJSD)}
 GUIDED = frozenset(("llma", "trie"))  # papers whose runs follow outputs: known ones, or of the trie the model's own
 PRESETS: dict[str, dict[str, Any]] = {  # what holds where nothing else is said; records of each file
     "full": {"repeats": 3, "max_tokens": None, "records": {"llma": 10, "trie": 16, "ngrammys": 4, "jacobi": 6, "mjsd": 10}},
@@ -67,13 +67,9 @@ _HOW = {"llma": _FOLLOWS, "trie": _WRITTEN}
 def chosen(argv: Sequence[str]) -> tuple[Bench | None, list[str]]:
     """The bench of the paper that a command line names first, and what is behind that; None, with a line, for another name."""
     name, *rest = [*argv, ""][:1] + list(argv[1:])
-    if name == ELSEWHERE:
-        from experiments.papers.draft_models.bench import BENCH
-
-        return BENCH, rest
     if name in PAPERS:
         return bench_of(name), rest
-    print(f"usage: outrider bench paper {{{','.join((*PAPERS, ELSEWHERE))}}} ...; PAPER --help says more", file=sys.stderr)
+    print(f"usage: outrider bench paper {{{','.join(PAPERS)}}} ...; PAPER --help says more", file=sys.stderr)
     return None, rest
 
 
@@ -106,6 +102,9 @@ def options(key: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kept", type=Path, default=kept, help=f"file of the runs so far; default: {kept}")
     if key in GUIDED:
         add_random_model(parser)
+    if key == MJSD.key:
+        text = "folder or name of the small model, or self:int8 or self:int4, the model itself with fewer bits"
+        parser.add_argument("--draft-model", default="demo_draft_model", help=f"{text}; default: demo_draft_model")
 
 
 def check(key: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,15 +36,21 @@ def setting(ngram: int, window: int, guesses: int, prompt: bool = False) -> Stra
 class SampledContestant(EngineContestant):
     """Draws tokens, each prompt with the same seed whatever drafts."""
 
-    def __init__(self, make_engine: Callable[[], Engine], max_tokens: int, temperature: float) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], params: SamplingParams, reseeded: bool = False) -> None:
         """
         Args:
             make_engine: makes an engine that has seen no request.
-            max_tokens: of each output.
-            temperature: 0 is greedy.
+            params: of each request.
+            reseeded: each repeat has another seed.
         """
-        super().__init__(make_engine, max_tokens)
-        self._params = SamplingParams(max_tokens, temperature)
+        super().__init__(make_engine, params.max_tokens)
+        self._params, self._reseeded = params, reseeded
+
+    def renew(self) -> None:
+        """See ``Contestant``."""
+        super().renew()
+        if self._reseeded:
+            self._params = replace(self._params, seed=(self._params.seed or 0) + 1)
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """See ``Contestant``."""
@@ -90,7 +97,7 @@ def _sampling(
     for temperature in TEMPERATURES:
 
         def contestant(make: Callable[[], Engine], each: float = temperature) -> EngineContestant:
-            return SampledContestant(make, stage.max_tokens, each)
+            return SampledContestant(make, SamplingParams(stage.max_tokens, each))
 
         label = f"temperature {temperature:g}"
         measured = race(stage, f"{label} on {name}", shared, prompts, {label: setting(*_GOOD)}, contestant=contestant)

@@ -17,6 +17,7 @@ from decoding.drafters.with_model.draft_model import DraftModel
 from decoding.request import text_key
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
+from engine.loading.draft_model import LocalDraftModel, load_draft_model
 from engine.loading.model import LoadedModel, load_model
 from experiments.bench.engines.competition import Lap, Tally, compete, decode_ratios
 from experiments.bench.engines.contestants import EngineContestant, Prompt
@@ -24,6 +25,7 @@ from experiments.bench.engines.models import MAX_TOKENS, Workload, chat_workload
 from experiments.bench.engines.models import load_setting as load_random
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.progress import Progress
+from experiments.bench.record import portable
 from experiments.bench.workloads import interleaved
 from experiments.papers.kept import KeptContestant, KeptRuns
 from experiments.papers.numbers.published import Figure, figure_of
@@ -52,6 +54,13 @@ class Stage:
     repeats: int
     progress: Progress
     runs: KeptRuns
+    options: ModelOptions | None = None  # of the model; None of one of random weights
+    draft_path: str | None = None  # of its draft model
+
+    def draft(self, rows: int) -> LocalDraftModel:
+        """The draft model, with room for so many rows behind a request's tokens."""
+        assert self.options is not None and self.draft_path is not None
+        return load_draft_model(self.draft_path, self.options, self.loaded, 1, EngineOptions().max_step_tokens, rows)
 
     def shared(self, budget: int, max_running: int = 1, draft_model: DraftModel | None = None) -> SharedModel:
         """The model with KV slots for a budget.
@@ -74,11 +83,13 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
         ModelLoadError: a model that cannot be used.
     """
     files = list(dict.fromkeys(path for paths in args.prompts.values() for path in paths))
+    options = None
     if getattr(args, "random_model", None):
         setting = load_random(argparse.Namespace(**vars(args) | {"prompts": files}), guided=True)
         loaded, workloads = setting.loaded, setting.workloads
     else:
-        loaded = load_model(ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads))
+        options = ModelOptions(find_model(args.model), dtype=args.dtype, device=args.device, threads=args.threads)
+        loaded = load_model(options)
         read = [chat_workload(path, loaded.tokenizer, args.records) for path in files]
         if guided:
             read = [_followed(workload, path, loaded, args) for workload, path in zip(read, files, strict=True)]
@@ -90,7 +101,8 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
     datasets = {name: list(interleaved([by_file[path] for path in paths])) for name, paths in args.prompts.items()}
     too_long = sum(workload.too_long for workload in workloads)
     how, most = FOLLOWS if guided else OWN, args.max_tokens or MAX_TOKENS
-    return Stage(loaded, datasets, too_long, guided, how, most, args.repeats, progress, KeptRuns())
+    draft = find_model(args.draft_model) if "draft_model" in args else None
+    return Stage(loaded, datasets, too_long, guided, how, most, args.repeats, progress, KeptRuns(), options, draft)
 
 
 def _followed(workload: Workload, path: Path, loaded: LoadedModel, args: argparse.Namespace) -> Workload:
@@ -237,6 +249,7 @@ def ran(stage: Stage, files: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
     return {
         "model": stage.loaded.served_name,
         "parameters": model.num_parameters(),
+        **({} if stage.draft_path is None else {"draft_model": portable(stage.draft_path)}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "how": stage.how,
