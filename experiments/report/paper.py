@@ -121,7 +121,7 @@ def _answered(claims: Sequence[Mapping[str, Any]]) -> Table:
     """The three answers to each statement: direction, size and power (``experiments.papers.beside.judged``)."""
     titles = (
         "where", "dataset", "the paper says", "metric", "here",
-        "ratio (95 %)", "of the paper's", "records (needed)", "verdict", "why",
+        "the paper's ratio", "ratio here (95 %)", "here over the paper's", "records (needed)", "verdict", "why",
     )  # fmt: skip
     rows = []
     for claim in claims:
@@ -131,9 +131,11 @@ def _answered(claims: Sequence[Mapping[str, Any]]) -> Table:
         power = claim.get("power")
         needed = NOTHING if power is None else f"{power['records']} ({NOTHING if power['needed'] is None else power['needed']})"
         size = claim.get("size")
+        there = NOTHING if size is None else " to ".join(dict.fromkeys(number(bound) for bound in size["paper"]))
         told = (
-            *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")), _measured(claim), f"{ratio}{between}",
-            NOTHING if size is None else number(size["of_paper"]), needed, str(claim["verdict"]), str(claim.get("why", "")),
+            *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")), _measured(claim), there,
+            f"{ratio}{between}", NOTHING if size is None else number(size["of_paper"]), needed, str(claim["verdict"]),
+            str(claim.get("why", "")),
         )  # fmt: skip
         rows.append(tuple(map(Cell, told)))
     return Table("statements", tuple(("", title) for title in titles), tuple(rows), keys=1)
