@@ -167,6 +167,7 @@ def _top_k(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: s
 def _slowdowns(stage: Stage, found: Found) -> None:
     """Figure 1: a block of (k, w) is 1 + k * w rows here."""
     sizes = {(k, w): 1 + k * w for k in BLOCK_ROWS for w in BLOCK_WIDTHS}
+    stage.progress.say("figure 1: forwards by rows")
     times = step_ms(stage.loaded, [(rows, context) for rows in set(sizes.values()) for context in CONTEXTS])
     found.measures["device"] = {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
     for context in CONTEXTS:

@@ -174,6 +174,7 @@ def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence
 
 def _step_times(stage: Stage, found: Found) -> None:
     """Figure 1."""
+    stage.progress.say("figure 1: forwards by rows")
     times = step_ms(stage.loaded, [(rows, context) for rows in ROWS for context in CONTEXTS])
     found.measures["device"] |= {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
     series: dict[str, dict[str, float]] = {}
@@ -192,6 +193,7 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
         for prompt in prompts[:_SAMPLES]:
             contestant.run([prompt])
 
+    stage.progress.say("figure 6: memory by decoding length")
     work(max(MEMORY_LENGTHS))
     for length in MEMORY_LENGTHS:
         peak = peak_bytes(stage.loaded.model.device, partial(work, length))
