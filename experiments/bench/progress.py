@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 _TOLD_S = 5.0  # between two lines while the same thing runs
 
@@ -16,6 +17,7 @@ class Progress:
         self._began = time.perf_counter()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._what, self._since, self._told = "", self._began, self._began
+        self.left: Callable[[], str] = str  # what a line ends with: how much is left, where it is known
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def say(self, what: str) -> None:
@@ -47,4 +49,4 @@ class Progress:
 
     def _print(self, line: str) -> None:
         self._told = time.perf_counter()
-        print(f"[{(self._told - self._began) / 60:5.1f} min] {line}", file=sys.stderr, flush=True)
+        print(f"[{(self._told - self._began) / 60:5.1f} min] {line}{self.left()}", file=sys.stderr, flush=True)

@@ -93,7 +93,7 @@ class Kept:
     """What a run has found so far, as JSON lines in a file that grows: a run which is cut off goes on with them."""
 
     def __init__(self, path: Path, setting: Mapping[str, Any], key: Callable[[Any], Hashable]) -> None:
-        """Reads what is there.
+        """Reads what is there. A last line that was cut off as it was written goes.
 
         Args:
             path: of the file.
@@ -103,7 +103,11 @@ class Kept:
         Raises:
             ValueError: it is of another setting or revision.
         """
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        lines = whole.splitlines()
         if lines and json.loads(lines[0]) != json.loads(json.dumps(setting)):
             raise ValueError(f"--kept {path.name} is of another setting or revision: delete it, or name another file")
         self.found = [json.loads(line) for line in lines[1:]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.papers.numbers.published import ALL, Claim, Figure, Paper, Value
 
-Rows = Mapping[str, Mapping[str, Value]]  # row -> column -> number
+Rows = dict[str, dict[str, Value]]  # row -> column -> number
 Sections = dict[str, Rows]  # name of a table or figure of the paper -> what was measured here
 HELD, DIRECTION_ONLY, FAILS, UNDECIDED = "held", "direction only", "fails", "undecided"
 NOT_TESTABLE, NOT_MEASURED = "not testable here", "not measured"
@@ -27,8 +27,8 @@ _MOST = 20.0  # a logarithm above which a ratio says nothing
 class Found:
     """What a run of a paper's tables found."""
 
-    measures: dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric
-    tables: Sections
+    measures: dict[str, dict[str, dict[str, Figure]]] = field(default_factory=dict)  # dataset -> label -> metric
+    tables: Sections = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> see ``experiments.bench.figure``
     notes: list[str] = field(default_factory=list)  # what is not as in the paper
 
@@ -83,6 +83,8 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
     }  # fmt: skip
     better, worse = (labels.get(label, {}).get(claim.metric) for label in (claim.better, claim.worse))
     if better is None or worse is None:
+        if claim.beyond and device == "cpu":
+            row["verdict"], row["why"] = NOT_TESTABLE, claim.beyond
         return row
     row["here"] = [round(better.mean, 4), round(worse.mean, 4)]
     apart = _apart(*((worse, better) if claim.lower else (better, worse)), paired=claim.dataset != ALL)
@@ -216,7 +218,7 @@ def beside(paper: Paper, found: Found, ran: Mapping[str, Any], device: str = "cp
     }
 
 
-def _plain(rows: Rows) -> dict[str, dict[str, Any]]:
+def _plain(rows: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Any]]:
     return {row: {column: _number(value) for column, value in columns.items()} for row, columns in rows.items()}
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from decoding.request import Request, SamplingParams
 from decoding.strategy_choice import StrategyChoice
 from engine.engine import Engine
-from experiments.bench.engines.contestants import Contestant, EngineContestant, Prompt, Run, run_requests
+from experiments.bench.engines.contestants import EngineContestant, Prompt, Run, run_requests
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.numbers.jacobi import SETTINGS
-from experiments.papers.numbers.published import ALL, Figure
+from experiments.papers.numbers.published import ALL, Figure, Value
 from experiments.papers.stage import PLAIN, Stage, best, race
 
 WINDOWS, NGRAMS = (1, 5, 10, 15), (3, 5, 7)
@@ -36,60 +36,71 @@ def setting(ngram: int, window: int, guesses: int, prompt: bool = False) -> Stra
 class SampledContestant(EngineContestant):
     """Draws tokens, each prompt with the same seed whatever drafts."""
 
-    def __init__(self, make_engine: Callable[[], Engine], max_tokens: int, temperature: float) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], params: SamplingParams, reseeded: bool = False) -> None:
         """
         Args:
             make_engine: makes an engine that has seen no request.
-            max_tokens: of each output.
-            temperature: 0 is greedy.
+            params: of each request.
+            reseeded: each repeat has another seed.
         """
-        super().__init__(make_engine, max_tokens)
-        self._params = SamplingParams(max_tokens, temperature)
+        super().__init__(make_engine, params.max_tokens)
+        self._params, self._reseeded = params, reseeded
+
+    def renew(self) -> None:
+        """See ``Contestant``."""
+        super().renew()
+        if self._reseeded:
+            self._params = replace(self._params, seed=(self._params.seed or 0) + 1)
 
     def run(self, prompts: Sequence[Prompt]) -> Run:
         """See ``Contestant``."""
         return run_requests(self.engine, [Request(each.id, each.ids, self._params, each.references) for each in prompts])
 
 
-def measure(stage: Stage, args: argparse.Namespace) -> Found:
+def runs(sizes: Mapping[str, int], repeats: int) -> int:
+    """How many there are, by records of each dataset."""
+    swept = sizes.get(_SWEPT, 0)
+    pairs = sum(size * (len(TEMPERATURES) if name in SAMPLED else 1) for name, size in sizes.items())
+    return 2 * pairs * repeats + swept * ((2 + len(SETTINGS)) * repeats + 1 + len(WINDOWS) * len(NGRAMS))
+
+
+def measure(stage: Stage, found: Found) -> None:
     """All of it, on the model's own outputs."""
     shared = stage.shared(_BUDGET)
-    found = Found({}, {}, {}, [
+    found.notes += [
         "figures 6 and 7, several devices: outrider bench scaling",
         "speeds are of whole requests, the prefill included, as the paper's; S is tokens over steps, the prefill is one",
         "table 2: one seed a prompt; differing counts outputs that are not those of plain decoding with that seed",
-    ])  # fmt: skip
-    sampling: dict[str, dict[str, Figure]] = {}
-    speedups: dict[str, Figure] = {}
+    ]
+    sampling: dict[str, dict[str, Value]] = {}
+    speedups: dict[str, Value] = {}
+    found.tables |= {"table 2": sampling, "figure 5": {stage.loaded.served_name: speedups}}
     for name, prompts in stage.datasets.items():
         if name in SAMPLED:
             _sampling(stage, shared, name, prompts, found, sampling)
             continue
-        found.measures[name] = race(stage, shared, prompts, {"lookahead": setting(*_GOOD)})
+        found.measures[name] = race(stage, name, shared, prompts, {"lookahead": setting(*_GOOD)})
         speedups[name] = found.measures[name]["lookahead"]["speedup"]
     found.measures[ALL] = {name: found.measures[name]["lookahead"] for name in speedups}
-    found.tables["table 2"] = sampling
-    found.tables["figure 5"] = {stage.loaded.served_name: speedups}
     if speedups:
-        line = {"speed-up": {name: each.mean for name, each in speedups.items()}}
+        line = {"speed-up": {name: found.measures[name]["lookahead"]["speedup"].mean for name in speedups}}
         found.figures["figure 5"] = panel("bars", "(5, 15, 15) against plain decoding", "dataset", "speed-up", line)
     if _SWEPT in stage.datasets:
         _settings(stage, shared, found)
         _scaling(stage, shared, found)
-    return found
 
 
 def _sampling(
-    stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found, rows: dict[str, dict[str, Figure]]
+    stage: Stage, shared: SharedModel, name: str, prompts: Sequence[Prompt], found: Found, rows: dict[str, dict[str, Value]]
 ) -> None:
     """Table 2 on one dataset."""
     for temperature in TEMPERATURES:
 
-        def contestant(make: Callable[[], Engine], each: float = temperature) -> Contestant:
-            return SampledContestant(make, stage.max_tokens, each)
+        def contestant(make: Callable[[], Engine], each: float = temperature) -> EngineContestant:
+            return SampledContestant(make, SamplingParams(stage.max_tokens, each))
 
         label = f"temperature {temperature:g}"
-        measured = race(stage, shared, prompts, {label: setting(*_GOOD)}, contestant=contestant)
+        measured = race(stage, f"{label} on {name}", shared, prompts, {label: setting(*_GOOD)}, contestant=contestant)
         found.measures.setdefault(name, {})[label] = measured[label]
         found.measures[name].setdefault(PLAIN, measured[PLAIN])  # of either temperature: one token a step
         rows[f"{name}, {label}"] = _pair(measured[label])
@@ -100,7 +111,7 @@ def _sampling(
     found.figures[f"table 2, {name}"] = panel("bars", "compression when sampling", "temperature", "S", {name: line})
 
 
-def _pair(row: Mapping[str, Figure]) -> dict[str, Figure]:
+def _pair(row: Mapping[str, Figure]) -> dict[str, Value]:
     return {"speed-up": row["speedup"], "S": row["tokens_per_step"]}
 
 
@@ -108,7 +119,7 @@ def _settings(stage: Stage, shared: SharedModel, found: Found) -> None:
     """Table 3."""
     choices = {"prompt lookup": StrategyChoice("", "prompt_lookup", {})}
     choices |= {label: setting(*numbers, prompt) for label, (numbers, prompt) in SETTINGS.items()}
-    measured = race(stage, shared, stage.datasets[_SWEPT], choices)
+    measured = race(stage, "table 3", shared, stage.datasets[_SWEPT], choices)
     found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
     found.tables["table 3"] = {label: _pair(row) for label, row in measured.items()}
 
@@ -117,7 +128,7 @@ def _scaling(stage: Stage, shared: SharedModel, found: Found) -> None:
     """Figures 4 and 8 and table 4: G = W, without the prompt as reference."""
     grid = {(window, ngram): f"W={window} N={ngram}" for ngram in NGRAMS for window in WINDOWS}
     choices = {label: setting(ngram, window, window) for (window, ngram), label in grid.items()}
-    measured = race(stage, shared, stage.datasets[_SWEPT], choices, repeats=1)
+    measured = race(stage, "figure 4", shared, stage.datasets[_SWEPT], choices, repeats=1)
     found.measures[_SWEPT] |= {label: row for label, row in measured.items() if label != PLAIN}
     reached = {pair: measured[label]["tokens_per_step"].mean for pair, label in grid.items()}
     name = stage.loaded.served_name

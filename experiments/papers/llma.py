@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from decoding.budget.latency import StepLoad
 from decoding.drafters.llma import LlmaDrafter
@@ -16,9 +14,9 @@ from decoding.strategy_choice import StrategyChoice
 from decoding.tree import DraftTree
 from experiments.bench.engines.contestants import Prompt
 from experiments.bench.figure import panel
-from experiments.papers.beside import Found, Sections
-from experiments.papers.numbers.published import Figure, figure_of
-from experiments.papers.stage import BEST, PLAIN, Measures, Stage, best, race
+from experiments.papers.beside import Found
+from experiments.papers.numbers.published import Figure, Value, figure_of
+from experiments.papers.stage import BEST, PLAIN, Stage, best, race
 
 MATCH_LENGTHS = (1, 2, 4)
 COPY_LENGTHS = (2, 5, 10, 15, 20)
@@ -54,8 +52,17 @@ def counted(prompts: Sequence[Prompt], vocab_size: int, match_length: int, copy_
     return {name: Figure(statistics.fmean(each), samples=figure_of(each).samples) for name, each in values.items()}
 
 
-def measure(stage: Stage, args: argparse.Namespace) -> Found:
+def runs(sizes: Mapping[str, int], repeats: int) -> int:
+    """How many there are, by records of each dataset."""
+    return (1 + len(MATCH_LENGTHS) * len(COPY_LENGTHS)) * repeats * sum(sizes.values())
+
+
+def measure(stage: Stage, found: Found) -> None:
     """The grid on each dataset, target-guided: times with the model, counts by replay."""
+    found.notes += [
+        "speeds are of whole requests, the prefill included, as the paper's; the decode speed-up is of tokens after the first",
+        "n and k were chosen on the same records that tables 3 and 4 are of; the paper has a dev set of its own",
+    ]
     shared = stage.shared(max(COPY_LENGTHS))
     vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
     grid = {(n, k): f"n={n} k={k}" for n in MATCH_LENGTHS for k in COPY_LENGTHS}
@@ -65,42 +72,33 @@ def measure(stage: Stage, args: argparse.Namespace) -> Found:
         )
         for (n, k), label in grid.items()
     }
-    measures: Measures = {}
-    tables: Sections = {}
-    lengths: dict[str, Any] = {}
-    figures: dict[str, Any] = {}
-    chosen: dict[str, Any] = {}
+    lengths = found.tables.setdefault("table 1", {})
+    chosen = found.tables.setdefault("table 2", {}).setdefault(stage.loaded.served_name, {})
     for name, prompts in stage.datasets.items():
-        found = measures[name] = race(stage, shared, prompts, choices)
+        own = found.measures[name] = race(stage, name, shared, prompts, choices)
         for (n, k), label in grid.items():
-            found[label] |= counted(prompts, vocab_size, n, k)
-        winner = best(found)
-        found[BEST] = found[winner]
+            own[label] |= counted(prompts, vocab_size, n, k)
+        winner = best(own)
+        own[BEST] = own[winner]
         n, k = next(pair for pair, label in grid.items() if label == winner)
         chosen |= {f"{name} n": n, f"{name} k": k}
         lengths[name] = _lengths(prompts)
-        tables[_TABLES[name]] = {f"{stage.loaded.served_name}, {winner}": _speeds(found, winner)}
-        series = {f"n={n}": {str(k): found[grid[n, k]]["speedup"].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
-        figures[f"figure 3, {name}"] = panel("lines", "speed-up over plain decoding", "copy length k", "speed-up", series)
+        found.tables[_TABLES[name]] = {f"{stage.loaded.served_name}, {winner}": _speeds(own, winner)}
+        series = {f"n={n}": {str(k): own[grid[n, k]]["speedup"].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
+        found.figures[f"figure 3, {name}"] = panel("lines", "speed-up over plain decoding", "copy length k", "speed-up", series)
         for count, title in _COUNTS.items():
-            rows = {f"n={n}": {str(k): found[grid[n, k]][count].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
-            figures[f"figure 4, {name}, {count}"] = panel("lines", title, "copy length k", "a sample", rows)
-    tables["table 1"], tables["table 2"] = lengths, {stage.loaded.served_name: chosen}
-    notes = [
-        "speeds are of whole requests, the prefill included, as the paper's; the decode speed-up is of tokens after the first",
-        "n and k were chosen on the same records that tables 3 and 4 are of; the paper has a dev set of its own",
-    ]
-    return Found(measures, tables, figures, notes)
+            rows = {f"n={n}": {str(k): own[grid[n, k]][count].mean for k in COPY_LENGTHS} for n in MATCH_LENGTHS}
+            found.figures[f"figure 4, {name}, {count}"] = panel("lines", title, "copy length k", "a sample", rows)
 
 
-def _lengths(prompts: Sequence[Prompt]) -> dict[str, float]:
+def _lengths(prompts: Sequence[Prompt]) -> dict[str, Value]:
     return {
         "input tokens": sum(len(prompt.ids) for prompt in prompts) / len(prompts),
         "output tokens": sum(len(prompt.known or ()) for prompt in prompts) / len(prompts),
     }
 
 
-def _speeds(found: dict[str, dict[str, Figure]], winner: str) -> dict[str, Figure]:
+def _speeds(found: dict[str, dict[str, Figure]], winner: str) -> dict[str, Value]:
     return {
         "plain tokens/s": found[PLAIN]["tokens/s"],
         "LLMA tokens/s": found[winner]["tokens/s"],

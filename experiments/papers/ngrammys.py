@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,11 +16,12 @@ from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.devices import step_ms
 from experiments.papers.numbers.ngrammys import DATASETS
-from experiments.papers.numbers.published import Figure, figure_of
+from experiments.papers.numbers.published import Figure, Value, figure_of
 from experiments.papers.stage import BEST, PLAIN, Stage, best, maker, race
 
 ROWS, WIDTHS = (1, 5, 10, 20, 25), (2, 6, 10, 14)
 TOP_K = (1, 5, 10, 25)
+_KINDS = (("unigram", 1), ("bigram", 1), ("bigram", 2), ("bigram", 3))  # of figure 2, and w
 BLOCK_ROWS, BLOCK_WIDTHS, CONTEXTS = (1, 2, 4, 8, 16, 32), (0, 1, 3, 7, 15), (25, 100, 500)
 _BUDGET = max(ROWS) * max(WIDTHS)
 _LOOKAHEAD = StrategyChoice("", "jacobi", {"window": 15, "ngram": 5, "guesses": 15, "prompt_as_reference": False})
@@ -85,22 +85,29 @@ class WatchedChoice(StrategyChoice):
         return WatchedNgrammys(self.seen, **self.options)
 
 
-def measure(stage: Stage, args: argparse.Namespace) -> Found:
+def runs(sizes: Mapping[str, int], repeats: int) -> int:
+    """How many there are at most, by records of each dataset."""
+    grid, top = 1 + len(ROWS) * len(WIDTHS), 1 + len(_KINDS) * len(TOP_K)
+    return sum(size * (grid + 4 * repeats + (top if name in DATASETS[:2] else 0)) for name, size in sizes.items())
+
+
+def measure(stage: Stage, found: Found) -> None:
     """All of it, on the model's own outputs."""
     shared = stage.shared(_BUDGET)
-    found = Found({}, {}, {}, [
+    found.notes += [
         "the block is k branches of one sequence under a tree mask, not a batch of k copies: the root is computed once",
         f"w is one of {', '.join(map(str, WIDTHS))}; the paper has 2, 4, ... 14",
         "speeds are of whole requests, the prefill included, as the paper's; the grid ran once, table 1 in all repeats",
-    ])  # fmt: skip
+    ]
     grid = {(k, w): f"k={k} w={w}" for k in ROWS for w in WIDTHS}
-    lines: dict[str, dict[str, Figure]] = {}
+    lines: dict[str, dict[str, Value]] = {}
+    found.tables["table 1"] = lines
     for name, prompts in stage.datasets.items():
         choices = {label: block(k, w) for (k, w), label in grid.items()}
-        measured = found.measures[name] = race(stage, shared, prompts, choices, repeats=1)
+        measured = found.measures[name] = race(stage, f"grid on {name}", shared, prompts, choices, repeats=1)
         winner = best(measured)
         chosen = {label: choices[label] for label in ("k=10 w=10", winner)} | {"lookahead decoding": _LOOKAHEAD}
-        measured |= race(stage, shared, prompts, chosen)
+        measured |= race(stage, f"table 1 on {name}", shared, prompts, chosen)
         measured[BEST] = measured[winner]
         for label, row in (("(10,10)", "k=10 w=10"), ("(k*,w*)", winner), ("lookahead decoding", "lookahead decoding")):
             line = lines.setdefault(f"{stage.loaded.served_name} {label}", {})
@@ -112,9 +119,7 @@ def measure(stage: Stage, args: argparse.Namespace) -> Found:
         _watch(stage, shared, prompts, name, found)
         if name in DATASETS[:2]:
             _top_k(stage, shared, prompts, name, found)
-    found.tables["table 1"] = lines
     _slowdowns(stage, found)
-    return found
 
 
 def _watch(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: str, found: Found) -> None:
@@ -124,6 +129,7 @@ def _watch(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: s
         maker(shared, WatchedChoice("watched", "ngrammys", {"k": 10, "w": 10}, seen), ()), stage.max_tokens
     )
     for prompt in prompts:
+        stage.runs.check_time()
         contestant.run([prompt])
     for metric, values in (("accepted length", seen.lengths), ("accepted rank", seen.ranks), ("rows", seen.rows)):
         for source, numbers in values.items():
@@ -146,15 +152,14 @@ def shares(values: Mapping[str, Sequence[int]]) -> dict[str, dict[str, float]]:
 
 def _top_k(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: str, found: Found) -> None:
     """Figure 2 on one dataset."""
-    kinds = [("unigram", 1), ("bigram", 1), ("bigram", 2), ("bigram", 3)]
-    choices = {f"{kind} k={k} w={w}": block(k, w, kind) for kind, w in kinds for k in TOP_K}
-    measured = race(stage, shared, prompts, choices, repeats=1)
+    choices = {f"{kind} k={k} w={w}": block(k, w, kind) for kind, w in _KINDS for k in TOP_K}
+    measured = race(stage, f"figure 2 on {name}", shared, prompts, choices, repeats=1)
     own = found.measures[name]
     own |= {label: row for label, row in measured.items() if label != PLAIN}
     steps = [measured[f"bigram k={TOP_K[-1]} w={w}"]["tokens_per_step"].mean for w in (1, 2, 3)]
     own |= {"w=1 to w=2": {"gain": Figure(steps[1] - steps[0])}, "w=2 to w=3": {"gain": Figure(steps[2] - steps[1])}}
     series = {
-        f"{kind} w={w}": {str(k): measured[f"{kind} k={k} w={w}"]["tokens_per_step"].mean for k in TOP_K} for kind, w in kinds
+        f"{kind} w={w}": {str(k): measured[f"{kind} k={k} w={w}"]["tokens_per_step"].mean for k in TOP_K} for kind, w in _KINDS
     }
     found.figures[f"figure 2, {name}"] = panel("lines", "tokens per call", "k", "tokens per call", series)
 
@@ -162,6 +167,7 @@ def _top_k(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], name: s
 def _slowdowns(stage: Stage, found: Found) -> None:
     """Figure 1: a block of (k, w) is 1 + k * w rows here."""
     sizes = {(k, w): 1 + k * w for k in BLOCK_ROWS for w in BLOCK_WIDTHS}
+    stage.progress.say("figure 1: forwards by rows")
     times = step_ms(stage.loaded, [(rows, context) for rows in set(sizes.values()) for context in CONTEXTS])
     found.measures["device"] = {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
     for context in CONTEXTS:

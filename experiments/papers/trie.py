@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +14,9 @@ from experiments.bench.memory.trie_speed import quiet
 from experiments.papers.ablation.explicit_trie import ablate
 from experiments.papers.beside import Found
 from experiments.papers.devices import peak_bytes, step_ms
-from experiments.papers.numbers.published import Figure
+from experiments.papers.numbers.published import Figure, Value
 from experiments.papers.numbers.trie import FORWARD_S
-from experiments.papers.stage import PLAIN, Stage, maker, race
+from experiments.papers.stage import PLAIN, Stage, maker, race, written
 
 DECODING, BRANCH, LLMA_BRANCH = 64, 12, 24
 DECODING_LENGTHS = (8, 16, 32, 64, 128)
@@ -44,31 +43,45 @@ METHODS = {
 }
 
 
-def measure(stage: Stage, args: argparse.Namespace) -> Found:
+def runs(sizes: Mapping[str, int], repeats: int) -> int:
+    """How many there are, by records of each dataset."""
+    measured = {name: size - size // 2 for name, size in sizes.items()}
+    swept, methods = measured.get(_SWEPT, 0), 1 + len(METHODS)
+    sweep = 1 + 2 * len(DECODING_LENGTHS) + 2 * len(BRANCH_LENGTHS) - 1
+    batches = sum(-(-swept // batch) for batch in BATCHES)
+    warmed = sum(size * (1 + len(_warm_counts(sizes[name] // 2))) for name, size in measured.items())
+    return methods * repeats * (sum(measured.values()) + batches) + sweep * swept + warmed
+
+
+def measure(stage: Stage, found: Found) -> None:
     """All of it; the first half of each dataset is in the trie before, as the paper's dev split."""
-    found = Found({"device": {}}, {}, {}, [
+    found.measures["device"] = {}
+    found.notes += [
         "the prompt is the only document: references are left out, as the method has none",
         f"LLMA copies {LLMA_BRANCH} tokens, the branch length beyond which the paper sees no gain; its own paper takes 15",
         "table 5 and 6: the published trie replayed without a model; seconds are its own and the paper's forward of 19 ms a step",
         "speeds are of whole requests, the prefill included, as the paper's",
-    ])  # fmt: skip
+    ]
+    if not stage.guided:
+        stage = written(stage)
+        found.notes.append("the outputs that are followed are this model's own greedy ones, those in the trie before, too")
     _step_times(stage, found)
     if _SWEPT in stage.datasets:
         _memory(stage, stage.datasets[_SWEPT], found)
     shared = stage.shared(max(DECODING_LENGTHS) - 1)
-    speeds: dict[str, dict[str, Figure]] = {}
+    speeds: dict[str, dict[str, Value]] = {}
+    found.tables["table 4"] = speeds
     for name, prompts in stage.datasets.items():
         before, measured = halves(prompts)
-        found.measures[name] = race(stage, shared, measured, METHODS, before=before)
+        found.measures[name] = race(stage, name, shared, measured, METHODS, before=before)
+        _warming(stage, name, shared, measured, before, found)
         speeds[f"{name}, {stage.loaded.served_name}"] = _column(found.measures[name], "tokens/s")
         speeds[f"{name}, speed-up"] = _column(found.measures[name], "speedup")
-    found.tables["table 4"] = speeds
     if _SWEPT in stage.datasets:
         before, measured = halves(stage.datasets[_SWEPT])
+        _ablation(stage, measured, before, found)
         _sweep(stage, shared, measured, before, found)
         _batches(stage, measured, before, found)
-        _ablation(stage, measured, before, found)
-    return found
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]], list[Prompt]]:
@@ -83,7 +96,26 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]], list[Prompt]
     return [prompt.known or () for prompt in prompts[:cut]], [replace(prompt, references=[]) for prompt in prompts[cut:]]
 
 
-def _column(measured: dict[str, dict[str, Figure]], metric: str) -> dict[str, Figure]:
+def _warm_counts(most: int) -> list[int]:
+    """0, 1, 2, 4, ... and the most."""
+    return sorted({0, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+
+
+def _warming(
+    stage: Stage, name: str, shared: SharedModel, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found
+) -> None:
+    """The trie by the number of outputs that are in it before."""
+    warm = {f"warm {count}": count for count in _warm_counts(len(before))}
+    choices = dict.fromkeys(warm, METHODS["hierarchical"])
+    swept = race(stage, f"warm records of {name}", shared, prompts, choices, repeats=1, before=before, warm=warm)
+    found.measures[name] |= {label: swept[label] for label in warm}
+    found.tables.setdefault("warm records", {})[name] = {label: swept[label]["tokens_per_step"] for label in warm}
+    line = {str(count): swept[label]["tokens_per_step"].mean for label, count in warm.items()}
+    title = "the trie by outputs that are in it before"
+    found.figures[f"warm records, {name}"] = panel("lines", title, "outputs", "tokens a step (EDL)", {name: line})
+
+
+def _column(measured: dict[str, dict[str, Figure]], metric: str) -> dict[str, Value]:
     return {label: measured[label][metric] for label in (PLAIN, *METHODS)}
 
 
@@ -95,7 +127,7 @@ def _sweep(stage: Stage, shared: SharedModel, prompts: Sequence[Prompt], before:
     choices = {label: strategy(layout, int(n)) for layout, labels in decoding.items() for n, label in labels.items()}
     choices |= {label: strategy("hierarchical", branch=int(n)) for n, label in branch.items()}
     choices |= {label: strategy("llma", branch=int(n)) for n, label in copies.items()}
-    swept = race(stage, shared, prompts, choices, repeats=1, before=before)
+    swept = race(stage, "figure 4", shared, prompts, choices, repeats=1, before=before)
     found.measures[_SWEPT] |= {label: row for label, row in swept.items() if label != PLAIN}
     for figure, metric, y in (("figure 4", "speedup", "speed-up"), ("figure 5", "tokens_per_step", "tokens a step (EDL)")):
         for x, lines in (("decoding length", decoding), ("branch length", {"hierarchical": branch, "llma": copies})):
@@ -108,9 +140,10 @@ _NAMES = {"hierarchical": "decoding", "parallel": "parallel"}  # layout -> the f
 
 def _batches(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence[int]], found: Found) -> None:
     """Table 8."""
-    rows: dict[str, dict[str, Figure]] = {}
+    rows: dict[str, dict[str, Value]] = {}
     for batch in BATCHES:
-        measured = race(stage, stage.shared(DECODING - 1, batch), prompts, METHODS, batch_size=batch, before=before)
+        shared = stage.shared(DECODING - 1, batch)
+        measured = race(stage, f"batches of {batch}", shared, prompts, METHODS, batch_size=batch, before=before)
         found.measures[_SWEPT] |= {f"{label}, batch {batch}": row for label, row in measured.items()}
         rows[f"batch {batch}, tokens/s"] = _column(measured, "tokens/s")
         rows[f"batch {batch}, speed-up"] = _column(measured, "speedup")
@@ -141,6 +174,7 @@ def _ablation(stage: Stage, prompts: Sequence[Prompt], before: Sequence[Sequence
 
 def _step_times(stage: Stage, found: Found) -> None:
     """Figure 1."""
+    stage.progress.say("figure 1: forwards by rows")
     times = step_ms(stage.loaded, [(rows, context) for rows in ROWS for context in CONTEXTS])
     found.measures["device"] |= {f"{rows} rows behind {context}": {"ms": Figure(ms)} for (rows, context), ms in times.items()}
     series: dict[str, dict[str, float]] = {}
@@ -159,6 +193,7 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
         for prompt in prompts[:_SAMPLES]:
             contestant.run([prompt])
 
+    stage.progress.say("figure 6: memory by decoding length")
     work(max(MEMORY_LENGTHS))
     for length in MEMORY_LENGTHS:
         peak = peak_bytes(stage.loaded.model.device, partial(work, length))
@@ -168,6 +203,6 @@ def _memory(stage: Stage, prompts: Sequence[Prompt], found: Found) -> None:
         found.measures["device"][f"decoding length {length}"] = {"peak bytes": Figure(peak)}
         row[f"GiB, decoding length {length}"] = peak / 2**30
     row["more with 128, %"] = 100 * (row["GiB, decoding length 128"] / row["GiB, decoding length 1"] - 1)
-    found.tables["figure 6"] = {str(stage.loaded.model.device): row}
+    found.tables["figure 6"] = {str(stage.loaded.model.device): {**row}}
     line = {str(length): row[f"GiB, decoding length {length}"] for length in MEMORY_LENGTHS}
     found.figures["figure 6"] = panel("lines", "peak memory", "decoding length", "GiB", {stage.loaded.served_name: line})

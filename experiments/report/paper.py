@@ -1,8 +1,7 @@
 """A paper's numbers beside ours, of records that hold both.
 
-Two forms are known: tables with the rows of ``paper`` and ``here``, and statements with a verdict (``experiments.papers``; in
-records of before 2026-11-25 whether the sign agrees); and
-comparisons of two methods each (``papers/draft_models/agreement.py``). Whatever else stands under ``paper`` is shown as it is.
+One form is known: tables with the rows of ``paper`` and ``here``, and statements with a verdict (``experiments.papers``; in
+records of before 2026-11-25 whether the sign agrees). Whatever else stands under ``paper`` is shown as it is.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.papers.beside import DIRECTION_ONLY, FAILS, HELD, UNDECIDED
-from experiments.papers.draft_models.agreement import summed
 from experiments.report.cells import NOTHING, Cell, cell_of, number
 from experiments.report.values import Block, Table, blocks_of
 
 _TOLD = ("source", "agree", "told")
 _VERDICTS = {True: "yes", False: "no", None: NOTHING}
-_COMPARED = {"metric", "of", "paper", "here", "agree"}  # what a comparison has
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +41,7 @@ def beside_paper(results: Mapping[str, Any]) -> BesidePaper | None:
         return _of_tables(paper, results)
     blocks: list[Block] = []
     for key, value in paper.items():
-        if key == "comparisons" and _comparisons(value):
-            blocks += [_compared(part, rows) for part, rows in value.items()]
-        elif key not in _TOLD:
+        if key not in _TOLD:
             blocks += blocks_of(key, value)
     agree, told = int(paper.get("agree") or 0), int(paper.get("told") or 0)
     return BesidePaper(str(paper.get("source", "")), "", [], agree, told, blocks, frozenset(("paper",)))
@@ -86,12 +81,8 @@ def directions(*records: Mapping[str, Any]) -> Table:
 
 
 def statements(results: Mapping[str, Any]) -> Table:
-    """What a paper says, and whether it holds in the results of a record: its statements, or who was better of each two."""
-    if "claims" in results:
-        return _statements(results["claims"])
-    parts = [_compared(part, rows) for part, rows in results["paper"]["comparisons"].items()]
-    rows = tuple((Cell(part.title), *row) for part in parts for row in part.rows)
-    return Table("", (("", "where"), *parts[0].header), rows)
+    """What a paper says, and whether it holds in the results of a record."""
+    return _statements(results["claims"])
 
 
 def _both(name: str, table: Mapping[str, Any]) -> Table:
@@ -130,7 +121,7 @@ def _answered(claims: Sequence[Mapping[str, Any]]) -> Table:
     """The three answers to each statement: direction, size and power (``experiments.papers.beside.judged``)."""
     titles = (
         "where", "dataset", "the paper says", "metric", "here",
-        "ratio (95 %)", "of the paper's", "records (needed)", "verdict", "why",
+        "the paper's ratio", "ratio here (95 %)", "here over the paper's", "records (needed)", "verdict", "why",
     )  # fmt: skip
     rows = []
     for claim in claims:
@@ -140,9 +131,11 @@ def _answered(claims: Sequence[Mapping[str, Any]]) -> Table:
         power = claim.get("power")
         needed = NOTHING if power is None else f"{power['records']} ({NOTHING if power['needed'] is None else power['needed']})"
         size = claim.get("size")
+        there = NOTHING if size is None else " to ".join(dict.fromkeys(number(bound) for bound in size["paper"]))
         told = (
-            *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")), _measured(claim), f"{ratio}{between}",
-            NOTHING if size is None else number(size["of_paper"]), needed, str(claim["verdict"]), str(claim.get("why", "")),
+            *(str(claim.get(key, "")) for key in ("where", "dataset", "paper", "metric")), _measured(claim), there,
+            f"{ratio}{between}", NOTHING if size is None else number(size["of_paper"]), needed, str(claim["verdict"]),
+            str(claim.get("why", "")),
         )  # fmt: skip
         rows.append(tuple(map(Cell, told)))
     return Table("statements", tuple(("", title) for title in titles), tuple(rows), keys=1)
@@ -152,25 +145,6 @@ def _measured(claim: Mapping[str, Any]) -> str:
     if claim.get("here") is None:
         return "not measured"
     return " | ".join(f"{label} {number(value)}" for label, value in zip(claim["of"], claim["here"], strict=True))
-
-
-def _compared(part: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Who is better of each two: in the columns of the paper, and here."""
-    titles = ("of", "metric", "better in the paper (columns)", "better here", "columns that agree")
-    shown = []
-    for row in summed(rows):
-        there = ", ".join(f"{name} ({count})" for name, count in sorted(row["paper"].items(), key=lambda item: -item[1]))
-        agree = NOTHING if row["agree"] is None else f"{row['agree']} of {row['columns']}"
-        shown.append((Cell(" / ".join(row["of"])), Cell(row["metric"]), Cell(there), Cell(row["here"] or NOTHING), Cell(agree)))
-    return Table(part, tuple(("", title) for title in titles), tuple(shown))
-
-
-def _comparisons(value: Any) -> bool:
-    """Whether these are parts of a paper with comparisons each."""
-    return isinstance(value, Mapping) and all(
-        isinstance(rows, list) and all(isinstance(row, Mapping) and row.keys() >= _COMPARED for row in rows)
-        for rows in value.values()
-    )
 
 
 def _value(value: Any) -> Cell:

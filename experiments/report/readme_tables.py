@@ -146,11 +146,11 @@ BENCHMARKS: dict[str, Source] = {
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {
-    "llma": "2026-11-22-bench-paper-llma.json",
-    "trie": "2026-11-22-bench-paper-trie.json",
-    "ngrammys": "2026-11-22-bench-paper-ngrammys.json",
-    "jacobi": "2026-11-22-bench-paper-jacobi.json",
-    "mjsd": "2026-11-22-bench-draft-models.json",
+    "llma": "2026-11-25-bench-paper-llma.json",
+    "trie": "2026-11-25-bench-paper-trie.json",
+    "ngrammys": "2026-11-25-bench-paper-ngrammys.json",
+    "jacobi": "2026-11-25-bench-paper-jacobi.json",
+    "mjsd": "2026-11-25-bench-paper-mjsd.json",
 }
 PAPERS: dict[str, Source] = {
     "papers": Source(tuple(_PAPERS.values()), directions),

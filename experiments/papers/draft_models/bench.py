@@ -10,16 +10,14 @@ from configs.slices import Dtype, SpeculationOptions
 from experiments.bench.engines.models import calm
 from experiments.bench.figure import panel
 from experiments.bench.options import add_engine, add_model, add_prompts, check_prompts
-from experiments.bench.record import NOT_METERED
 from experiments.bench.run import Bench, Results, Run
 from experiments.bench.strategies import EXACT_DTYPES
-from experiments.papers.draft_models.agreement import beside_paper
 from experiments.papers.draft_models.measure import rows_of, take_turns
 from experiments.papers.draft_models.methods import BASELINE, BEAMS, THRESHOLDS, Runner, load_setting, methods_of, mjsd_text
-from experiments.papers.numbers.published import Figure, figure
 
 TEXT = """Strategies that draft with a second model, as in the paper on multi-token joint speculative decoding (MJSD, arXiv
-2407.09722): speed, joules per token and perplexity, each beside the paper's numbers, on any two models with one tokenizer.
+2407.09722): speed, joules per token and perplexity, on any two models with one tokenizer. The paper's own tables, with its
+numbers and statements beside them: outrider bench paper mjsd.
 
 All methods take turns on the same prompts, one prompt at a time, --turn prompts a turn. `sampled` is plain decoding with
 --temperature, --top-k and --top-p, the paper's "greedy" and what speed-ups are relative to; `greedy` takes the likeliest token
@@ -34,7 +32,6 @@ thresholds (the paper's table 3 and figure 4).
 a quick look:
   outrider bench draft-models --prompts chat.jsonl --requests 4 --repeats 1 --max-tokens 64 --draft-free auto
 """
-Figures = dict[str, Figure | None]  # by metric
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +75,6 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     if setting.draft is not None:
         results["parameters"]["draft"] = setting.draft.runner.model.num_parameters()
     results["ablations"] = ablations(rows, args) if args.ablations else {}
-    results["paper"] = _beside_paper(results)
     variants = {label for part in results["ablations"].values() for label in part.values() if label != "mjsd"}
     shown = {label: row for label, row in rows.items() if label not in variants}
     results["figures"] = {
@@ -98,28 +94,6 @@ def ablations(rows: Mapping[str, Any], args: argparse.Namespace) -> dict[str, di
         "beams": {str(beams): by_text[mjsd_text(args.gamma, beams, args.threshold)] for beams in BEAMS},
         "thresholds": {str(value): by_text[mjsd_text(args.gamma, args.beams, value)] for value in THRESHOLDS},
     }
-
-
-def figures_of(row: Mapping[str, Any]) -> Figures:
-    """What the paper's metrics are of a method in this run. Speed is relative to plain decoding in the same repeat, so that its
-    spread has no drift of the machine in it."""
-    joules = [None if value == NOT_METERED else value for value in row["energy"]["j_per_token"]]
-    return {"speed": figure(row["speedup"]), "energy": figure(joules), "perplexity": figure(row["perplexity"])}
-
-
-def _beside_paper(results: Mapping[str, Any]) -> dict[str, Any]:
-    rows = results["methods"]
-    named: dict[str, Figures] = {}
-    for row in rows.values():
-        if row["paper"] is not None:
-            named.setdefault(row["paper"], figures_of(row))  # the first: variants of the ablations come last
-    methods = {metric: {name: row[metric] for name, row in named.items()} for metric in ("speed", "energy", "perplexity")}
-    beams, thresholds = (results["ablations"].get(part, {}) for part in ("beams", "thresholds"))
-    return beside_paper(
-        methods,
-        {int(value): figures_of(rows[label]) for value, label in beams.items()},
-        {float(value): figures_of(rows[label]) for value, label in thresholds.items()},
-    )
 
 
 def unfaithful(results: Results, args: argparse.Namespace) -> list[str]:

@@ -100,7 +100,6 @@ def _row(method: Method, laps: Laps, quality: Quality) -> dict[str, Any]:
     energies = [joules_per_token([lap.tally]) for lap in own]
     return {
         "strategy": method.choice.label,
-        "paper": method.paper,
         "lossless": method.lossless,
         "tokens": tokens,
         "tokens_per_s": _rounded(speed, 2),

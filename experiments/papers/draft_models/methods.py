@@ -42,7 +42,6 @@ class Method:
     label: str
     choice: StrategyChoice
     greedy: bool = False  # its requests take the likeliest token
-    paper: str | None = None  # its name in the paper's Table 2
 
     @property
     def lossless(self) -> bool:
@@ -110,7 +109,7 @@ def _method(label: str, text: str) -> Method:
         if choice.options:
             raise ValueError(f"{choice.name} has no options, got {text!r}: it is plain decoding")
         plain = StrategyChoice(text, PLAIN, {})
-        return Method(label, plain, choice.name == GREEDY, "plain" if choice.name == BASELINE else None)
+        return Method(label, plain, choice.name == GREEDY)
     if choice.name == MJGD:
         known = inspect.signature(_mjgd_options).parameters
         for name, value in choice.options.items():
@@ -118,7 +117,7 @@ def _method(label: str, text: str) -> Method:
                 raise ValueError(f"mjgd has the options {', '.join(known)}, numbers from 1 on, got {name}={value!r}")
         return Method(label, choice, True)
     choice.build()
-    return Method(label, choice, greedy, None if greedy else _name_in_paper(choice))
+    return Method(label, choice, greedy)
 
 
 def _split(choice: StrategyChoice) -> tuple[StrategyChoice, bool]:
@@ -127,15 +126,6 @@ def _split(choice: StrategyChoice) -> tuple[StrategyChoice, bool]:
     if type(greedy) is not bool:
         raise ValueError(f"{choice.label}: greedy must be true or false, got {greedy!r}")
     return StrategyChoice(choice.label, choice.name, {key: v for key, v in choice.options.items() if key != GREEDY}), greedy
-
-
-def _name_in_paper(choice: StrategyChoice) -> str | None:
-    """Rejection sampling is what the paper calls speculative; the other samplings are not in it, nor is BiLD's original."""
-    if choice.name == "speculative":
-        return "speculative" if choice.options.get("sampling") == "rejection" else None
-    if choice.name == "bild":
-        return "bild" if choice.options.get("variant") == "mjsd" else None
-    return choice.name if choice.name in ("spectr", "mjsd") else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ _TABLES = (
 )
 _ROWS_COST = "120 rows take time where a device has no arithmetic to spare, as a CPU has none; S is what compares"
 _ROUNDING = "where the model is not served exactly, rows that are computed together round in another order, and near-ties part"
-_COPIES = "the demo model copies from its prompt, where prompt lookup brings ten tokens a step and an n-gram of N = 5 four"
+_COPIES = "where a model copies from its prompt, prompt lookup brings ten tokens a step and an n-gram of N = 5 four"
 _WARM = "a reference, too, is looked up by one token here, but the output's own n-grams enter the pool as they come"
 
 

@@ -7,10 +7,9 @@ deviations are over four runs. Speed-ups are left out: they are speeds over that
 
 from __future__ import annotations
 
-from experiments.papers.numbers.published import Figure
+from itertools import pairwise
 
-SOURCE = "arXiv 2407.09722"
-
+from experiments.papers.numbers.published import Claim, Figure, Paper, PaperTable
 
 METHODS = ("plain", "speculative", "bild", "spectr", "mjsd")  # in the order of Table 2
 METRICS = {"speed": "tokens/s", "energy": "J/token", "perplexity": "perplexity"}
@@ -79,3 +78,106 @@ SETTINGS: dict[str, dict[str, float]] = {
     "bild": {"num_draft_tokens": 10, "fallback": 0.9, "rollback": 2.0},  # of "CP, Llama-2"; OPT's fallback is 0.3
     "mjsd": {"num_draft_tokens": 4, "beams": 8, "threshold": 0.1},
 }
+
+DATASETS = {
+    "prompts": "ChatGPT-Prompts (CP): instructions to play a part",
+    "alpaca": "ChatAlpaca (CA): conversations of several turns",
+    "cnn": "CNN/Daily Mail (CD): summaries",
+}
+_SHORT = dict(zip(DATASETS, ("CP", "CA", "CD"), strict=True))
+_COLUMNS = {name: [TABLE_2[f"{short}, {pair}"] for pair in ("Llama-2", "OPT")] for name, short in _SHORT.items()}
+ABLATED = "prompts"  # the dataset of table 3, figure 4 and the blocks here
+_ROWS_COST = "drafts and their rows take time where a device has no arithmetic to spare, as a CPU has none"
+_NO_METER = "nothing here counts this machine's energy"
+_BEYOND = {"speed": _ROWS_COST, "energy": _NO_METER, "perplexity": ""}
+_PAIRS = (
+    *((method, METHODS[0]) for method in METHODS[1:]),
+    *((METHODS[-1], method) for method in METHODS[1:-1]),
+)  # fmt: skip
+
+
+def _ahead(metric: str, first: Figure, second: Figure) -> int:
+    """1 where the first is the better one, -1 where the second is, 0 where they are closer than their spreads together.
+
+    Example: perplexities 3.74 +- 0.14 and 3.64 +- 0.11 are the same: 0.10 is less than 0.25.
+    """
+    if abs(first.mean - second.mean) <= first.spread + second.spread:
+        return 0
+    return 1 if (first.mean > second.mean) == (metric in HIGHER_IS_BETTER) else -1
+
+
+def _compared(
+    where: str, dataset: str, metric: str, names: tuple[str, str], sides: tuple[tuple[Figure, Figure], ...]
+) -> list[Claim]:
+    """What the columns say of two: the better one, or that they are the same; nothing where they contradict each other."""
+    lower, (first, second) = metric not in HIGHER_IS_BETTER, names
+    signs = {_ahead(metric, *pair) for pair in sides}
+    if signs >= {1, -1}:
+        return []
+    if -1 in signs:
+        first, second, sides = second, first, tuple((right, left) for left, right in sides)
+    shown = ", ".join(f"{left.mean:g} against {right.mean:g}" for left, right in sides)
+    ratios = [right.mean / left.mean if lower else left.mean / right.mean for left, right in sides]
+    same = signs == {0}
+    near = max((left.spread + right.spread) / min(left.mean, right.mean) for left, right in sides)
+    words = f"{first} {'as good as' if same else 'better than'} {second}: {shown}"
+    size = None if same else (min(ratios), max(ratios))
+    told = METRICS[metric]
+    return [Claim(where, dataset, told, first, second, words, same, lower, max(0.02, near), size, beyond=_BEYOND[metric])]
+
+
+def beams(count: int) -> str:
+    """The label of MJSD with so many beams."""
+    return f"{count} beams"
+
+
+def threshold(value: float) -> str:
+    """The label of MJSD with a threshold."""
+    return f"threshold {value:g}"
+
+
+def block(length: int) -> str:
+    """The label of multi-token joint greedy decoding of so many tokens at a time."""
+    return f"mjgd, blocks of {length}"
+
+
+def _claims() -> list[Claim]:
+    claims = []
+    for name, columns in _COLUMNS.items():
+        for metric in METRICS:
+            for pair in _PAIRS:
+                sides = tuple((column[metric][pair[0]], column[metric][pair[1]]) for column in columns)
+                claims += _compared("table 2", name, metric, pair, sides)
+    for few, many in pairwise((2, 4, 8)):
+        for metric in METRICS:
+            sides = tuple((rows[many][metric], rows[few][metric]) for rows in TABLE_3.values())
+            claims += _compared("table 3", ABLATED, metric, (beams(many), beams(few)), sides)
+    for metric, winner, loser, words in THRESHOLDS:
+        of, lower = (threshold(winner), threshold(loser)), metric not in HIGHER_IS_BETTER
+        claims.append(Claim("figure 4", ABLATED, METRICS[metric], *of, words, lower=lower, beyond=_BEYOND[metric]))
+    longer = "several tokens at a time, the likeliest together, have a lower perplexity than the likeliest one by one"
+    claims.append(Claim("section 3.1", ABLATED, METRICS["perplexity"], block(4), block(1), longer, lower=True))
+    return claims
+
+
+PAPER = Paper(
+    "mjsd",
+    "arXiv 2407.09722",
+    "Multi-token joint speculative decoding",
+    "Llama-2-13B with Llama-68M and OPT-13B with OPT-125M, one L40, batch 1, at most 128 tokens, top-k 20, top-p 0.9",
+    DATASETS,
+    (
+        PaperTable(
+            "table 2", "5.2", "the methods; standard deviations over four runs",
+            {f"{column}, {METRICS[metric]}": row for column, metrics in TABLE_2.items() for metric, row in metrics.items()},
+        ),
+        PaperTable(
+            "table 3", "5.2.2", "MJSD by number of beams",
+            {
+                f"{pair}, {told}": {beams(count): row[metric] for count, row in rows.items()}
+                for pair, rows in TABLE_3.items() for metric, told in METRICS.items()
+            },
+        ),
+    ),
+    tuple(_claims()),
+)  # fmt: skip

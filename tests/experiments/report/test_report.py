@@ -211,9 +211,9 @@ def test_the_three_answers_to_a_statement_are_shown() -> None:
     (table,) = found.blocks
     assert isinstance(table, Table)
     assert [[cell.text for cell in row[5:]] for row in table.rows] == [
-        ["1.5 (1.2 to 1.9)", "0.75", "9 (4)", "direction only", "smaller"],
-        ["difference (-4 to -2)", "-", "9 (-)", "fails", ""],
-        ["-", "-", "-", "not measured", ""],
+        ["2", "1.5 (1.2 to 1.9)", "0.75", "9 (4)", "direction only", "smaller"],
+        ["-", "difference (-4 to -2)", "-", "9 (-)", "fails", ""],
+        ["-", "-", "-", "-", "not measured", ""],
     ]
     assert directions(results).rows[0][1].text == "1 direction only, 1 fails, 1 not measured"
 
