@@ -348,6 +348,7 @@ def installed(
     return program
 
 
+@pytest.mark.slow
 def test_what_is_installed_works_outside_the_repository(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = """
 import json
@@ -372,6 +373,7 @@ print(json.dumps({
     assert seen["configs"].keys() == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_the_installed_commands_answer(installed: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     told = installed("outrider", "--help")
     assert told.returncode == 0 and "serve-config" in told.stdout

@@ -149,6 +149,7 @@ def test_chat_shows_reasoning_that_is_no_part_of_the_message(circle_model: Path,
     assert prompts == ["hi>", "hiIt is four.again>"]
 
 
+@pytest.mark.slow
 def test_chat_without_a_server_loads_a_model(circle_model: Path) -> None:
     run = outrider_apart("chat", "--model", str(circle_model), "--max-tokens", "8", text="hi\nagain\n/exit\n")
     assert run.returncode == 0, run.stderr

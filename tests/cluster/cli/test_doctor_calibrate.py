@@ -21,6 +21,7 @@ from tests.cluster.commands import error_line, outrider, outrider_apart
 WITHOUT_MATPLOTLIB = "import sys; sys.modules['matplotlib'] = None; from cluster.cli.main import main; main()"
 
 
+@pytest.mark.slow
 def test_a_table_and_a_figure(model: Path, tmp_path: Path) -> None:
     run = outrider_apart("doctor", "--calibrate", "--model", str(model), "--dtype", "float32", "--out", "made", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -33,7 +34,7 @@ def test_a_table_and_a_figure(model: Path, tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr and "no figure" not in run.stderr
 
 
-@pytest.mark.slow  # a process of its own, like the one before
+@pytest.mark.slow
 def test_json_without_matplotlib_and_what_servers_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "service.yaml"
     config.write_text(f"model: {{path: {model}, dtype: float32, device: cpu, threads: 1}}\nengine: {{max_running: 3}}\n")

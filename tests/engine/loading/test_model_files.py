@@ -228,6 +228,7 @@ def test_two_processes_at_once(model: PackagedModel) -> None:
     assert left() == {NAME}
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: PackagedModel) -> None:
     halt = "from engine.loading.weights import gguf\nimport time\nsave = gguf.convert_gguf\n"
     halt += "gguf.convert_gguf = lambda *a: (save(*a), print('half', flush=True), time.sleep(300))"
@@ -240,6 +241,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(model: Packaged
     assert is_whole(Path(find_files(NAME)), model) and left() == {NAME}
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(model: PackagedModel) -> None:
     # In the background of a shell SIGINT is ignored, which processes inherit.
     halt = "import signal, time\nfrom engine.loading.weights import gguf\n"

@@ -105,7 +105,9 @@ def test_numbers_with_commas() -> None:
             numbers(float, 1)(text)
 
 
-@pytest.mark.parametrize("name", ["strategies", "load", "draft-models", "scaling"])
+@pytest.mark.parametrize(
+    "name", ["strategies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load", "draft-models", "scaling"))]
+)
 def test_the_command_hands_its_options_to_the_bench(name: str) -> None:
     command = [sys.executable, "-m", "cluster.cli.main", "bench", name, "--prompts", "p.jsonl", "--repeats", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

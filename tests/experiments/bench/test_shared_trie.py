@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+import pytest
+
 from configs.schema import REPOSITORY
 from configs.slices import CacheOptions
 from decoding.replay import KnownText
@@ -47,6 +49,7 @@ def test_replicas_that_share_are_warm_from_their_first_request(tmp_path: Path) -
     ElementTree.parse(record.with_suffix(".svg"))
 
 
+@pytest.mark.slow
 def test_lag_and_sizes_count_every_token() -> None:
     with cache_figures.EmbeddedRedis.start() as redis:
         setting = cache_figures.setting(redis.url, VOCAB, ("measured",), CacheOptions())
@@ -61,6 +64,7 @@ def test_lag_and_sizes_count_every_token() -> None:
     assert memory["tokens"] == 1000 and memory["texts"] == 10 and memory["log_bytes"] >= 41 * 1000
 
 
+@pytest.mark.slow
 def test_a_flood_leaves_the_other_tenant_its_drafts() -> None:
     quiet = [KnownText(str(at), output[:1], (), output) for at, output in enumerate(outputs(3, 60))]
     measured = cache_figures.flood(quiet, outputs(40, 100)[3:], 3000, VOCAB)

@@ -90,6 +90,7 @@ def test_every_part_runs_on_a_bare_machine_and_one_that_fails_is_named(
     assert record["config"]["revision"] == "abc" and str(ROOT) not in json.dumps(record)
 
 
+@pytest.mark.slow
 def test_figures_of_the_parts_fit_together(bare_run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
     found = {job["part"]: job["found"] for job in bare_run[1]["results"]["jobs"]}
     assert found["steps"]["roof_gb_s"] == found["ceilings"]["read_best_gb_s"]
@@ -272,6 +273,7 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
     assert report.lines[0]["verdict"] == "MISSED"
 
 
+@pytest.mark.slow
 def test_tests_for_a_gpu_can_be_collected_on_a_bare_machine(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(GUARD)
     settings = {"PYTHONPATH": str(tmp_path), "ABSENT": f"{ABSENT},hypothesis", "BROKEN": "none", "PYTEST_ADDOPTS": ""}

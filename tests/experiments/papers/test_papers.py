@@ -242,7 +242,9 @@ def small(key: str, model: Path, files: list[Path], folder: Path, *more: str) ->
     return ["paper", key, "--prompts", *prompts, *options, "--kept", str(folder / "kept.jsonl"), *drafts, *more]
 
 
-@pytest.mark.parametrize("key", PAPERS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.slow) if key in ("ngrammys", "trie") else key for key in PAPERS]
+)
 def test_each_paper_runs_from_end_to_end(
     key: str, tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_known_outputs_are_followed_by_a_model_of_random_weights(tiny_model: Pat
     assert all(row.get("differing", 0.0) == 0.0 for labels in results["measures"].values() for row in labels.values())
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_its_hours_end_it(
     tiny_model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from openai import OpenAI
 
+import pytest
+
 from tests.cluster.service.applications import Twins
 from tests.helpers.models import VOCAB
 
@@ -74,6 +76,7 @@ def signs(first: OpenAI, second: OpenAI, pairs: int, start: int) -> dict[str, fl
     return {name: chance(*([getattr(one, name) for one in of] for of in seen.values())) for name in Seen.__annotations__}
 
 
+@pytest.mark.slow
 def test_a_tenant_cannot_tell_what_another_has_just_asked(twins: Twins) -> None:
     twins.becomes_whole()
     with twins.client("watched") as watched, twins.client("watching") as watching:
