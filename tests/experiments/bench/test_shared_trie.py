@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-
 import pytest
 
 from configs.schema import REPOSITORY

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from openai import OpenAI
-
 import pytest
+from openai import OpenAI
 
 from tests.cluster.service.applications import Twins
 from tests.helpers.models import VOCAB
