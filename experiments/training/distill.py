@@ -39,8 +39,9 @@ ANSWER_TOKENS = 80
 CONTEXT = 640  # tokens of a prompt and its answer
 RANKS = 32  # of a distribution, that are learned
 PROMPT_SHARE = 0.2  # of a prompt's tokens are learned
-BATCH_TOKENS = 3072
+BATCH_TOKENS = 1536
 SAVED = 100  # steps
+READ = 256  # texts that are kept together
 _HEADINGS = "### Question\n", "\n\n### Answer\n"
 
 
@@ -108,18 +109,33 @@ def answer(
 
 @torch.inference_mode()
 def read(
-    model: PreTrainedModel, pairs: Sequence[tuple[list[int], list[int]]], share: float, seed: int, progress: Progress
+    folder: Path,
+    model: PreTrainedModel,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    share: float,
+    seed: int,
+    progress: Progress,
 ) -> list[Text]:
-    """What the model says of prompts and answers, at the answers' tokens and a share of the prompts'."""
-    texts, rng = [], np.random.default_rng(seed)
-    for at, (prompt, output) in enumerate(pairs):
-        progress.note(f"text {at} of {len(pairs)}")
-        tokens = np.array(prompt + output, np.int64)
-        some = np.flatnonzero(rng.random(len(prompt) - 1) < share)
-        positions = np.concatenate([some, np.arange(len(prompt) - 1, len(tokens) - 1)])
-        hidden = model.model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).last_hidden_state[0, positions]
-        values, ids = model.lm_head(hidden).float().log_softmax(-1).topk(RANKS)
-        texts.append(Text(tokens, positions, ids.numpy(), values.numpy()))
+    """What the model says of prompts and answers, at the answers' tokens and a share of the prompts'; kept in the folder."""
+    folder.mkdir(exist_ok=True)
+    texts: list[Text] = []
+    for start in range(0, len(pairs), READ):
+        path, part = folder / f"{start}.pt", pairs[start : start + READ]
+        known = [Text(*map(torch.Tensor.numpy, one)) for one in torch.load(path)] if path.exists() else []
+        if [text.tokens.tolist() for text in known] != [prompt + output for prompt, output in part]:
+            rng, known = np.random.default_rng(seed + start), []
+            for at, (prompt, output) in enumerate(part, start):
+                progress.note(f"text {at} of {len(pairs)}")
+                tokens = torch.tensor(prompt + output)
+                some = np.flatnonzero(rng.random(len(prompt) - 1) < share)
+                positions = np.concatenate([some, np.arange(len(prompt) - 1, len(tokens) - 1)])
+                hidden = model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0, positions]
+                values, ids = model.lm_head(hidden).float().log_softmax(-1).topk(RANKS)
+                known.append(Text(tokens.numpy(), positions, ids.numpy(), values.numpy()))
+            kept = [tuple(torch.from_numpy(getattr(text, name)) for name in Text.__slots__) for text in known]
+            torch.save(kept, path.with_suffix(".partial"))
+            path.with_suffix(".partial").replace(path)
+        texts += known
     return texts
 
 
@@ -240,8 +256,8 @@ def distil(args: argparse.Namespace) -> None:
         progress.say("what the model says of them")
         model = load_weights(args.model, torch.bfloat16, "sdpa").eval()
         others = pairs[args.answers :]
-        texts = read(model, own + others, PROMPT_SHARE, args.seed, progress)
-        tested = read(model, held, 0.0, args.seed, progress)
+        texts = read(args.out / "texts", model, own + others, PROMPT_SHARE, args.seed, progress)
+        tested = read(args.out / "held_out", model, held, 0.0, args.seed, progress)
         learned = sum(len(text.positions) for text in texts)
         small = draft_model(model, args.layers)
         progress.say(f"{learned} tokens to learn, of {len(own)} own answers and {len(others)} of the corpus")

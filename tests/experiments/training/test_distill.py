@@ -65,13 +65,18 @@ def test_it_learns_goes_on_and_drafts(files: tuple[Path, Path], tmp_path: Path, 
     assert outputs[0] == outputs[1]
 
 
-def test_what_all_layers_say_is_what_the_model_says(files: tuple[Path, Path]) -> None:
+def test_what_all_layers_say_is_what_the_model_says(files: tuple[Path, Path], tmp_path: Path) -> None:
     model = distill.load_weights(str(files[0]), torch.bfloat16, "sdpa").eval()
     pairs = [([5, 9, 11, 7, 30], [12, 40, 41]), ([8, 3, 2], [1, 2, 3, 4])]
-    texts = distill.read(model, pairs, 0.5, 0, distill.Progress())
+    texts = distill.read(tmp_path / "texts", model, pairs, 0.5, 0, distill.Progress())
     for text, (prompt, output) in zip(texts, pairs, strict=True):
         assert text.tokens.tolist() == prompt + output
         assert text.positions[-len(output) :].tolist() == list(range(len(prompt) - 1, len(prompt) + len(output) - 1))
+    again = distill.read(tmp_path / "texts", None, pairs, 0.5, 0, distill.Progress())  # type: ignore[arg-type]  # nothing is computed
+    assert all(
+        np.array_equal(one.ids, two.ids) and np.array_equal(one.positions, two.positions)
+        for one, two in zip(texts, again, strict=True)
+    )
     whole = distill.agreement(distill.draft_model(model, [0, 1, 2]), texts)
     assert whole > 0.8  # float32 layers beside bfloat16 ones: random weights have near-ties
     entropy = np.concatenate([-(np.exp(text.log_probs) * text.log_probs).sum(1) for text in texts]).mean()
