@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.cli.generate.prompt_file import PromptFileError, PromptRecord, read_prompts
 from decoding.request import Request
-from engine.engine import Engine
 from engine.text.chat import render_chat
+
+if TYPE_CHECKING:  # a simulation, which uses the rest, loads no library of models
+    from transformers import PreTrainedTokenizerBase
+
+    from engine.engine import Engine
 
 T = TypeVar("T")
 

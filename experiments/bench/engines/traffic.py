@@ -7,13 +7,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from decoding.request import Request
-from engine.engine import Engine
-from experiments.bench.engines.contestants import Prompt
+
+if TYPE_CHECKING:  # a simulation, which uses the rest, loads no library of models
+    from engine.engine import Engine
+    from experiments.bench.engines.contestants import Prompt
 
 _WAIT_S = 1.0  # longest wait for a token, while nothing else is due
 
