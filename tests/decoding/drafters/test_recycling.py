@@ -264,11 +264,10 @@ def test_racer_copies_at_the_same_speed_however_often() -> None:
 
 def test_racer_trie_keeps_its_size_and_what_was_seen_last() -> None:
     trie = WindowTrie(4, 64)
-    trie.learn(np.random.default_rng(0).integers(0, 30, 2000).tolist(), 0)
+    trie.learn(np.random.default_rng(0).integers(0, 30, 2000).astype(np.int32), 0)
     assert len(trie) == 64
-    trie.learn([31, 32, 33, 34], 0)
-    (found,) = trie.ends([31, 32, 33], 3)
-    assert list(found.children) == [34] and not trie.ends([31, 33], 2) and len(trie) == 64
+    trie.learn(np.array([31, 32, 33, 34], np.int32), 0)
+    assert trie.grow([31, 32, 33], 3, 8) == ([33, 34], [-1, 0]) and trie.grow([31, 33], 2, 8) == ([33], [-1]) and len(trie) == 64
 
 
 def test_racer_draws_nothing_from_another_tenant_or_from_a_private_request() -> None:
