@@ -146,15 +146,15 @@ def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int,
     for _ in range(count):
         if len(heap) == 0:
             break
-        _, depth, _, node, row = heapq.heappop(heap)
+        _, depth, _, opened, row = heapq.heappop(heap)
         if depth > 0:
             above, row = row, np.int64(1)
-            while row < rows and (parents[row] != above or tokens[row] != nodes.tokens[node]):
+            while row < rows and (parents[row] != above or tokens[row] != nodes.tokens[opened]):
                 row += 1
             if row == rows:
-                tokens[row], parents[row] = nodes.tokens[node], above
+                tokens[row], parents[row] = nodes.tokens[opened], above
                 rows += 1
-        child = nodes.children[node, 0]
+        child = nodes.children[opened, 0]
         while child > 0:
             heapq.heappush(heap, (-np.int64(nodes.counts[child]), depth + 1, np.int64(entered), np.int64(child), row))
             entered += 1
