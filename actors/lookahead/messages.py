@@ -59,7 +59,7 @@ class OutcomeMessage:
 
     acceptance: Acceptance  # rows of the part
     ids: Int32Array  # [n] the likeliest token below each row of the part
-    ranked: Int32Array | None  # [n, top_k]
+    ranked: Int32Array | None  # [n, top_k], see ``TargetRows.ranked``
     logprobs: tuple[TokenLogprob, ...] | None
 
 

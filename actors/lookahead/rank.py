@@ -97,7 +97,7 @@ class Rank:
 
 def outcome_message(outcome: Outcome, top_k: int) -> OutcomeMessage:
     """What a part of a tree came to, with so many of the likeliest tokens below each of its rows."""
-    ranked = outcome.target.top_k(range(len(outcome.tree)), top_k) if top_k else None
+    ranked = outcome.target.ranked(range(len(outcome.tree)), top_k) if top_k else None
     return OutcomeMessage(outcome.acceptance, outcome.target.ids, ranked, outcome.logprobs)
 
 

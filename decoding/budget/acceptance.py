@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
+import numpy.typing as npt
 
 from decoding.budget.candidates import Float64Array
 from decoding.budget.features import (
@@ -12,6 +15,9 @@ from decoding.budget.features import (
     HISTORY,
     HISTORY_FRESH,
     KIND_FEATURES,
+    LESS,
+    LEVELS,
+    LIKELY,
     MATCH_BUCKETS,
     NUM_FEATURES,
     NUM_KINDS,
@@ -20,9 +26,12 @@ from decoding.budget.features import (
     SIMILAR,
     SIMILAR_FRESH,
     UNIGRAM,
+    UNRANKED,
 )
 from decoding.jit import compiled
 from decoding.tree import Int32Array
+
+Float32Array = npt.NDArray[np.float32]
 
 # Rounded from replays of retrieval, summary, code and chat texts. They only order the first steps: counts replace them.
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
@@ -31,7 +40,10 @@ _HISTORY_MATCH = np.array([0.2, 0.5, 0.7, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.9
 _SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # what goes on for long is a copy
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens
 _UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
-_RECYCLING = 0.3 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3  # by rank
+_RECYCLING = np.array([0.45, 0.36, 0.32, 0.28, 0.25, 0.18, 0.13, 0.08, 0.05, 0.03, 0.02, 0.01])  # by likelihood bucket
+_RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.55, 0.4, 0.3, 0.2, 0.15, 0.1])
+_LESS = 0.5  # of what was ranked behind fewer tokens, where something was behind more of them
+_UNRANKED, _LIKELY = 0.75, 0.4  # of the chance of an occurrence, and of what it lacks of 1, by what the target ranked
 _BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
 _PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _HALVE_AT = 4096.0  # observations of one feature after which the older ones count half
@@ -44,20 +56,35 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 256, 8192  # steps
 
 def prior() -> Float64Array:
     """[NUM_FEATURES] chance of a child given its parent, before anything was observed."""
-    table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS))
-    table[[COPY, COPY_FRESH]] = _MATCH[:, None] * _SHARE
-    table[[HISTORY, HISTORY_FRESH]] = _HISTORY_MATCH[:, None] * _SHARE
-    table[[SIMILAR, SIMILAR_FRESH]] = _MATCH[:, None] * np.maximum(_SHARE, _SIMILAR_MATCH[:, None] * (_SHARE > 0.2))
-    table[UNIGRAM] = _UNIGRAM[:, None] * _CONTEXT
-    table[RECYCLING] = _RECYCLING[:, None] * _CONTEXT
-    table[BIGRAM] = _BIGRAM[:, None] * _CONTEXT
+    table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS))
+    table[[COPY, COPY_FRESH]] = _leveled(_MATCH[:, None] * _SHARE)
+    table[[HISTORY, HISTORY_FRESH]] = _leveled(_HISTORY_MATCH[:, None] * _SHARE)
+    table[[SIMILAR, SIMILAR_FRESH]] = _leveled(_MATCH[:, None] * np.maximum(_SHARE, _SIMILAR_MATCH[:, None] * (_SHARE > 0.2)))
+    table[UNIGRAM] = (_UNIGRAM[:, None] * _CONTEXT)[:, :, None]
+    table[RECYCLING] = (_RECYCLING[:, None] * _RECYCLING_CONTEXT)[:, :, None]
+    table[RECYCLING, :, :, LESS] *= _LESS
+    table[BIGRAM] = (_BIGRAM[:, None] * _CONTEXT)[:, :, None]
     return table.ravel()
+
+
+@cache
+def _prior() -> Float64Array:
+    """The one that all tables read."""
+    return prior()
+
+
+def _leveled(chances: Float64Array) -> Float64Array:
+    """[match, share, level] of occurrences, whose chances rise and fall with what the target ranked."""
+    leveled = np.repeat(chances[:, :, None], LEVELS, axis=2)
+    leveled[:, :, UNRANKED] *= _UNRANKED
+    leveled[:, :, LIKELY] += (1.0 - chances) * _LIKELY
+    return leveled
 
 
 @compiled
 def learn(
-    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, seen: Float64Array,
-    accepted: Float64Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
+    parents: Int32Array, features: Int32Array, reached: Int32Array, prior: Float64Array, seen: Float32Array,
+    accepted: Float32Array, chances: Float64Array, expected: Float64Array, hits: Float64Array,
 ) -> float:  # fmt: skip
     """Counts the children of reached rows, of which those reached themselves were accepted.
 
@@ -92,7 +119,7 @@ def learn(
 
 class AcceptanceTable:
     """Beta means of acceptance given the parent's, one for each feature of ``decoding.budget.features``, and kinds that are set
-    aside.
+    aside. It takes 55 KB.
 
     A kind of feature whose rows keep failing (a poisoned history, texts that are of no use) is set aside: nothing is drafted
     from it for a number of steps. Then it is tried again with the chances that it began with, and set aside for twice as long if
@@ -104,18 +131,13 @@ class AcceptanceTable:
     """
 
     def __init__(self) -> None:
-        self._prior = prior()
-        self._seen, self._accepted = np.zeros(NUM_FEATURES), np.zeros(NUM_FEATURES)
+        self._prior = _prior()
+        self._seen, self._accepted = np.zeros(NUM_FEATURES, np.float32), np.zeros(NUM_FEATURES, np.float32)
         self._chances = self._prior.copy()
         self._expected, self._hits = np.zeros(NUM_KINDS), np.zeros(NUM_KINDS)
         self._backoffs = np.full(NUM_KINDS, _FIRST_BACKOFF)  # steps that the next one lasts, by kind
         self._backed_off = np.zeros(NUM_KINDS, np.int64)  # steps that are left
-        self._resting = False  # whether any kind is set aside
-
-    @property
-    def set_aside(self) -> tuple[int, ...]:
-        """The kinds of features that are left out now."""
-        return tuple(np.flatnonzero(self._backed_off).tolist()) if self._resting else ()
+        self.set_aside: tuple[int, ...] = ()  # the kinds of features that are left out now
 
     def chances(self) -> Float64Array:
         """[NUM_FEATURES] chance of a child given its parent; 0 for kinds that are set aside. Not to be kept over ``observe``."""
@@ -131,7 +153,7 @@ class AcceptanceTable:
             features: [n] of its rows.
             accepted_rows: in order of depth.
         """
-        if self._resting:
+        if self.set_aside:
             self._pass_step()
         if len(parents) == 1:
             return
@@ -149,11 +171,12 @@ class AcceptanceTable:
     def _verdict(self) -> None:
         for kind in np.flatnonzero(self._expected > _TRIAL).tolist():
             if self._hits[kind] < _LEAST_SHARE * self._expected[kind]:
-                self._backed_off[kind], self._resting = self._backoffs[kind], True
+                self._backed_off[kind] = self._backoffs[kind]
                 self._backoffs[kind] = min(2 * self._backoffs[kind], _LONGEST_BACKOFF)
             else:
                 self._backoffs[kind] = _FIRST_BACKOFF
             self._expected[kind] = self._hits[kind] = 0.0
+        self._look()
 
     def _pass_step(self) -> None:
         """One step less; what a kind taught before it was set aside is forgotten when its time has come."""
@@ -163,7 +186,10 @@ class AcceptanceTable:
             forgotten = np.repeat(over, KIND_FEATURES)
             self._seen[forgotten] = self._accepted[forgotten] = 0.0
             self._chances[forgotten] = self._prior[forgotten]
-            self._resting = bool(self._backed_off.any())
+            self._look()
+
+    def _look(self) -> None:
+        self.set_aside = tuple(np.flatnonzero(self._backed_off).tolist())
 
 
 class AcceptanceTables:

@@ -16,12 +16,21 @@ from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, c
 from decoding.budget.features import (
     BIGRAM,
     COPY_FRESH,
+    EVEN,
     HISTORY,
+    LESS,
+    LEVELS,
+    LIKELY,
     MATCH_BUCKETS,
     NUM_KINDS,
+    RANKED,
     RECYCLING,
     SIMILAR,
+    TOKEN_BITS,
+    TOKEN_MASK,
     UNIGRAM,
+    UNKNOWN,
+    UNRANKED,
     context_bucket,
     feature,
     match_bucket,
@@ -29,6 +38,7 @@ from decoding.budget.features import (
 )
 from decoding.jit import compiled
 from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
+from decoding.sources.successors import context_key
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree
@@ -87,7 +97,11 @@ class Ranked(NamedTuple):
     """What comes next by rank rather than by occurrence."""
 
     frequent: Int32Array  # [n] tokens that are frequent anyway, the most frequent first
-    recycled: Int32Array  # [vocab, k] what the target ranked after each token when it last saw it, -1 for nothing; [0, 0] without
+    # [vocab, k] what the target ranked after each token when it last saw it, above ``TOKEN_BITS`` the buckets of likelihoods;
+    # -1 for nothing, [0, 0] without.
+    recycled: Int32Array
+    keys: Int32Array  # [slots] of contexts of two and three tokens (``context_key``); 0 for none
+    behind: Int32Array  # [slots, k] as ``recycled``, behind those
     bigrams: Int32Array  # [vocab, k] what the target ranks after each token alone; [0, 0] without
 
 
@@ -126,7 +140,7 @@ PlainPool = tuple[
     Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array, Float64Array, Float64Array, Int32Array,
     Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array,
 ]  # fmt: skip
-PlainRanked = tuple[Int32Array, Int32Array, Int32Array]
+PlainRanked = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]
 # The request's own texts, those of requests that resemble it, the outputs of its tenant, and what every tenant drafts from.
 Logs = tuple[Log, Log, Log, Log]
 LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # of those
@@ -224,23 +238,32 @@ def branch(
 
 @compiled
 def add_ranked(
-    ranked: Int32Array, kind: int, context: int, row: int, depth: int, chance: float, table: Float64Array, begin: int, count: int,
-    pool: Pool,
+    ranked: Int32Array, kind: int, context: int, level: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
+    count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Makes children of ranked tokens that are none yet; the node's begin at ``begin``. Returns the candidates in use."""
+    """Makes children of ranked tokens, or says of those that are there what is likelier; the node's begin at ``begin``.
+
+    Returns:
+        The candidates in use.
+    """
     for rank in range(len(ranked)):
-        token = ranked[rank]
-        if token < 0 or count >= len(pool.tokens) or count - begin >= MAX_CHILDREN:
+        token, bucket = ranked[rank] & TOKEN_MASK, ranked[rank] >> TOKEN_BITS
+        if kind != RECYCLING:
+            bucket = min(rank // 2 if kind == UNIGRAM else rank, MATCH_BUCKETS - 1)
+        if ranked[rank] < 0:
             continue
+        entry = feature(kind, bucket, context, level)
         slot = slot_of(token, pool.slots, pool.tokens)
-        if pool.slots[slot] >= 0:
+        child = pool.slots[slot]
+        if child < 0:
+            if count >= len(pool.tokens) or count - begin >= MAX_CHILDREN:
+                continue
+            pool.slots[slot] = child = count
+            pool.tokens[child], pool.parents[child], pool.depths[child], pool.firsts[child] = token, row, depth + 1, -1
+            count += 1
+        elif pool.chances[child] >= chance * table[entry]:
             continue
-        pool.slots[slot] = count
-        pool.tokens[count], pool.parents[count], pool.depths[count], pool.firsts[count] = token, row, depth + 1, -1
-        pool.kinds[count] = kind
-        pool.features[count] = feature(kind, min(rank // 2 if kind == UNIGRAM else rank, MATCH_BUCKETS - 1), context)
-        pool.chances[count] = chance * table[pool.features[count]]
-        count += 1
+        pool.kinds[child], pool.features[child], pool.chances[child] = kind, entry, chance * table[entry]
     return count
 
 
@@ -274,29 +297,77 @@ def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -
 
 
 @compiled
-def open_node(
-    logs: LogTokens, ranked: Ranked, measures: Measures, first: int, token: int, depth: int, row: int, chance: float, count: int,
-    pool: Pool,
+def slot_behind(ranked: Ranked, key: int) -> int:
+    """Where that stands which was ranked behind a context; -1 where nothing was."""
+    slot = key & (len(ranked.keys) - 1)
+    return slot if ranked.keys[slot] == key else -1
+
+
+@compiled
+def add_recycled(
+    ranked: Ranked, three: tuple[int, int, int], ends: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
+    count: int, pool: Pool,
 ) -> int:  # fmt: skip
-    """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its token.
+    """Sets the levels of the children that occurrences gave, and makes those that the target ranked; see ``open_node``."""
+    two, one, token = three
+    third = second = -1
+    if one >= 0 and len(ranked.keys) > 1:
+        pair = context_key(one, token)
+        second = slot_behind(ranked, pair)
+        if two >= 0:
+            third = slot_behind(ranked, context_key(pair, two))
+    best = third if third >= 0 else second  # of the contexts of which something is known the longest
+    if best >= 0:
+        for child in range(begin, count):
+            pool.features[child] += UNRANKED
+        for rank in range(ranked.behind.shape[1]):
+            value = ranked.behind[best, rank]
+            if value >= 0:
+                child = pool.slots[slot_of(value & TOKEN_MASK, pool.slots, pool.tokens)]
+                if child >= 0:
+                    level = LIKELY if value >> TOKEN_BITS <= EVEN else RANKED
+                    pool.features[child] = pool.features[child] // LEVELS * LEVELS + level
+        for child in range(begin, count):
+            pool.chances[child] = chance * table[pool.features[child]]
+    if third >= 0:
+        count = add_ranked(ranked.behind[third], RECYCLING, ends, 3, row, depth, chance, table, begin, count, pool)
+    if second >= 0:
+        of_two = LESS if third >= 0 else 2
+        count = add_ranked(ranked.behind[second], RECYCLING, ends, of_two, row, depth, chance, table, begin, count, pool)
+    alone = LESS if best >= 0 else 1
+    return add_ranked(ranked.recycled[token], RECYCLING, ends, alone, row, depth, chance, table, begin, count, pool)
+
+
+@compiled
+def open_node(
+    logs: LogTokens, ranked: Ranked, measures: Measures, first: int, three: tuple[int, int, int], depth: int, row: int,
+    chance: float, count: int, pool: Pool,
+) -> int:  # fmt: skip
+    """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its last tokens.
+
+    What the target ranked behind the longest of the contexts of one to three tokens comes first, then what it ranked behind
+    shorter ones. What it ranked behind two or three tells of occurrences, too, how likely they are: see ``UNKNOWN``.
+
+    Args:
+        three: the two tokens before the node's, -1 where there is none, and its own.
 
     Returns:
         Candidates in use.
     """
-    begin, table = count, measures[0]
+    begin, table, token = count, measures[0], three[2]
     count, total, longest = branch(logs, measures, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])
         share = pool.weights[child] / total * pool.similarities[child]
-        pool.features[child] = feature(pool.kinds[child], match, share_bucket(share))
+        pool.features[child] = feature(pool.kinds[child], match, share_bucket(share), UNKNOWN)
         pool.chances[child] = chance * table[pool.features[child]]
     ends = context_bucket(longest)
     if token < len(ranked.recycled):
-        count = add_ranked(ranked.recycled[token], RECYCLING, ends, row, depth, chance, table, begin, count, pool)
+        count = add_recycled(ranked, three, ends, row, depth, chance, table, begin, count, pool)
     if token < len(ranked.bigrams):
-        count = add_ranked(ranked.bigrams[token], BIGRAM, ends, row, depth, chance, table, begin, count, pool)
+        count = add_ranked(ranked.bigrams[token], BIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     if depth == 0:
-        count = add_ranked(ranked.frequent, UNIGRAM, ends, row, depth, chance, table, begin, count, pool)
+        count = add_ranked(ranked.frequent, UNIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     clear_slots(begin, count, pool.slots, pool.tokens)
     return count
 
@@ -328,11 +399,13 @@ def grow(
     first, used = open_root(logs, measures, context, pool)
     count = size = grown = depth = row = 0
     chance, token, least_chance = 1.0, context[-1], least_chances[0]
+    before = context[-2] if len(context) > 1 else -1, context[-3] if len(context) > 2 else -1
+    two, one = before[1], before[0]
     tokens[0], parents[0], kinds[0], features[0], depths[0] = token, -1, NUM_KINDS, 0, 0
     while True:
         if depth < max_depth:
             begin = count
-            count = open_node(log_tokens, ranked, measures, first, token, depth, row, chance, count, pool)
+            count = open_node(log_tokens, ranked, measures, first, (two, one, token), depth, row, chance, count, pool)
             for child in range(begin, count):
                 if pool.chances[child] >= least_chance:
                     size = push(pool.heap, size, pool.chances, child)
@@ -347,7 +420,9 @@ def grow(
         least_chance = least_chances[min(grown, len(least_chances) - 1)]
         tokens[grown], parents[grown], kinds[grown] = pool.tokens[best], pool.parents[best], pool.kinds[best]
         features[grown], depths[grown] = pool.features[best], pool.depths[best]
-        parent = tokens[pool.parents[best]]
+        above = pool.parents[best]
+        parent = one = tokens[above]
+        two = before[0] if above == 0 else tokens[parents[above]]
         row, depth, chance, first, token = grown, pool.depths[best], pool.chances[best], pool.firsts[best], pool.tokens[best]
         if depth < max_depth:
             first, used = fresh_occurrences(logs[0], 0, measures, token, parent, depth, first, used, pool)

@@ -1,4 +1,4 @@
-"""Features of a drafted row, in buckets: kind of source, length of agreement and share of occurrences."""
+"""Features of a drafted row, in buckets: kind of source, length of agreement, share of occurrences, what the target ranked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from decoding.jit import compiled
 # shared logs, of the whole path up to the root and beyond, or of an end of the path only.
 NUM_KINDS = 9
 COPY, SIMILAR, HISTORY, COPY_FRESH, SIMILAR_FRESH, HISTORY_FRESH, UNIGRAM, RECYCLING, BIGRAM = range(NUM_KINDS)
-MATCH_BUCKETS, SHARE_BUCKETS = 12, 8
-KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS  # those of one kind lie side by side
+MATCH_BUCKETS, SHARE_BUCKETS, LEVELS = 12, 8, 4
+KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # those of one kind lie side by side
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES
+
+# Levels of an occurrence: what the target ranked behind the same two tokens or three, when it last computed them. The level of a
+# ranked token is the number of tokens that it was ranked behind; ``LESS`` where something was ranked behind more of them.
+UNKNOWN, UNRANKED, RANKED, LIKELY = range(LEVELS)
+LESS = 0
+
+# A ranked token stands with the bucket of its likelihood in the bits above it.
+TOKEN_BITS = 24
+TOKEN_MASK = (1 << TOKEN_BITS) - 1
+EVEN = 4  # the last bucket of what is more likely than not
 
 
 @compiled
@@ -48,6 +58,16 @@ def context_bucket(length: int) -> int:
 
 
 @compiled
-def feature(kind: int, match: int, share: int) -> int:
-    """The entry of the table for a kind of feature and two buckets."""
-    return (kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share
+def likelihood_bucket(share: float) -> int:
+    """A token's share of the likelihood of those that are ranked with it in ``MATCH_BUCKETS`` steps, the first one nearly all."""
+    if share >= 0.5:
+        return 0 if share >= 0.97 else (1 if share >= 0.9 else (2 if share >= 0.8 else (3 if share >= 0.65 else EVEN)))
+    if share >= 0.1:
+        return 5 if share >= 0.35 else (6 if share >= 0.2 else 7)
+    return 8 if share >= 0.05 else (9 if share >= 0.02 else (10 if share >= 0.007 else 11))
+
+
+@compiled
+def feature(kind: int, match: int, share: int, level: int) -> int:
+    """The entry of the table for a kind of feature, two buckets and a level."""
+    return ((kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share) * LEVELS + level

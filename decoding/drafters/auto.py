@@ -51,6 +51,7 @@ _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees r
 _PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # among more requests, so many tokens of one are told to the others together
 _LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
 _NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
+_UNRANKED = _NOTHING, np.zeros(1, np.int32), _NOTHING
 _ROOT_FEATURES = np.zeros(1, np.int32)
 _ANY = SamplingParams(max_tokens=8)
 
@@ -86,15 +87,18 @@ class AutoDrafter(Drafter):
       2304.04487) and suffix decoding the longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what
       occurs more often counts more: an occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its
       share of the weight;
-    * what the target ranked after the node's token when it last computed it for the tenant (``recycling``, Token Recycling), and,
-      where the option is on, what it ranks after that token alone (``bigram``, N-Grammys, arXiv 2411.03786);
+    * what the target ranked after the node's last three tokens, last two and last one when it last computed them for the tenant
+      (``recycling``, Token Recycling with longer contexts), and, where the option is on, what it ranks after the last one alone
+      (``bigram``, N-Grammys, arXiv 2411.03786);
     * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).
 
     Where the request's grammar leaves one text only, and none of these drafts it, that is drafted instead (``grammar``).
 
     A child's chance given its parent is a measured acceptance rate for its kind of feature, the length of agreement (which grows
-    with depth) and its share, learned while serving. The product along the path orders the rows, and as many are drafted as are
-    expected to pay on this device.
+    with depth) and its share, learned while serving; for what the target ranked, how likely it found it, and behind how many
+    tokens. What it ranked behind two or three tells of occurrences as well whether they are likely there (as in AdaPLD, arXiv
+    2606.05742, the rows of copied positions do). Where several sources give a child, the highest chance counts. The product along
+    the path orders the rows, and as many are drafted as are expected to pay on this device.
 
     Where ranks share a step, a row costs what it adds to the largest part of the tree
     (``decoding.budget.step_price.largest_part``), so that more rows pay, and with them there are more frequent tokens, more
@@ -213,7 +217,8 @@ class AutoDrafter(Drafter):
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
-        ranked = frequent, _NOTHING if recycled is None else recycled.entries, self._bigrams  # see ``Ranked``
+        kept = _UNRANKED if recycled is None else (recycled.entries, recycled.keys, recycled.behind)
+        ranked = frequent, *kept, self._bigrams  # see ``Ranked``
         logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
         caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
@@ -299,8 +304,9 @@ class AutoDrafter(Drafter):
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
-            rows = range(size - 1, -1, -1)  # right ones or not; of equal tokens the likeliest stays, which comes last
-            table.learn(tree.tokens[::-1], target.top_k(rows, table.width))
+            root = request.num_tokens - acceptance.count - 1
+            before = [-1, -1, *request.tokens[max(root - 2, 0) : root].tolist()][-2:]
+            table.learn_tree(tree, before, acceptance.rows, target.ranked(range(size), table.width))
 
     def held(self) -> Collection[str]:
         """See ``Drafter``."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from decoding.budget.features import TOKEN_MASK
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.sources.branches import tree_of
@@ -65,7 +66,7 @@ class TargetRows:
                 replay of known outputs (see ``decoding.replay``) only the accepted path is known: -1 elsewhere.
             logits: [>= first + n, vocab] with those of the same rows from ``first`` on, as the model gave them; None in a replay,
                 and where the logits are on other ranks.
-            ranked: [n, k] the k most likely tokens after each of the same rows, the most likely first, where the ranks that
+            ranked: [n, k] the k most likely tokens after each of the same rows as ``ranked`` gives them, where the ranks that
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
             highest: of all logits, as ``decoding.sampling.ranking.argmax_rows`` fills it, where they were ranked with it.
@@ -86,7 +87,13 @@ class TargetRows:
         return self._logits is not None or self._ranked is not None
 
     def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
-        """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first.
+        """[len(rows), k] int32: the k most likely tokens after each of some rows, the most likely first; see ``ranked``."""
+        tokens: Int32Array = self.ranked(rows, k) & TOKEN_MASK
+        return tokens
+
+    def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
+        """[len(rows), k] int32: as ``top_k``, and above ``TOKEN_BITS`` the bucket of how likely each is beside the others of its
+        row (``decoding.budget.features.likelihood_bucket``).
 
         With logits it costs a pass over the vocabulary a row: ask for few rows, only where ``has_logits``, and for no more tokens
         than ``Drafter.top_k`` announced.
@@ -97,9 +104,9 @@ class TargetRows:
                 f"{k} tokens a row asked for, {self._ranked.shape[1]} announced by the drafter's top_k"
             )
             return self._ranked[list(rows), :k]
-        from decoding.sampling.ranking import top_rows  # needs torch, which is there where logits are
+        from decoding.sampling.ranking import ranked_rows  # needs torch, which is there where logits are
 
-        return top_rows(self._logits, [self._first + row for row in rows], k, self._highest)
+        return ranked_rows(self._logits, [self._first + row for row in rows], k, self._highest)
 
 
 class Target(Protocol):

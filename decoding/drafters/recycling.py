@@ -12,7 +12,7 @@ from decoding.drafters.base import Drafter, Target, TargetRows, check_choice, ch
 from decoding.request import Acceptance, Request
 from decoding.sources.history import Histories, History
 from decoding.sources.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
-from decoding.sources.window_trie import TrieNode, WindowTrie, likeliest
+from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
 
 _SOURCE, _RETRIEVED = SOURCES.index("recycling"), SOURCES.index("trie")
@@ -215,32 +215,28 @@ class RacerDrafter(RecyclingDrafter):
         kept, learned = self._learned.get(request.request_id, (None, 0))
         known = learned if kept is trie else 0
         first = max(0, known - self._window + 1)
-        trie.learn(request.tokens[first:count].tolist(), known - first)
+        trie.learn(request.tokens[first:count], known - first)
         self._learned[request.request_id] = trie, count
         return table, trie
 
 
 def _grow_joined(table: SuccessorTable, trie: WindowTrie, tail: Sequence[int], nodes: int) -> DraftTree:
     """RACER's tree below the last of ``tail``, of up to ``nodes`` rows."""
-    tokens, parents, sources = [tail[-1]], [-1], [0]
-    children: list[dict[int, int]] = [{}]
+    tokens, parents = trie.grow(tail, _LEAST_END, nodes if nodes > 1 else 0)
+    sources, children = [_RETRIEVED] * len(tokens), [dict[int, int]() for _ in tokens]
+    for row, parent in enumerate(parents[1:], start=1):
+        children[parent][tokens[row]] = row
 
-    def child(parent: int, token: int, source: int) -> int:
+    def child(parent: int, token: int) -> int:
         row = children[parent].get(token)
         if row is None:
             row = children[parent][token] = len(tokens)
             tokens.append(token)
             parents.append(parent)
-            sources.append(source)
+            sources.append(_SOURCE)
             children.append({})
         return row
 
-    rows: dict[tuple[TrieNode, TrieNode], int] = {}
-    for node, end, depth in likeliest(trie.ends(tail, _LEAST_END), nodes) if nodes > 1 else ():
-        if depth == 0:
-            rows[node, end] = 0
-        elif node.parent is not None:
-            rows[node, end] = child(rows[node.parent, end], node.token, _RETRIEVED)
     level, expanded = [(0, table.width)], set()
     for row, breadth in level:  # grows on the way
         if row in expanded or breadth == 0:
@@ -249,7 +245,7 @@ def _grow_joined(table: SuccessorTable, trie: WindowTrie, tail: Sequence[int], n
         for rank, token in enumerate(table.after(tokens[row])[:breadth]):
             if len(tokens) >= nodes and token not in children[row]:
                 continue
-            level.append((child(row, token, _SOURCE), max(1, breadth >> (rank + (row > 0)))))
+            level.append((child(row, token), max(1, breadth >> (rank + (row > 0)))))
     return DraftTree.of(tokens, parents, sources)
 
 

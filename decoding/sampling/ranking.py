@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from decoding.budget.features import TOKEN_BITS, likelihood_bucket
 from decoding.jit import NATIVE, compiled
 from decoding.tree import Int32Array
 
@@ -220,6 +221,47 @@ def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedA
     return best
 
 
+@compiled
+def _fill_bits(
+    address: int, zero: np.signedinteger, stride: int, vocab: int, rows: npt.NDArray[np.int64], best: Int32Array, shift: int,
+    bits: Int32Array,
+) -> None:  # fmt: skip
+    """Fills [n, k] ``bits`` with the numbers at [n, k] places of [n] rows (see ``_fill_ranks``), shifted to the left."""
+    numbers = carray(pointer(address, zero), rows.max() * stride + vocab)
+    for one in range(len(rows)):
+        for rank in range(best.shape[1]):
+            bits[one, rank] = np.int32(numbers[rows[one] * stride + best[one, rank]]) << shift
+
+
+@compiled
+def _add_buckets(values: npt.NDArray[np.float32], best: Int32Array) -> None:
+    """Adds to [n, k] tokens the buckets of their likelihoods, by the [n, k] logits of which a row's first is the largest."""
+    for row in range(len(best)):
+        total = 0.0
+        for rank in range(best.shape[1]):
+            total += np.exp(np.float64(values[row, rank]) - np.float64(values[row, 0]))
+        for rank in range(best.shape[1]):
+            share = np.exp(np.float64(values[row, rank]) - np.float64(values[row, 0])) / total
+            best[row, rank] |= likelihood_bucket(share) << TOKEN_BITS
+
+
+def ranked_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedArray | None = None) -> Int32Array:
+    """As ``top_rows``, and above ``TOKEN_BITS`` the bucket of each token's likelihood beside the others of its row."""
+    best = top_rows(logits, rows, k, highest)
+    if not best.size:
+        return best
+    kind = _kind(logits)
+    if kind is None or logits.dtype is torch.float16:
+        places = torch.tensor(rows, device=logits.device)[:, None], torch.from_numpy(best).to(logits.device, torch.long)
+        values = logits[places].float().cpu().numpy()
+    else:  # torch would take longer for these few numbers than all else here
+        bits, shift = np.empty(best.shape, np.int32), 16 if logits.dtype is torch.bfloat16 else 0
+        _fill_bits(logits.data_ptr(), kind[0], logits.stride()[0], logits.shape[1], np.array(rows, np.int64), best, shift, bits)
+        values = bits.view(np.float32)
+    _add_buckets(values, best)
+    return best
+
+
 def _kind(logits: torch.Tensor) -> tuple[Any, Any, int] | None:
     """An entry of ``_KINDS``; None where compiled loops cannot look at the numbers."""
     return _KINDS.get(logits.dtype) if NATIVE and logits.is_cpu and logits.stride()[1] == 1 else None
@@ -230,4 +272,4 @@ def compile_ranking(dtype: torch.dtype) -> None:
     logits = torch.zeros(1, 2, dtype=dtype)
     highest = blocks_of(logits)
     argmax_rows(logits, highest)
-    top_rows(logits, [0], 1, highest)
+    ranked_rows(logits, [0], 1, highest)

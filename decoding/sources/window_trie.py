@@ -3,24 +3,170 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from decoding.jit import compiled
+from decoding.tree import Int32Array
+
+Int64Array = npt.NDArray[np.int64]
+
+_NUM_NODES, _FREE = 0, 1  # places in ``_Nodes.state``: how many there are without the root, and one that is free
 
 
-class TrieNode:
-    """The place that some tokens lead to."""
+class _Nodes(NamedTuple):
+    """The places that some tokens lead to; 0 is the root, which no token leads to."""
 
-    __slots__ = ("children", "count", "parent", "token")
+    tokens: Int32Array  # [nodes] the last of them; of a free place, ``parents`` holds the next free one
+    parents: Int32Array  # [nodes]
+    counts: Int32Array  # [nodes] windows through it
+    children: Int32Array  # [nodes, 2] the first child and the last one, 0 for none
+    siblings: Int32Array  # [nodes, 2] the one before it and the one behind it, 0 for none
+    ages: Int32Array  # [nodes, 2] of a ring: the one seen before it and the one after; the root lies between last and first
+    slots: Int32Array  # [slots] nodes by parent and token, 0 where there is none
+    state: Int64Array  # [2] see above
 
-    def __init__(self, token: int, parent: TrieNode | None) -> None:
-        self.token, self.parent = token, parent
-        self.count = 0  # windows through it
-        self.children: dict[int, TrieNode] = {}
+
+@compiled
+def _home(parent: int, token: int, slots: int) -> int:
+    """The slot in which a search for a node begins."""
+    key = (int(parent) * 1000003 + int(token)) * 0x9E377
+    return (key ^ (key >> 17)) & (slots - 1)
+
+
+@compiled
+def _slot_of(nodes: _Nodes, parent: int, token: int) -> int:
+    """Where the node of a token below another stands, or the free slot where it may go."""
+    slots = nodes.slots
+    at = _home(parent, token, len(slots))
+    while slots[at] > 0 and (nodes.parents[slots[at]] != parent or nodes.tokens[slots[at]] != token):
+        at = (at + 1) & (len(slots) - 1)
+    return at
+
+
+@compiled
+def _make(nodes: _Nodes, parent: int, token: int, slot: int) -> int:
+    """A new node, the last child of its parent; it has yet to be visited."""
+    node = int(nodes.state[_FREE])
+    nodes.state[_FREE] = nodes.parents[node]
+    nodes.state[_NUM_NODES] += 1
+    nodes.tokens[node], nodes.parents[node], nodes.counts[node] = token, parent, 0
+    nodes.children[node, :] = 0
+    last = nodes.children[parent, 1]
+    nodes.siblings[node, 0], nodes.siblings[node, 1] = last, 0
+    if last > 0:
+        nodes.siblings[last, 1] = node
+    else:
+        nodes.children[parent, 0] = node
+    nodes.children[parent, 1] = node
+    nodes.slots[slot] = node
+    nodes.ages[node, :] = node
+    return node
+
+
+@compiled
+def _visit(nodes: _Nodes, node: int) -> None:
+    """Makes a node the latest, and each above it later still."""
+    ages = nodes.ages
+    while node != 0:
+        before, after = ages[node]
+        ages[before, 1], ages[after, 0] = after, before
+        latest = ages[0, 0]
+        ages[latest, 1] = ages[0, 0] = node
+        ages[node, 0], ages[node, 1] = latest, 0
+        node = nodes.parents[node]
+
+
+@compiled
+def _drop_oldest(nodes: _Nodes) -> None:
+    """Takes out the node that was seen longest ago, below which there are none."""
+    node = nodes.ages[0, 1]
+    parent, after = nodes.parents[node], nodes.ages[node, 1]
+    nodes.ages[0, 1] = after
+    nodes.ages[after, 0] = 0
+    left, right = nodes.siblings[node]
+    if left > 0:
+        nodes.siblings[left, 1] = right
+    else:
+        nodes.children[parent, 0] = right
+    if right > 0:
+        nodes.siblings[right, 0] = left
+    else:
+        nodes.children[parent, 1] = left
+    slots, mask = nodes.slots, len(nodes.slots) - 1
+    gap = _slot_of(nodes, parent, nodes.tokens[node])
+    at = gap
+    while True:  # those behind it move up, unless they stand where their search begins or behind that
+        at = (at + 1) & mask
+        if slots[at] == 0:
+            break
+        home = _home(nodes.parents[slots[at]], nodes.tokens[slots[at]], len(slots))
+        if ((at - home) & mask) >= ((at - gap) & mask):
+            slots[gap] = slots[at]
+            gap = at
+    slots[gap] = 0
+    nodes.parents[node], nodes.state[_FREE] = nodes.state[_FREE], node
+    nodes.state[_NUM_NODES] -= 1
+
+
+@compiled
+def _learn(nodes: _Nodes, tokens: Int32Array, known: int, window: int, capacity: int) -> None:
+    """See ``WindowTrie.learn``."""
+    for end in range(max(known + 1, window), len(tokens) + 1):
+        node = 0
+        for at in range(end - window, end):
+            slot = _slot_of(nodes, node, tokens[at])
+            child = int(nodes.slots[slot])
+            node = child if child > 0 else _make(nodes, node, tokens[at], slot)
+            nodes.counts[node] += 1
+        _visit(nodes, node)
+        while nodes.state[_NUM_NODES] > capacity:
+            _drop_oldest(nodes)
+
+
+@compiled
+def _grow(nodes: _Nodes, tail: Int32Array, longest: int, least: int, count: int, tokens: Int32Array, parents: Int32Array) -> int:
+    """See ``WindowTrie.grow``; fills rows from 1 on, and returns how many there are with the root, row 0."""
+    # Opened nodes: windows through it, tokens below its end, when it was entered, itself, and the row of the node above it.
+    heap = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
+    for length in range(longest, least - 1, -1):
+        node = 0
+        for at in range(len(tail) - length, len(tail)):
+            node = int(nodes.slots[_slot_of(nodes, node, tail[at])])
+            if node == 0:
+                break
+        if node > 0:
+            _visit(nodes, node)
+            heap.append((-np.int64(nodes.counts[node]), np.int64(0), np.int64(len(heap)), np.int64(node), np.int64(0)))
+    heapq.heapify(heap)
+    entered, rows = len(heap), 1
+    for _ in range(count):
+        if len(heap) == 0:
+            break
+        _, depth, _, opened, row = heapq.heappop(heap)
+        if depth > 0:
+            above, row = row, np.int64(1)
+            while row < rows and (parents[row] != above or tokens[row] != nodes.tokens[opened]):
+                row += 1
+            if row == rows:
+                tokens[row], parents[row] = nodes.tokens[opened], above
+                rows += 1
+        child = nodes.children[opened, 0]
+        while child > 0:
+            heapq.heappush(heap, (-np.int64(nodes.counts[child]), depth + 1, np.int64(entered), np.int64(child), row))
+            entered += 1
+            child = nodes.siblings[child, 1]
+    return rows
 
 
 class WindowTrie:
     """A trie of all windows of ``window`` tokens; where it holds more than ``capacity`` nodes, those seen longest ago go.
 
-    A visit makes a node and all above it the latest, the node first: so a node never goes before those below it.
+    A visit makes a node and all above it the latest, the node first: so a node never goes before those below it. A place takes
+    about 60 bytes.
 
     Example: of the windows of 4 of ``1 2 3 4 1 2 5 4 1`` one begins with ``4 1 2``, which ``5`` follows, and two with ``1 2``,
     which ``3 4`` and ``5 4`` follow: after a further 2 the ends of the text are ``4 1 2`` and ``1 2``.
@@ -33,68 +179,37 @@ class WindowTrie:
             capacity: nodes to keep, at least ``window``.
         """
         self._window, self._capacity = window, capacity
-        self._root = TrieNode(-1, None)
-        self._nodes: dict[TrieNode, None] = {}  # the one seen longest ago first
+        places = capacity + window + 1  # with the root, and a window that is added before others go
+        following = np.arange(1, places + 1, dtype=np.int32)
+        self._nodes = _Nodes(
+            tokens=np.full(places, -1, np.int32),
+            parents=following,
+            counts=np.zeros(places, np.int32),
+            children=np.zeros((places, 2), np.int32),
+            siblings=np.zeros((places, 2), np.int32),
+            ages=np.zeros((places, 2), np.int32),
+            slots=np.zeros(1 << (2 * places).bit_length(), np.int32),
+            state=np.array([0, 1], np.int64),
+        )
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return int(self._nodes.state[_NUM_NODES])
 
-    def learn(self, tokens: Sequence[int], known: int) -> None:
+    def learn(self, tokens: Int32Array, known: int) -> None:
         """Adds the windows of a text that end behind its first ``known`` tokens."""
-        for end in range(max(known + 1, self._window), len(tokens) + 1):
-            node = self._root
-            for token in tokens[end - self._window : end]:
-                child = node.children.get(token)
-                if child is None:
-                    child = node.children[token] = TrieNode(token, node)
-                    self._nodes[child] = None
-                child.count += 1
-                node = child
-            self._visit(node)
-            while len(self._nodes) > self._capacity:
-                oldest = next(iter(self._nodes))
-                del self._nodes[oldest]
-                assert oldest.parent is not None and not oldest.children, oldest.token
-                del oldest.parent.children[oldest.token]
+        _learn(self._nodes, np.array(tokens, np.int32), known, self._window, self._capacity)
 
-    def ends(self, tokens: Sequence[int], least: int) -> list[TrieNode]:
-        """The nodes of the ends of a text that windows begin with, of ``least`` tokens and more, the longest first."""
-        found = []
-        for length in range(min(self._window - 1, len(tokens)), least - 1, -1):
-            node = self._root
-            for token in tokens[len(tokens) - length :]:
-                child = node.children.get(token)
-                if child is None:
-                    break
-                node = child
-            else:
-                found.append(node)
-                self._visit(node)
-        return found
+    def grow(self, tail: Sequence[int], least: int, count: int) -> tuple[list[int], list[int]]:
+        """What followed the ends of a text that windows begin with, of ``least`` tokens and more, as a tree below the last token.
 
-    def _visit(self, node: TrieNode) -> None:
-        nodes = self._nodes
-        while node.parent is not None:
-            del nodes[node]
-            nodes[node] = None
-            node = node.parent
+        Of all nodes at and below those ends the ``count`` are taken that were seen most often, of equals the nearest to its end;
+        what two ends have in common is taken twice, and is one row.
 
-
-def likeliest(ends: Sequence[TrieNode], count: int) -> Iterator[tuple[TrieNode, TrieNode, int]]:
-    """The ``count`` nodes at and below some ends that were seen most often, of equals the nearest to its end.
-
-    Yields:
-        (node, the end that it is below, tokens from there to it), a node after the one above it. What two ends have in common is
-        there twice.
-    """
-    heap = [(-end.count, 0, order, end, end) for order, end in enumerate(ends)]
-    heapq.heapify(heap)
-    entered = len(heap)
-    for _ in range(count):
-        if not heap:
-            return
-        _, depth, _, node, end = heapq.heappop(heap)
-        yield node, end, depth
-        for child in node.children.values():
-            heapq.heappush(heap, (-child.count, depth + 1, entered, child, end))
-            entered += 1
+        Returns:
+            Tokens and parents of the rows, the last token of the text first.
+        """
+        rows = np.full((2, count + 1), -1, np.int32)
+        rows[0, 0] = tail[-1]
+        longest = min(self._window - 1, len(tail))
+        used = _grow(self._nodes, np.array(tail, np.int32), longest, least, count, rows[0], rows[1])
+        return rows[0, :used].tolist(), rows[1, :used].tolist()

@@ -28,7 +28,7 @@ from engine.loading.hybrids import SERVED
 from experiments.report.cells import Cell
 from experiments.report.paper import directions, statements
 from experiments.report.simulation import deployments, form_map, published, validation
-from experiments.report.speeds import draft_models, forms, gains, rag, rag_pairs, scaling
+from experiments.report.speeds import decoding, draft_models, forms, gains, rag, rag_pairs, replayed, scaling
 from experiments.report.tables import cache_figures, exact_cost, exact_outputs, node_faults, peers, rank_faults, shared_trie
 from experiments.report.values import Table, table_of
 
@@ -143,6 +143,8 @@ BENCHMARKS: dict[str, Source] = {
     "forms": Source(("2026-11-22-bench-scaling-2.json",), forms),
     "rag": Source(("2026-11-25-bench-rag.json",), rag),
     "gains": Source(("2026-11-25-bench-strategies.json",), gains),
+    "decoding": Source(("2026-11-25-peers-3.json",), decoding),
+    "replayed": Source(("2026-11-25-replay-strategies.json",), replayed),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {

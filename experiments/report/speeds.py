@@ -56,6 +56,38 @@ def gains(results: Results) -> Table:
     return table_of("", ("", "million parameters", *steps, *speeds), rows)
 
 
+def replayed(results: Results) -> Table:
+    """``bench.memory replay``: tokens per step, a row a workload; beside them ``auto`` over the best of the others."""
+    names = list(results)
+    others = [name for name in names if name != "auto"]
+    workloads = {name: own["workloads"] for name, own in results.items()}
+    rows = []
+    for workload in workloads[names[0]]:
+        reached = {name: workloads[name][workload]["tokens_per_step"] for name in names}
+        best = max(reached[name] for name in others)
+        rows.append([Cell(workload), *(figure(reached[name]) for name in names), figure(reached["auto"] / best)])
+    means = [figure(results[name]["mean_tokens_per_step"]) for name in names]
+    rows.append([Cell("mean"), *means, figure(statistics.fmean(row[-1].value or 0.0 for row in rows))])
+    return table_of("", ("tokens per step", *(f"`{name}`" for name in names), "`auto` over the best other"), rows)
+
+
+def decoding(results: Results) -> Table:
+    """``experiments.peers``, one request at a time: tokens a second after the first, a row a prompt, named by its workload."""
+    turns = [turn for turn in results["turns"] if turn["level"] == 1]
+    rates: dict[str, dict[str, list[float]]] = {}
+    tokens: dict[str, int] = {}
+    for turn in turns:
+        for key, count, first, last in zip(turn["asks"], turn["tokens"], turn["first_s"], turn["last_s"], strict=True):
+            rates.setdefault(key, {}).setdefault(turn["contestant"], []).append((count - 1) / (last - first))
+            tokens[key] = count
+    rows = []
+    for key, found in rates.items():
+        ratios = [auto / plain for auto, plain in zip(found["auto"], found["plain"], strict=True)]
+        row = [Cell(key.partition("/")[0]), figure(tokens[key], 0), repeats(found["plain"], 0), repeats(found["auto"], 0)]
+        rows.append([*row, repeats(ratios)])
+    return table_of("", ("", "tokens", "plain, tokens/s", "`auto`, tokens/s", "times"), rows)
+
+
 def load(results: Results) -> Table:
     """``bench load``, closed loop: tokens a second over the baseline's by the number of clients."""
     closed, baseline = results["closed"], results["baseline"]

@@ -183,7 +183,7 @@ def test_texts_are_kept_by_adapter(models: dict[str, ModelOptions]) -> None:
     assert [history.num_tokens for history in histories if history is not None] == [20, 21, 22]
 
 
-@pytest.mark.parametrize("strategy", ["trie", "llma", "recycling"])
+@pytest.mark.parametrize("strategy", ["trie", "llma", "recycling", "racer"])
 def test_what_an_adapter_said_is_drafted_for_it_alone(models: dict[str, ModelOptions], strategy: str) -> None:
     """The first request of an adapter goes as if nobody else had asked, the second one faster."""
 

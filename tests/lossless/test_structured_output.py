@@ -68,7 +68,7 @@ def load(folder: str, strategy: str, batch: int = 4, **options: object) -> Engin
     return Engine.load(ModelOptions(folder, dtype="float32"), EngineOptions(max_running=batch, **options), speculation)  # type: ignore[arg-type]
 
 
-STRATEGIES = ("autoregressive", "auto", "llma", "jacobi", "recycling", "trie", "hostile")
+STRATEGIES = ("autoregressive", "auto", "llma", "jacobi", "recycling", "racer", "adapld", "trie", "hostile")
 
 
 @pytest.fixture(scope="module")

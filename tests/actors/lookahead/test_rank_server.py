@@ -23,6 +23,7 @@ from actors.lookahead.messages import Away, Beat, Failure, OpenMessage, Reply, S
 from actors.lookahead.rank import RankServer, text_digest
 from actors.wire import Message
 from configs.slices import ParallelismOptions
+from decoding.budget.features import TOKEN_MASK
 from decoding.request import SamplingParams
 from engine.executor import LocalExecutor
 from tests.helpers.models import tiny_model
@@ -70,7 +71,7 @@ def test_a_step_is_computed(server: RankServer) -> None:
     assert outcome.acceptance.next_token == outcome.ids[0]
     assert outcome.ranked is not None
     assert outcome.ranked.shape == (1, 3)
-    assert outcome.ranked[0, 0] == outcome.acceptance.next_token
+    assert outcome.ranked[0, 0] & TOKEN_MASK == outcome.acceptance.next_token
     link.send(step(5))
     again = answer(link)
     assert isinstance(again, Reply)

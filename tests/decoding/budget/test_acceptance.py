@@ -14,16 +14,19 @@ from decoding.budget.features import (
     COPY,
     HISTORY,
     KIND_FEATURES,
+    LEVELS,
+    LIKELY,
     MATCH_BUCKETS,
     NUM_FEATURES,
     NUM_KINDS,
     RECYCLING,
     SHARE_BUCKETS,
     UNIGRAM,
+    UNRANKED,
     feature,
 )
 
-HALF = feature(COPY, 0, SHARE_BUCKETS - 1)  # a copy that agrees in one token and has no rival: prior 0.5
+HALF = feature(COPY, 0, SHARE_BUCKETS - 1, 0)  # a copy that agrees in one token and has no rival: prior 0.5
 
 
 def observe(table: AcceptanceTable, parents: Sequence[int], features: Sequence[int], accepted: tuple[int, ...]) -> None:
@@ -97,8 +100,10 @@ def test_chances_stay_within_bounds_and_follow_the_counts(steps: list[tuple[int,
 
 
 def test_the_prior_orders_evidence() -> None:
-    base = prior().reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS)
-    assert base.shape[0] * base.shape[1] * base.shape[2] == NUM_FEATURES and ((base > 0) & (base <= 1)).all()
+    base = prior().reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS)
+    assert base.size == NUM_FEATURES and ((base > 0) & (base <= 1)).all()
+    assert (base[:UNIGRAM, ..., UNRANKED] < base[:UNIGRAM, ..., 0]).all()  # the target said something else there
+    assert (base[:UNIGRAM, ..., LIKELY] >= base[:UNIGRAM, ..., 0]).all()
     assert (np.diff(base[:UNIGRAM], axis=1) >= 0).all() and (
         np.diff(base[:UNIGRAM], axis=2) >= 0
     ).all()  # longer, and a larger share
@@ -112,7 +117,7 @@ def tell(table: AcceptanceTable, entry: int, hit: bool, times: int = 1) -> None:
         table.observe(np.array([-1, 0], np.int32), np.array([0, entry], np.int32), (1,) if hit else ())
 
 
-LONG = feature(HISTORY, 8, SHARE_BUCKETS - 1)  # a history that agrees in more than twelve tokens
+LONG = feature(HISTORY, 8, SHARE_BUCKETS - 1, 0)  # a history that agrees in more than twelve tokens
 OF_HISTORY = slice(HISTORY * KIND_FEATURES, (HISTORY + 1) * KIND_FEATURES)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -17,23 +17,35 @@ from decoding.budget.features import (
     BIGRAM,
     COPY,
     COPY_FRESH,
+    EVEN,
     HISTORY,
     HISTORY_FRESH,
+    KIND_FEATURES,
+    LESS,
+    LEVELS,
+    LIKELY,
     MATCH_BUCKETS,
     NUM_FEATURES,
     NUM_KINDS,
+    RANKED,
     RECYCLING,
     SHARE_BUCKETS,
     SIMILAR,
     SIMILAR_FRESH,
+    TOKEN_BITS,
+    TOKEN_MASK,
     UNIGRAM,
+    UNKNOWN,
+    UNRANKED,
     context_bucket,
     feature,
+    likelihood_bucket,
     match_bucket,
     share_bucket,
 )
 from decoding.sources.log.chains import MAX_MATCH
 from decoding.sources.log.token_log import TokenLog
+from decoding.sources.successors import context_key
 from decoding.tree import Int32Array
 
 Path = tuple[int, ...]
@@ -63,6 +75,7 @@ class Known:
     recycled: list[list[int]]  # by token
     bigrams: list[list[int]]
     frequent: list[int]
+    behind: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # as ``recycled``, by two tokens and by three
 
     @property
     def public_texts(self) -> list[list[int]]:
@@ -83,6 +96,12 @@ class Grown:
 TOKENS = st.integers(0, VOCAB - 1)
 TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=40), max_size=3)
 RANKS = st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
+LIKELIHOODS = st.integers(0, MATCH_BUCKETS - 1).map(lambda bucket: bucket << TOKEN_BITS)
+RANKED_TOKENS = st.just(-1) | st.builds(int.__or__, TOKENS, LIKELIHOODS)
+RECYCLED = st.lists(st.lists(RANKED_TOKENS, min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
+BEHIND = st.dictionaries(
+    st.lists(TOKENS, min_size=2, max_size=3).map(tuple), st.lists(RANKED_TOKENS, min_size=3, max_size=3), max_size=30
+)
 KNOWN = st.builds(
     Known,
     own=TEXTS,
@@ -91,9 +110,10 @@ KNOWN = st.builds(
     owned=TEXTS,
     public=TEXTS,
     context=st.lists(TOKENS, min_size=1, max_size=8),
-    recycled=st.just([]) | RANKS,
+    recycled=st.just([]) | RECYCLED,
     bigrams=st.just([]) | RANKS,
     frequent=st.lists(TOKENS, max_size=4, unique=True),
+    behind=BEHIND,
 )
 
 
@@ -116,6 +136,23 @@ def ranks(lists: Sequence[Sequence[int]]) -> Int32Array:
     return np.array(lists, np.int32) if len(lists) else NOTHING
 
 
+def contexts(known: dict[tuple[int, ...], list[int]]) -> tuple[Int32Array, Int32Array]:
+    """What is ranked behind two tokens and three, as ``SuccessorTable`` keeps it; of two that share a slot the last one stays."""
+    keys, behind = np.zeros(256, np.int32), np.full((256, 3), -1, np.int32)
+    for tokens, ranked in known.items():
+        key = key_of(tokens)
+        keys[key % 256], behind[key % 256] = key, ranked
+    for tokens in [*known]:
+        if keys[key_of(tokens) % 256] != key_of(tokens):
+            del known[tokens]
+    return keys, behind
+
+
+def key_of(tokens: Sequence[int]) -> int:
+    pair = context_key(tokens[-2], tokens[-1])
+    return pair if len(tokens) == 2 else context_key(pair, tokens[0])
+
+
 def grown(
     known: Known, budget: int, max_depth: int = 8, least: float = 1e-4, history: float = 0.5, caps: np.ndarray = NO_CAPS,
     pool: Pool | None = None, chances: Float64Array | None = None,
@@ -123,7 +160,7 @@ def grown(
     """Grows a tree, and checks what holds for all of them."""
     own, similar, shared, owner, public = logs(known)
     rows = Rows.empty(budget)
-    ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams))
+    ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), *contexts(known.behind), ranks(known.bigrams))
     count = grow(
         (own.without(-1), similar.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32),
         ranked[:], (table() if chances is None else chances, WEIGHTS, history, np.full(len(known.similar), SIMILARITY), caps),
@@ -188,15 +225,39 @@ class Naive:
         for token in weights:
             kind = min(kinds[token])
             share = weights[token] / total * (SIMILARITY if kind in (SIMILAR, SIMILAR_FRESH) else 1.0)
-            found[token] = feature(kind, match_bucket(matches[token]), share_bucket(share)), kind
+            level = UNKNOWN
+            if known.recycled and (tail := self.longest(context)) is not None:
+                buckets = [value >> TOKEN_BITS for value in known.behind[tail] if value >= 0 and value & TOKEN_MASK == token]
+                level = (LIKELY if buckets[-1] <= EVEN else RANKED) if buckets else UNRANKED
+            found[token] = feature(kind, match_bucket(matches[token]), share_bucket(share), level), kind
         ends_in = context_bucket(longest)
-        lists = [(RECYCLING, known.recycled), (BIGRAM, known.bigrams)]
-        after = [(kind, by_token[context[-1]]) for kind, by_token in lists if by_token]
-        for kind, tokens in [*after, *([(UNIGRAM, known.frequent)] if depth == 0 else [])]:
-            for rank, token in enumerate(tokens):
-                if token >= 0 and token not in found:
-                    found[token] = (feature(kind, rank // 2 if kind == UNIGRAM else rank, ends_in), kind)
+        for kind, level, values in self.ranked(context, depth):
+            for rank, value in enumerate(values):
+                token, bucket = value & TOKEN_MASK, rank // 2 if kind == UNIGRAM else rank
+                entry = feature(kind, value >> TOKEN_BITS if kind == RECYCLING else bucket, ends_in, level)
+                if value >= 0 and (token not in found or self._table[entry] > self._table[found[token][0]]):
+                    found[token] = (entry, kind)
         return {(*path, token): (chance * self._table[entry], kind) for token, (entry, kind) in found.items()}
+
+    def longest(self, context: Path) -> tuple[int, ...] | None:
+        """The longest end of a context of two or three tokens behind which something was ranked."""
+        return next((context[-length:] for length in (3, 2) if self._is_known(context, length)), None)
+
+    def _is_known(self, context: Path, length: int) -> bool:
+        return len(context) >= length and context[-length:] in self._known.behind
+
+    def ranked(self, context: Path, depth: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Lists of ranked tokens, each with its kind and level."""
+        known, longest = self._known, self.longest(context)
+        if known.recycled:
+            for length in (3, 2):
+                if self._is_known(context, length):
+                    yield RECYCLING, length if len(longest or ()) == length else LESS, known.behind[context[-length:]]
+            yield RECYCLING, 1 if longest is None else LESS, known.recycled[context[-1]]
+        if known.bigrams:
+            yield BIGRAM, 0, known.bigrams[context[-1]]
+        if depth == 0:
+            yield UNIGRAM, 0, known.frequent
 
     def best(self, budget: int, max_depth: int, least: float) -> dict[Path, float]:
         open_nodes = self.children((), 1.0) if max_depth else {}
@@ -236,30 +297,30 @@ def assert_best(got: Grown, naive: Naive, budget: int, max_depth: int, least: fl
     worst = min(expected.values(), default=0.0)
     assert {path for path, chance in expected.items() if chance > worst * (1 + 1e-9)} <= set(got.paths)
     for path, chance, kind, entry in zip(got.paths, got.chances, got.kinds, got.features, strict=True):
-        assert entry // (MATCH_BUCKETS * SHARE_BUCKETS) == kind
+        assert entry // KIND_FEATURES == kind
         if path not in naive.seen:  # below a node that ties with the last row
             assert chance == pytest.approx(worst)
             continue
         assert (chance, kind) == (pytest.approx(naive.seen[path][0]), naive.seen[path][1])
 
 
-def known(own: list[list[int]], context: list[int], **rest: list[list[int]] | list[int]) -> Known:
+def known(own: list[list[int]], context: list[int], **rest: object) -> Known:
     parts = {"similar": [], "shared": [], "owned": [], "public": [], "recycled": [], "bigrams": [], "frequent": []} | rest
     return Known(own=own, context=context, **parts)  # type: ignore[arg-type]
 
 
 def test_longer_agreement_and_more_occurrences_weigh_more() -> None:
-    chances = np.ones(NUM_FEATURES).reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS)
-    chances[:] = np.linspace(0.1, 0.8, SHARE_BUCKETS)  # by share alone
+    chances = np.ones(NUM_FEATURES).reshape(NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS)
+    chances[:] = np.linspace(0.1, 0.8, SHARE_BUCKETS)[:, None]  # by share alone
     # After 1 2: 3 agrees in two tokens and weighs 4; 4 agrees in one, three times, and weighs 6; 5 weighs 2.
     texts = [[1, 2, 3], [9, 2, 4], [8, 2, 4], [7, 2, 4], [6, 2, 5]]
     got = grown(known(texts, [1, 2]), 3, chances=chances.ravel())
     assert sorted(got.paths[:2]) == [(3,), (4,)] and got.paths[2] == (5,)
-    assert got.features[got.paths.index((4,))] == feature(COPY, 0, share_bucket(6 / 12))
-    assert got.features[got.paths.index((3,))] == feature(COPY, 1, share_bucket(4 / 12))
+    assert got.features[got.paths.index((4,))] == feature(COPY, 0, share_bucket(6 / 12), 0)
+    assert got.features[got.paths.index((3,))] == feature(COPY, 1, share_bucket(4 / 12), 0)
     # An occurrence elsewhere weighs half: 3 weighs 2 of 10.
     got = grown(known(texts[1:], [1, 2], shared=[texts[0]]), 3, chances=chances.ravel())
-    assert got.features[got.paths.index((3,))] == feature(HISTORY, 1, share_bucket(2 / 10))
+    assert got.features[got.paths.index((3,))] == feature(HISTORY, 1, share_bucket(2 / 10), 0)
 
 
 def test_below_the_root_shorter_ends_of_the_path_add_children() -> None:
@@ -273,9 +334,9 @@ def test_below_the_root_shorter_ends_of_the_path_add_children() -> None:
 
 def test_a_similar_requests_text_counts_as_far_as_the_request_is_similar() -> None:
     got = grown(known([], [1, 2], similar=[[1, 2, 3, 4]]), 8)  # nothing says otherwise
-    assert got.kinds == [SIMILAR, SIMILAR] and got.features[0] == feature(SIMILAR, 1, share_bucket(SIMILARITY))
+    assert got.kinds == [SIMILAR, SIMILAR] and got.features[0] == feature(SIMILAR, 1, share_bucket(SIMILARITY), 0)
     got = grown(known([[1, 2, 3]], [1, 2], similar=[[1, 2, 3]]), 8)  # what the request's own texts say is no less likely for it
-    assert got.features == [feature(COPY, 1, share_bucket(1.0))]
+    assert got.features == [feature(COPY, 1, share_bucket(1.0), 0)]
 
 
 def test_the_blocks_of_the_owner_are_passed_over() -> None:
@@ -294,16 +355,38 @@ def test_public_texts_are_history_of_their_own_log() -> None:
 def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
     recycled = [[-1, -1]] * 6
     recycled[1] = [2, 3]
-    got = grown(known([[1, 2]], [1], recycled=recycled, bigrams=[[3, 4]] * 6, frequent=[4, 2, 5]), 4, max_depth=1)
+    chances = np.repeat(np.array([0.9, 0.2, 0.2, 0.2, 0.2, 0.2, 0.3, 0.5, 0.4]), KIND_FEATURES)  # by kind
+    ranked = {"recycled": recycled, "bigrams": [[3, 4]] * 6, "frequent": [4, 2, 5]}
+    got = grown(known([[1, 2]], [1], **ranked), 4, max_depth=1, chances=chances)
     by_path = dict(zip(got.paths, got.kinds, strict=True))
     assert by_path == {(2,): COPY, (3,): RECYCLING, (4,): BIGRAM, (5,): UNIGRAM}
     entries = dict(zip(got.paths, got.features, strict=True))
-    assert entries[(3,)] == feature(RECYCLING, 1, context_bucket(1))
-    assert entries[(4,)] == feature(BIGRAM, 1, context_bucket(1))
-    assert entries[(5,)] == feature(UNIGRAM, 1, context_bucket(1))  # two ranks share a bucket
-    got = grown(known([], [1], frequent=[4, 2, 5]), 9)
+    assert entries[(3,)] == feature(RECYCLING, 0, context_bucket(1), 1)
+    assert entries[(4,)] == feature(BIGRAM, 1, context_bucket(1), 0)
+    assert entries[(5,)] == feature(UNIGRAM, 1, context_bucket(1), 0)  # two ranks share a bucket
+    got = grown(known([], [1], frequent=[4, 2, 5]), 9)  # with other chances
     assert set(got.paths) == {(4,), (2,), (5,)}  # frequent tokens stand below the root only
-    assert entries[(5,)] != got.features[got.paths.index((5,))] == feature(UNIGRAM, 1, 0)
+    assert entries[(5,)] != got.features[got.paths.index((5,))] == feature(UNIGRAM, 1, 0, 0)
+
+
+def test_what_was_ranked_behind_more_tokens_goes_first_and_tells_of_copies() -> None:
+    recycled = [[-1] * 3] * 6
+    recycled[2] = [3 | 5 << TOKEN_BITS, -1, -1]  # neither likely nor unlikely
+    behind = {(1, 2): [4 | 1 << TOKEN_BITS, 5 | 9 << TOKEN_BITS, -1]}
+    chances = np.full(NUM_FEATURES, 0.2)
+
+    def features(own: list[list[int]], context: list[int]) -> dict[Path, int]:
+        got = grown(known(own, context, recycled=recycled, behind=dict(behind)), 9, max_depth=1, chances=chances)
+        return dict(zip(got.paths, got.features, strict=True))
+
+    alone = features([], [0, 2])
+    assert alone == {(3,): feature(RECYCLING, 5, 0, 1)}
+    ranked = {(4,): feature(RECYCLING, 1, 0, 2), (5,): feature(RECYCLING, 9, 0, 2), (3,): feature(RECYCLING, 5, 0, LESS)}
+    assert features([], [1, 2]) == ranked
+    for token, level in ((4, LIKELY), (5, RANKED), (0, UNRANKED)):
+        assert features([[1, 2, token]], [1, 2])[(token,)] == feature(COPY, 1, share_bucket(1.0), level)
+    chances[feature(RECYCLING, 1, context_bucket(2), 2)] = 0.9
+    assert features([[1, 2, 4]], [1, 2])[(4,)] == feature(RECYCLING, 1, context_bucket(2), 2)  # what is likelier counts
 
 
 def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
@@ -351,7 +434,7 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     own, shared = TokenLog(65536), TokenLog(65536)
     own.add(text)
     shared.add(text[::-1])
-    ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), NOTHING)
+    ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), *contexts({}), NOTHING)
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.ones(1), np.full(4, 5000, np.int64)
@@ -381,5 +464,7 @@ def test_buckets_are_steps() -> None:
     ]  # fmt: skip
     assert [share_bucket(share) for share in (0.0, 0.03, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)] == list(range(8))
     assert [context_bucket(length) for length in (0, 1, 5, 6, 8, 9, 100)] == [0, 1, 5, 6, 6, 7, 7]
-    last = feature(NUM_KINDS - 1, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1)
-    assert feature(0, 0, 0) == 0 and last == NUM_FEATURES - 1
+    shares = (1.0, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.05, 0.02, 0.007, 0.0)
+    assert [likelihood_bucket(share) for share in shares] == list(range(MATCH_BUCKETS))
+    last = feature(NUM_KINDS - 1, MATCH_BUCKETS - 1, SHARE_BUCKETS - 1, LEVELS - 1)
+    assert feature(0, 0, 0, 0) == 0 and last == NUM_FEATURES - 1

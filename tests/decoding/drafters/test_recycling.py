@@ -11,7 +11,7 @@ import torch
 from decoding.drafters.base import TargetRows
 from decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.successors import SuccessorTable
+from decoding.sources.successors import SuccessorTable, context_key
 from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target
@@ -123,6 +123,27 @@ def test_ranks_that_prove_right_come_first() -> None:
     for _ in range(60):  # the target says the second token each time
         drafter.observe(request(7), DraftTree.chain(7, ()), says([18, 19, *range(20, 26)]), Acceptance((), 19))
     assert propose(drafter, 7, budget=1).tokens.tolist() == [7, 19]
+
+
+def test_a_tree_is_learned_behind_one_token_two_and_three() -> None:
+    table, behind = SuccessorTable(VOCAB, None), (5, 6)
+    # Root 7 with 1 and 2, below 1 again 7: of what ends in 7 alone the root wins, which is accepted; 2 1 is in the tree twice.
+    tree = DraftTree.of([7, 1, 2, 7, 1, 1], [-1, 0, 0, 1, 2, 2], 9)
+    ranked = np.array([[row * 8 + rank for rank in range(8)] for row in range(6)], np.int32)
+    table.learn_tree(tree, behind, (2, 5), ranked)
+
+    def kept(*tokens: int) -> int | None:
+        key = context_key(tokens[-2], tokens[-1])
+        key = key if len(tokens) == 2 else context_key(key, tokens[0])
+        slot = key & (len(table.keys) - 1)
+        return int(table.behind[slot, 0]) // 8 if table.keys[slot] == key else None
+
+    assert [table.entries[token, 0] // 8 for token in (7, 1, 2)] == [0, 5, 2]
+    assert [kept(6, 7), kept(5, 6, 7), kept(7, 1), kept(6, 7, 1), kept(7, 2), kept(1, 7), kept(7, 1, 7)] == [0, 0, 1, 1, 2, 3, 3]
+    assert kept(2, 1) == kept(7, 2, 1) == 5 and kept(6, 2) is None
+    fresh = SuccessorTable(VOCAB, None)
+    fresh.learn_tree(DraftTree.chain(3, ()), (-1, -1), (), ranked[:1])  # a text of one token
+    assert fresh.entries[3, 0] == 0 and not fresh.keys.any()
 
 
 def test_rates_follow_the_traffic() -> None:
@@ -264,11 +285,10 @@ def test_racer_copies_at_the_same_speed_however_often() -> None:
 
 def test_racer_trie_keeps_its_size_and_what_was_seen_last() -> None:
     trie = WindowTrie(4, 64)
-    trie.learn(np.random.default_rng(0).integers(0, 30, 2000).tolist(), 0)
+    trie.learn(np.random.default_rng(0).integers(0, 30, 2000).astype(np.int32), 0)
     assert len(trie) == 64
-    trie.learn([31, 32, 33, 34], 0)
-    (found,) = trie.ends([31, 32, 33], 3)
-    assert list(found.children) == [34] and not trie.ends([31, 33], 2) and len(trie) == 64
+    trie.learn(np.array([31, 32, 33, 34], np.int32), 0)
+    assert trie.grow([31, 32, 33], 3, 8) == ([33, 34], [-1, 0]) and trie.grow([31, 33], 2, 8) == ([33], [-1]) and len(trie) == 64
 
 
 def test_racer_draws_nothing_from_another_tenant_or_from_a_private_request() -> None:

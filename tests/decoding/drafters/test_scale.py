@@ -254,9 +254,9 @@ def test_ranks_are_announced_for_the_steps_that_are_learned_from(together: int) 
     announced, learned = [], []
 
     class Watched(TargetRows):
-        def top_k(self, rows: Sequence[int], k: int) -> Int32Array:
+        def ranked(self, rows: Sequence[int], k: int) -> Int32Array:
             learned[-1] += 1
-            return super().top_k(rows, k)
+            return super().ranked(rows, k)
 
     for _ in range(700):
         drafter.propose(asking, [0] * together)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.sampling.ranking import argmax_rows, top_rows
+from decoding.budget.features import TOKEN_BITS, TOKEN_MASK, likelihood_bucket
+from decoding.sampling.ranking import argmax_rows, ranked_rows, top_rows
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SIZES = [1, 2, 127, 128, 129, 700]  # around whole blocks
@@ -69,3 +70,16 @@ def test_what_compiled_loops_cannot_look_at_is_ranked_too() -> None:
     assert top_rows(logits, [3, 1], 5).tolist() == np.argsort(-as_numpy(logits))[[3, 1], :5].tolist()
     across = rows_of("mixed", 300, torch.float32).T.contiguous().T
     assert top_rows(across, [3, 1], 5).tolist() == np.argsort(-as_numpy(across))[[3, 1], :5].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranked_tokens_tell_how_likely_they_are(dtype: torch.dtype) -> None:
+    logits = rows_of("mixed", 300, dtype)
+    rows, order = [3, 0, 3], np.argsort(-as_numpy(logits), axis=-1, kind="stable")
+    ranked = ranked_rows(logits, rows, 5)
+    best = order[rows, :5]
+    assert (ranked & TOKEN_MASK).tolist() == best.tolist()
+    weights = np.exp(np.take_along_axis(as_numpy(logits).astype(np.float64)[rows], best, 1))
+    shares = weights / weights.sum(axis=1, keepdims=True)
+    assert (ranked >> TOKEN_BITS).tolist() == [[likelihood_bucket(share) for share in row] for row in shares.tolist()]
+    assert ranked_rows(logits, [], 3).shape == (0, 3)

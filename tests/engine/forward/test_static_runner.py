@@ -107,7 +107,7 @@ def test_what_all_rows_of_a_part_see_counts_as_committed() -> None:
     assert third.rows == 2 and third.start >= 100 and third.start + len(third.before) == 102
 
 
-@pytest.mark.parametrize("strategy", ["autoregressive", "llma", "trie", "jacobi", "auto", "recycling"])
+@pytest.mark.parametrize("strategy", ["autoregressive", "llma", "trie", "jacobi", "auto", "recycling", "racer", "adapld"])
 @pytest.mark.parametrize("fixed_rows", [None, 7])
 def test_outputs_are_those_of_plain_decoding(strategy: str, fixed_rows: int | None) -> None:
     assert strategy in STRATEGIES
