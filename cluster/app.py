@@ -31,6 +31,7 @@ from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import EnginePort
 from cluster.serving.handle_engine import DESCRIBE_TIMEOUT_S, HandleEngine
+from cluster.serving.handles import Peers
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
 from configs.keys_file import with_tenants_of_file
@@ -68,7 +69,8 @@ class Ingress:
         self._tracing = open_tracing(config)
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas)
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
-        auditor = Auditor(port, config.audit, config.speculation, config.engine)
+        auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
+        peers = None if server.api_replicas == 1 else Peers()
         other = None if baseline is None else _baseline_of(config, baseline)
         self._service = Service(
             port, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
@@ -76,6 +78,7 @@ class Ingress:
             cache_options=config.cache,
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
             listeners=() if self._tracing is None else (self._tracing.listen,),
+            forget=None if peers is None else peers.forget, tells_engines=None if peers is None else peers.leads,
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
 
@@ -89,6 +92,14 @@ class Ingress:
     async def drain(self, timeout_s: float) -> int:
         """Takes nothing new and waits for what runs; see ``Draining.stop``."""
         return await self._service.draining.stop(timeout_s)
+
+    async def forget(self, tenant: str, request_id: str | None) -> None:
+        """Lets go of what this copy of the API keeps for audits; see ``Auditor.forget``."""
+        self._auditor.forget(tenant, request_id)
+
+    async def name(self) -> str:
+        """By which its copies know it."""
+        return str(serve.get_replica_context().replica_tag)
 
     @contextlib.asynccontextmanager
     async def _alive(self, app: FastAPI) -> AsyncIterator[None]:
@@ -145,7 +156,7 @@ def application(config: Config) -> serve.Application:
         name="api",
         ray_actor_options=_without_model(server),
         max_ongoing_requests=INGRESS_ONGOING,
-        max_surge_percent=100,  # a redeploy stops it when the next one answers: no request finds none
+        **_copies(server),
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
     return ingress.bind(engine, keeper, config, baseline)
@@ -178,6 +189,14 @@ def _engines(
         config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, membership,
         _has_devices_alone(config, gpus),
     )  # fmt: skip
+
+
+def _copies(server: ServerOptions) -> dict[str, Any]:
+    """Deployment options that say how many APIs there are. In a redeploy one answers at any time: the old one until the new one
+    does, or another copy. A node has one: it has a port of its own for the operator, and is what is lost together."""
+    if server.api_replicas == 1:
+        return {"max_surge_percent": 100}
+    return {"num_replicas": server.api_replicas, "max_replicas_per_node": 1}
 
 
 def _without_model(server: ServerOptions) -> dict[str, Any]:

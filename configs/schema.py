@@ -57,6 +57,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "server.max_queued": (1, 2**20),
     "server.replicas": (1, 1024),
     "server.max_replicas": (1, 1024),
+    "server.api_replicas": (1, 64),
     "server.target_tokens_per_s": (0.001, 2**30),
     "server.cpus_per_replica": (0, 4096),
     "server.gpus_per_replica": (0, 64),

@@ -147,6 +147,7 @@ class ServerOptions:
     stream_period_s: float = 0.1  # cadence: between two chunks
     stream_pad_bytes: int = 512  # pad: the lengths of events are multiples of it
     otlp_endpoint: str | None = None  # traces go to this OTLP/HTTP collector, such as http://127.0.0.1:4318; nowhere when absent
+    api_replicas: int = 1  # of the API, each on a node of its own, with its share of max_queued and of rates
     api_resource: str | None = None  # of Ray: what holds no model runs only on nodes that offer this custom resource
     ray_address: str | None = None  # a running cluster to join ("auto", "host:port"); a Ray of its own when absent
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from cluster.http.text_api import TextService, Tokens
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.responses import ResponsesRequest
-from cluster.observe.audit import Auditor
+from cluster.observe.audit import Auditor, Forget, keeps_nothing
 from cluster.observe.metrics import MetricsService
 from cluster.observe.shadow import Shadow
 from cluster.serving.cache_port import CacheAdminPort
@@ -66,6 +66,8 @@ class Service:
         baseline: Baseline | None = None,
         shadow: Shadow | None = None,
         listeners: Sequence[Listener] = (),
+        forget: Forget | None = None,
+        tells_engines: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """
         Args:
@@ -82,6 +84,8 @@ class Service:
             baseline: deployed beside the engine, for comparisons; None where there is none.
             shadow: has the baseline answer what is served; None where it does not.
             listeners: who follow all generations, beside the auditor and the shadow.
+            forget: has all copies of the API let go of answers; where there is one, its auditor does when absent.
+            tells_engines: whether /metrics tells of engines, which one of several copies does; yes when absent.
         """
         admission = admission or AdmissionOptions()
         heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
@@ -90,15 +94,16 @@ class Service:
         self.admission = AdmissionController(self._tenancy, admission)
         self.state = HealthService(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
         self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard)
-        self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, auditor)
+        forget = forget or (keeps_nothing if auditor is None else auditor.forgets)
+        self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
-            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow
+            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines
         )
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.baseline = BaselineService(self._tenancy, shadow)
         self.text = TextService(self._answering.threads, self._tenancy, self._answering.model)
         self.tenant_cache = TenantCacheService(
-            self._tenancy, cache, self._answering.model, cache_options or CacheOptions(), auditor
+            self._tenancy, cache, self._answering.model, cache_options or CacheOptions(), forget
         )
         self.compare = CompareService(engine, baseline, self._answering, self._token_bytes)
         self._guard = guard or StreamGuard(ServerOptions())

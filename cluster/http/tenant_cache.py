@@ -13,7 +13,7 @@ from cache_service.records import token_width
 from cluster.admission.tenancy import Tenancy
 from cluster.http.documents import ERRORS, Authorization
 from cluster.http.errors import ApiError
-from cluster.observe.audit import Auditor
+from cluster.observe.audit import Forget, keeps_nothing
 from cluster.serving.cache_port import CacheAdminPort, answered
 from configs.slices import CacheOptions
 from engine.loading.model_info import ModelInfo
@@ -50,7 +50,7 @@ class TenantCacheService:
     port: CacheAdminPort | None  # the shared memory; None where there is none
     model: Callable[[], Awaitable[ModelInfo]]  # what is served
     options: CacheOptions
-    auditor: Auditor | None = None  # keeps answers, too; None where nothing is audited
+    forget: Forget = keeps_nothing  # of what is kept for audits
 
     async def get(self, authorization: Authorization = None) -> TenantCache:
         """How much is kept. Raises ``ApiError``: 401 for a wrong key, 503 where Redis does not answer."""
@@ -80,8 +80,7 @@ class TenantCacheService:
         if tenant is None:
             message = "a request without a tenant's API key has no texts here: send Authorization: Bearer KEY"
             raise ApiError(400, message, code="no_tenant")
-        if self.auditor is not None:
-            self.auditor.forget(tenant)
+        await self.forget(tenant, None)
         if self.port is None:
             message = "the replicas of this server share nothing: cache.enabled is false, or there is no Redis"
             raise ApiError(404, message, code="cache_disabled")

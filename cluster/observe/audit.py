@@ -16,7 +16,7 @@ import random
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from cluster.http.errors import ApiError
@@ -34,6 +34,14 @@ _LATEST = 2**31 - 1  # priority of a replay: the lowest that a request can have
 _BACKLOG = 8  # sampled choices that wait for the engine to be idle
 _PATIENCE_S = 60.0  # for that
 _LOOK_S = 0.5  # between two looks at how busy the engine is
+
+
+# Lets go of a tenant's answers, or of one of them, wherever they are kept; see ``Auditor.forget``.
+Forget = Callable[[str, str | None], Awaitable[None]]
+
+
+async def keeps_nothing(tenant: str, request_id: str | None) -> None:
+    """The ``Forget`` of a server that keeps nothing."""
 
 
 class Result(enum.StrEnum):
@@ -164,6 +172,10 @@ class Auditor:
         """The choices served last, the latest last; all that are kept when no number is given."""
         kept = list(self._kept)
         return kept if number is None else kept[-number:] if number else []
+
+    async def forgets(self, tenant: str, request_id: str | None) -> None:
+        """``forget``, as a ``Forget``."""
+        self.forget(tenant, request_id)
 
     def forget(self, tenant: str, request_id: str | None = None) -> None:
         """Lets go of a tenant's choices and of what was found about them, or of those of one answer; counters stay.

@@ -62,24 +62,25 @@ class Metrics(Collector):
     that no counter falls. Sums over engines are as Prometheus makes them of rates.
     """
 
-    def __init__(self, replicas: Sequence[Description], configured: int, api: ApiCounts) -> None:
+    def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """
         Args:
-            replicas: what those that answered say of themselves.
+            replicas: what those that answered say of themselves; None where another copy of the API tells of them.
             configured: how many there should be.
             api: what the API tells.
         """
-        self._answering, self._configured, self._api = len(replicas), configured, api
-        told = [Told(replica, replica.metrics) for replica in replicas if replica.metrics is not None]
+        self._answering, self._configured, self._api = None if replicas is None else len(replicas), configured, api
+        told = [Told(replica, replica.metrics) for replica in replicas or () if replica.metrics is not None]
         self._told = [((one.replica.info.served_name, one.metrics.engine), one) for one in told]
 
     def collect(self) -> Iterator[Metric]:
         """All metrics; those of engines have no samples while none answers."""
-        yield GaugeMetricFamily("outrider:replicas", "Engine replicas that answer.", self._answering)
-        yield GaugeMetricFamily("outrider:replicas_configured", "Engine replicas that should.", self._configured)
-        yield from map(self._family, FAMILIES)
-        for name, help in HISTOGRAMS.items():
-            yield self._histogram(name, help)
+        if self._answering is not None:
+            yield GaugeMetricFamily("outrider:replicas", "Engine replicas that answer.", self._answering)
+            yield GaugeMetricFamily("outrider:replicas_configured", "Engine replicas that should.", self._configured)
+            yield from map(self._family, FAMILIES)
+            for name, help in HISTOGRAMS.items():
+                yield self._histogram(name, help)
         yield from _of_api(self._api)
 
     def _family(self, family: Family) -> Metric:
@@ -145,7 +146,7 @@ def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
     return list(zip(bounds, itertools.accumulate(counts.counts), strict=True))
 
 
-def exposition(replicas: Sequence[Description], configured: int, api: ApiCounts | None = None) -> bytes:
+def exposition(replicas: Sequence[Description] | None, configured: int, api: ApiCounts | None = None) -> bytes:
     """The text that Prometheus scrapes. Arguments as for ``Metrics``."""
     return generate_latest(Metrics(replicas, configured, api or ApiCounts()))
 
@@ -161,6 +162,7 @@ class MetricsService:
     admission: Callable[[], AdmissionCounts]
     auditor: Auditor | None = None  # counts audits; None where nothing is audited
     shadow: Shadow | None = None  # compares with the baseline; None where nothing is compared
+    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several copies of the API one tells of the engines
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
 
@@ -173,7 +175,8 @@ class MetricsService:
         """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
         if not self.is_open:
             self.tenancy.check_admin(request.headers.get("authorization"))
-        replicas, audits = await self.replicas(), {} if self.auditor is None else self.auditor.counts()
+        tells = self.tells_engines is None or await self.tells_engines()
+        replicas, audits = await self.replicas() if tells else None, {} if self.auditor is None else self.auditor.counts()
         standing = None if self.shadow is None else await asyncio.to_thread(self.shadow.standing)
         api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing)
         # In a thread: it takes some milliseconds, in which other requests go on.

@@ -1,4 +1,4 @@
-"""Options of Serve handles: where the router runs, and what requests travel over.
+"""Options of Serve handles: where the router runs, and what requests travel over; and the copies of the API.
 
 By default Serve gives each handle a thread with an event loop of its own, and every request and every item of a stream crosses
 from one to the other. In the caller's own loop they do not, which saves milliseconds until a first token; but such a handle
@@ -8,10 +8,21 @@ than as calls of Ray's. Serve's ``RAY_SERVE_THROUGHPUT_OPTIMIZED`` turns both de
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
 from typing import Any
 
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+
+from cluster.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_PEERS_TIMEOUT_S = 5.0
 
 
 def for_threads(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
@@ -34,3 +45,38 @@ def _with_router(handle: DeploymentHandle[Any], in_own_loop: bool) -> Deployment
     routed = copy.copy(handle)  # as it comes to another actor: without a router
     routed._init(_run_router_in_separate_loop=in_own_loop)
     return routed.options(_by_reference=True)
+
+
+class Peers:
+    """The copies of the API as one of them sees them, itself among them. For the constructor of a deployment and later."""
+
+    def __init__(self) -> None:
+        context = serve.get_replica_context()
+        self._name = context.replica_tag
+        self._handle = for_threads(serve.get_deployment_handle(context.deployment, context.app_name))
+
+    async def forget(self, tenant: str, request_id: str | None) -> None:
+        """Has all of them let go of answers; see ``cluster.observe.audit.Forget``. One that has ended keeps nothing.
+
+        Raises:
+            ApiError: 503, one does not answer.
+        """
+        for answer in await self._ask("forget", tenant, request_id):
+            if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
+                logger.error("a copy of the API did not delete: %s", answer)
+                message = "a copy of the API does not answer, and may keep answers for audits: delete again"
+                raise ApiError(503, message, code="api_unavailable", headers={"Retry-After": "5"}) from answer
+
+    async def leads(self) -> bool:
+        """Whether this one speaks for all: one of those that answer does, and all that nobody hears."""
+        names = [answer for answer in await self._ask("name") if isinstance(answer, str)]
+        return self._name <= min(names, default=self._name)
+
+    async def _ask(self, method: str, *arguments: str | None) -> list[Any]:
+        """What each answers, or why it does not."""
+        try:
+            response = self._handle.broadcast(method, *arguments)
+            # In a thread: results_async gives up all answers when a single one does not come in time.
+            return await asyncio.to_thread(response.results, timeout_s=_PEERS_TIMEOUT_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            return [error]

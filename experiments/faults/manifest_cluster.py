@@ -79,9 +79,10 @@ class ManifestCluster:
             parts.pop_all()
 
     @property
-    def url(self) -> str:
-        """Where clients are: the Service of the manifests is the API's machine."""
-        return f"http://{self.machine('api-0').address}:{self.serve_config['http_options']['port']}"
+    def urls(self) -> list[str]:
+        """Where clients are: the Service of the manifests is the APIs' machines."""
+        machines = [machine for name, machine in self.machines.by_name.items() if name.startswith("api-")]
+        return [f"http://{machine.address}:{self.serve_config['http_options']['port']}" for machine in machines]
 
     @property
     def log(self) -> Path:
@@ -176,25 +177,28 @@ class ManifestCluster:
         raise MachinesError(f"the application does not run within {timeout_s:.0f} s: {last}")
 
     def until(self, path: str, says: Mapping[str, Any], timeout_s: float = _START_S) -> float:
-        """Waits until a route of the API says something with status 200; the seconds that took.
+        """Waits until a route of each API says something with status 200; the seconds that took.
 
         Example: ``until("/health", {"status": "ok", "replicas": 2})``.
 
         Raises:
             MachinesError: it does not in time; the message has what it said last.
         """
-        began, last = time.monotonic(), "nothing"
+        began, self._last = time.monotonic(), "nothing"
         while time.monotonic() - began < timeout_s:
             try:
-                answer = httpx.get(f"{self.url}{path}", timeout=5)
-                last = f"{answer.status_code} {answer.text[:300]}"
-                if answer.status_code == 200 and says.items() <= answer.json().items():
+                if all(self._says(f"{url}{path}", says) for url in self.urls):
                     return round(time.monotonic() - began, 2)
             except (httpx.TransportError, ValueError) as error:
-                last = str(error)
+                self._last = str(error)
             self._restart_ended()
             time.sleep(_POLL_S)
-        raise MachinesError(f"{path} does not say {dict(says)} within {timeout_s:.0f} s: {last}")
+        raise MachinesError(f"{path} does not say {dict(says)} within {timeout_s:.0f} s: {self._last}")
+
+    def _says(self, url: str, says: Mapping[str, Any]) -> bool:
+        answer = httpx.get(url, timeout=5)
+        self._last = f"{answer.status_code} {answer.text[:300]}"
+        return answer.status_code == 200 and says.items() <= answer.json().items()
 
     def _restart_ended(self) -> None:
         """Starts Ray again where it ended by itself, as the kubelet does with a container, and says so."""

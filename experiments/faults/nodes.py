@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +25,15 @@ from experiments.bench.options import add_model
 from experiments.bench.run import Bench, Results, Run
 from experiments.faults.machines import MachinesError
 from experiments.faults.manifest_cluster import ManifestCluster
-from experiments.service.asks import Answer, Ask, make_asks, play
+from experiments.service.asks import Answer, Ask, ask, make_asks
 from experiments.service.served import spread
 
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
 _AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
 _PATIENCE_S = 180.0
+_ATTEMPTS = 8
+_RESUMABLE = {"Accept": "text/event-stream"}  # has streams tell the ids of their events
 _HEALTHY = {"status": "ok", "replicas": 2, "shared_cache": "connected"}
 Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns what is told of it
 
@@ -56,7 +59,7 @@ def lose_redis(cluster: ManifestCluster) -> dict[str, Any]:
     """The replicas' memory is gone, and comes back with what it had written."""
     cluster.memory.kill()
     time.sleep(_AWAY_S)
-    state = httpx.get(f"{cluster.url}/health", timeout=5).json()["shared_cache"]
+    state = httpx.get(f"{cluster.urls[0]}/health", timeout=5).json()["shared_cache"]
     cluster.memory.start()
     return {"meanwhile": state, "whole_after_s": cluster.until("/health", _HEALTHY)}
 
@@ -97,7 +100,7 @@ def rotate(cluster: ManifestCluster) -> dict[str, Any]:
     cluster.give_key(cluster.key)
     began, found = time.monotonic(), {}
     for name, key, status in (("new_key_works_s", cluster.key, 200), ("old_key_refused_s", old, 401)):
-        while httpx.get(f"{cluster.url}/v1/models", headers=bearer(key), timeout=5).status_code != status:
+        while any(httpx.get(f"{url}/v1/models", headers=bearer(key), timeout=5).status_code != status for url in cluster.urls):
             if time.monotonic() - began > _PATIENCE_S:
                 raise MachinesError(f"{name}: not within {_PATIENCE_S:.0f} s")
             time.sleep(0.1)
@@ -106,22 +109,40 @@ def rotate(cluster: ManifestCluster) -> dict[str, Any]:
 
 
 def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
-    """The machine with the API is gone, which alone takes requests in; nobody is answered until it is back."""
+    """The machine of one of the APIs is gone, with all connections to it, and comes back."""
     cluster.machine("api-0").kill()
-    began = time.monotonic()
+    waits = new_requests(cluster, _AWAY_S)
     cluster.start("api-0")
-    cluster.until("/health", _HEALTHY)
-    return {"nobody_answers_s": round(time.monotonic() - began, 2)}
+    return {"new_request_s": spread(waits), "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
+def new_requests(cluster: ManifestCluster, seconds: float) -> list[float]:
+    """One new request after the other, each at the first API that takes the connection; how long each took."""
+    waits, began = [], time.monotonic()
+    body = {"model": cluster.model_name, "prompt": "The library opens", "max_tokens": 1, "temperature": 0}
+    with httpx.Client(headers=bearer(cluster.key), timeout=_PATIENCE_S) as client:
+        while time.monotonic() - began < seconds:
+            asked, status = time.monotonic(), 0
+            while status != 200 and time.monotonic() - asked < _PATIENCE_S:
+                for url in cluster.urls:
+                    with contextlib.suppress(httpx.TransportError):
+                        status = client.post(f"{url}/v1/completions", json=body).status_code
+                    if status == 200:
+                        break
+            waits.append(time.monotonic() - asked)
+            time.sleep(0.2)
+    return waits
 
 
 WITH_REQUESTS: dict[str, Fault] = {
+    "api": lose_api,
     "engine": lose_engine,
     "head": lose_head,
     "redis": lose_redis,
     "upgrade": upgrade,
     "scale": scale,
 }
-ALONE: dict[str, Fault] = {"keys": rotate, "api": lose_api}
+ALONE: dict[str, Fault] = {"keys": rotate}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -135,7 +156,7 @@ async def under(
     """A fault while requests run, round after round until it is over.
 
     Returns:
-        What the fault tells; ``answers``, how many of them ``identical``, ``wrong`` and ``pause_s`` of the streams.
+        What the fault tells; ``answers``, how many of them ``identical`` and ``resumed``, ``wrong`` and ``pause_s`` of streams.
     """
     rounds: list[Answer] = []
     wrong = []
@@ -147,15 +168,40 @@ async def under(
             if found := told.differs(good):
                 wrong.append({"kind": asked.kind, "differs": found, "error": told.error})
     pauses = [told.pause_s(0.0) for told in rounds if len(told.times) > 2]
-    counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "wrong": wrong, "pause_s": spread(pauses)}
+    resumed = sum(bool(told.resumed) for told in rounds)
+    counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "resumed": resumed, "wrong": wrong}
+    counts["pause_s"] = spread(pauses)
     return await beside | counts
 
 
 async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Answer], float]:
-    """All requests, in the tenant's name, and the seconds they took."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=cluster.url, headers=bearer(cluster.key), timeout=600, limits=limits) as client:
-        return await play(client, cluster.model_name, asks, concurrency)
+    """All requests, in the tenant's name, at the APIs in turns, and the seconds they took."""
+    limits, free, began = httpx.Limits(max_connections=None), asyncio.Semaphore(concurrency), time.monotonic()
+    headers = bearer(cluster.key) | _RESUMABLE
+    async with contextlib.AsyncExitStack() as open_:
+        made = [httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) for url in cluster.urls]
+        clients = [await open_.enter_async_context(client) for client in made]
+
+        async def one(number: int, request: Ask) -> Answer:
+            async with free:
+                return await ask_again(clients[number % len(clients) :] + clients[: number % len(clients)], cluster, request)
+
+        answers = await asyncio.gather(*(one(*numbered) for numbered in enumerate(asks)))
+    return list(answers), time.monotonic() - began
+
+
+async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestCluster, request: Ask) -> Answer:
+    """Asks as a client behind the Service does: one that loses its API goes on at the next, a stream after its last event."""
+    told: Answer | None = None
+    for attempt in range(_ATTEMPTS):
+        told = await ask(clients[attempt % len(clients)], cluster.model_name, request, told=told)
+        if not told.broke_off:
+            break
+        if attempt + 1 < _ATTEMPTS and told.choices and told.event_id is None:
+            told = None  # a stream that cannot be resumed is asked for anew
+        await asyncio.sleep(0.1 * attempt)
+    assert told is not None
+    return told
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:

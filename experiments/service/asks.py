@@ -154,6 +154,9 @@ class Answer:
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # time.monotonic of each event, the beginning first
+    event_id: str | None = None  # of the last event of a stream that can be resumed
+    resumed: int = 0  # how often it went on after its event_id
+    broke_off: bool = False  # the connection was lost, or the server had a fault
 
     @property
     def texts(self) -> dict[int, str]:
@@ -262,7 +265,7 @@ def make_prompt(rng: random.Random) -> str:
 
 async def ask(
     client: httpx.AsyncClient, model: str, request: Ask, came: Callable[[str], None] = lambda text: None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None, told: Answer | None = None,
 ) -> Answer:  # fmt: skip
     """Sends a request and reads all of the answer.
 
@@ -272,8 +275,13 @@ async def ask(
         request: what is asked.
         came: called with each piece of text of a stream.
         headers: of the request, beside the client's own.
+        told: the answer that broke off, which goes on after its ``event_id``; a new one when absent.
     """
-    told = Answer(times=[time.monotonic()])
+    if told is None:
+        told = Answer(times=[time.monotonic()])
+    told.error, told.broke_off = None, False
+    if told.event_id is not None:
+        headers, told.resumed = {**(headers or {}), "Last-Event-ID": told.event_id}, told.resumed + 1
     try:
         body = {"model": model, **request.body}
         async with client.stream("POST", f"/v1/{request.route}", json=body, headers=headers) as response:
@@ -283,11 +291,14 @@ async def ask(
                 told.times.append(time.monotonic())
                 if response.status_code != 200:
                     told.error = f"{response.status_code} {whole['error'].get('code')}: {whole['error']['message']}"
+                    told.broke_off = response.status_code >= 500
                 else:
                     came(told.add(whole))
                 return told
-            ended = False
+            ended, heard = False, told.event_id
             async for line in response.aiter_lines():
+                if line.startswith("id: "):
+                    heard = line.removeprefix("id: ")
                 if not line.startswith("data: "):
                     continue
                 told.times.append(time.monotonic())
@@ -300,9 +311,11 @@ async def ask(
                     told.error = f"in the stream: {event['error']['message']}"
                     return told
                 came(told.add(event))
+                told.event_id = heard
             if not ended:
-                told.error = "the stream ended without its last event"
+                told.error, told.broke_off = "the stream ended without its last event", True
     except (httpx.HTTPError, ValueError) as error:
+        told.broke_off = True
         told.error = f"{type(error).__name__}: {error}"
     return told
 

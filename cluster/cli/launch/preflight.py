@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -238,6 +238,18 @@ def check_processors(config: Config) -> None:
         raise LaunchError("server.cpus_per_replica must be above 0: with parallelism, each rank's place is reserved by its CPUs")
     if config.server.ray_address is None:
         check_reservation(config, "CPU", config.server.cpus_per_replica, os.cpu_count() or 1)
+
+
+def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises LaunchError when there are fewer nodes than copies of the API, by the resources that each node offers."""
+    resource, copies = config.server.api_resource, config.server.api_replicas
+    found = sum(1 for offered in nodes if resource is None or resource in offered)
+    if copies > 1 and found < copies:
+        offering = "" if resource is None else f" that offer {resource}"
+        raise LaunchError(
+            f"server.api_replicas is {copies}, each on a node of its own, and there are {found} nodes{offering}: lower it, or "
+            "add nodes and name the cluster with server.ray_address"
+        )
 
 
 def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, available: float) -> None:

@@ -28,7 +28,14 @@ from actors.placement.own_ray import RayTokenError, start_ray
 from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.store.redis_store import RedisStore
 from cluster.cli.launch.console import Progress, StopRequested, StopSignals
-from cluster.cli.launch.preflight import SECRET_VARIABLE, URL_VARIABLE, LaunchError, check_reservation, redis_address
+from cluster.cli.launch.preflight import (
+    SECRET_VARIABLE,
+    URL_VARIABLE,
+    LaunchError,
+    check_api_nodes,
+    check_reservation,
+    redis_address,
+)
 from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
@@ -247,6 +254,7 @@ def _check_ray(config: Config, say: Callable[[str], None]) -> None:
     try:
         check_reservation(config, "CPU", config.server.cpus_per_replica, resources.get("CPU", 0.0))
         check_reservation(config, "GPU", gpus_of_a_rank(config), resources.get("GPU", 0.0))
+        check_api_nodes(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     except LaunchError as error:
         if config.server.ray_address is None:
             raise
@@ -277,7 +285,8 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
     if application is None or application.status != "RUNNING":
         return  # nothing is served yet
     try:
-        ended = serve.get_app_handle(APPLICATION).drain.remote(timeout_s).result(timeout_s=timeout_s + DRAIN_GRACE_S)
+        response = serve.get_app_handle(APPLICATION).broadcast("drain", timeout_s)
+        ended = sum(response.results(timeout_s=timeout_s + DRAIN_GRACE_S))
     except (ray.exceptions.RayError, RayServeException, TimeoutError) as error:
         say(f"the API does not answer, running requests break off: {_one_line(error)}")
         return

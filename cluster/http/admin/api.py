@@ -20,7 +20,7 @@ from cache_service.keeper.admin import TenantStats
 from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import ApiError
 from cluster.http.types.strict import Text
-from cluster.observe.audit import Auditor
+from cluster.observe.audit import Forget, keeps_nothing
 from cluster.serving.cache_port import CacheAdminPort, answered
 from engine.measures.strategy_counts import sum_counts
 
@@ -57,7 +57,7 @@ class AdminService:
     tokenizer: PreTrainedTokenizerFast  # of the model
     port: CacheAdminPort | None  # the shared memory; None where there is none
     replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
-    auditor: Auditor | None = None  # keeps answers, too; None where nothing is audited
+    forget: Forget = keeps_nothing  # of what is kept for audits
 
     async def stats(self, request: Request) -> dict[str, Any]:
         """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
@@ -116,7 +116,7 @@ class AdminService:
 
     async def delete_tenant(self, request: Request, tenant: str) -> dict[str, Any]:
         """Forgets a tenant's texts, and what is kept of them for audits."""
-        self._forget(request, tenant)
+        await self._forget(request, tenant)
         port = self._allowed(request)
         with answered():
             await port.delete_tenant(tenant)
@@ -125,7 +125,7 @@ class AdminService:
 
     async def delete_request(self, request: Request, tenant: str, request_id: str) -> dict[str, Any]:
         """Forgets the texts of one answer, and what is kept of it for audits."""
-        self._forget(request, tenant, request_id)
+        await self._forget(request, tenant, request_id)
         port = self._allowed(request)
         with answered():
             await port.delete_request(tenant, request_id)
@@ -147,11 +147,10 @@ class AdminService:
         with answered():
             return {"problems": [dataclasses.asdict(problem) for problem in await port.verify()]}
 
-    def _forget(self, request: Request, tenant: str, request_id: str | None = None) -> None:
+    async def _forget(self, request: Request, tenant: str, request_id: str | None = None) -> None:
         """Lets go of what is kept for audits, also where nothing is shared."""
         self.tenancy.check_admin(request.headers.get("authorization"))
-        if self.auditor is not None:
-            self.auditor.forget(tenant, request_id)
+        await self.forget(tenant, request_id)
 
     def _allowed(self, request: Request) -> CacheAdminPort:
         """The shared memory, for the operator only."""

@@ -117,11 +117,12 @@ def cluster(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tl
 
 def test_a_chat_is_answered_by_ranks_in_two_pods(cluster: TlsCluster) -> None:
     asked = {"model": cluster.model_name, "messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 48}
+    url = f"{cluster.urls[0]}/v1/chat/completions"
     for extra in ({}, {"stream": True}):
-        answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked | extra, headers=bearer(cluster.key), timeout=120)
+        answer = httpx.post(url, json=asked | extra, headers=bearer(cluster.key), timeout=120)
         assert answer.status_code == 200, answer.text
         assert '"finish_reason":"' in answer.text.replace(" ", "")
-    health = httpx.get(f"{cluster.url}/health").json()
+    health = httpx.get(f"{cluster.urls[0]}/health").json()
     ranks = health["ranks"]
     assert (health["status"], ranks["ready"], ranks["of"], ranks["losses"], ranks["disagreements"]) == ("ok", 2, 2, 0, 0), health
 

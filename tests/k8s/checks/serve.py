@@ -146,6 +146,8 @@ def _of_config(documents: list[Document], config: Config) -> Iterator[str]:
     if name is not None and (len(apis) != 1 or apis[0].is_head):
         groups = ", ".join(one.where for one in apis) or "none"
         yield f"server.api_resource is {name}: one worker group's rayStartParams.resources must offer it, and {groups} does"
+    elif name is not None and apis[0].count != config.server.api_replicas:
+        yield f"{apis[0].where}: {apis[0].count} pods, and server.api_replicas is {config.server.api_replicas}"
     engines = [one for one in pods if not one.is_head and (name is None or one not in apis)]
     yield from _ports(documents, config, pods, apis)
     yield from _room(config, engines)
