@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.admission.controller import AdmissionController, admission_options, capacity
 from cluster.admission.rate_limits import MINUTE_S, Account, MovingWindow, Rates, rates_of, span
+from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import ApiError
-from configs.slices import LimitsOptions, TenantOptions
+from configs.schema import Config
+from configs.slices import LimitsOptions, ServerOptions, TenancyOptions, TenantOptions
 
 
 def test_the_example() -> None:
@@ -86,6 +89,21 @@ def test_a_tenant_has_limits_of_its_own() -> None:
     limits = LimitsOptions(requests_per_minute=10, max_concurrent=2)
     assert rates_of(limits, TenantOptions()) == Rates(10, None, 2)
     assert rates_of(limits, TenantOptions(requests_per_minute=99, tokens_per_minute=7)) == Rates(99, 7, 2)
+
+
+def test_each_copy_of_the_api_has_its_share() -> None:
+    limits = LimitsOptions(requests_per_minute=10, max_concurrent=1)
+    assert rates_of(limits, TenantOptions(tokens_per_minute=100), copies=3) == Rates(4, 34, 1)
+    config = Config(server=ServerOptions(api_replicas=2, max_queued=25), limits=limits)
+    told = admission_options(config)
+    assert (told.copies, told.capacity) == (2, 13)
+    engines = admission_options(Config(server=ServerOptions(api_replicas=2)))
+    assert engines.capacity == capacity(Config())  # engines refuse what is too much for them, whoever sends it
+    admission = AdmissionController(Tenancy(TenancyOptions()), told)
+    for _ in range(5):
+        admission.visit(None)
+    with pytest.raises(ApiError, match="5 requests a minute"):
+        admission.visit(None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from cache_service.store.embedded import EmbeddedRedis
-from cluster.cli.launch.preflight import LaunchError, check_disk, check_model, check_port, check_processors, check_reservation
+from cluster.cli.launch.preflight import (
+    LaunchError,
+    check_api_nodes,
+    check_disk,
+    check_model,
+    check_port,
+    check_processors,
+    check_reservation,
+)
 from cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
 from configs.schema import Config, load_config
 from configs.slices import BaselineOptions, ServerOptions
@@ -119,6 +127,16 @@ def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
     check_reservation(configured(2, 4), "GPU", 1.0, 8.0)
     with pytest.raises(LaunchError, match=r"2 x 4 ranks need 8 GPUs.*server.gpus_per_replica"):
         check_reservation(configured(2, 4), "GPU", 1.0, 7.0)
+
+
+def test_each_copy_of_the_api_needs_a_node() -> None:
+    config = Config(server=ServerOptions(api_replicas=2, api_resource="outrider_api"))
+    nodes = [{"CPU": 4.0}, {"CPU": 2.0, "outrider_api": 1.0}]
+    with pytest.raises(LaunchError, match=r"server\.api_replicas is 2.*there are 1 nodes that offer outrider_api"):
+        check_api_nodes(config, nodes)
+    check_api_nodes(config, [*nodes, {"outrider_api": 1.0}])
+    check_api_nodes(Config(server=ServerOptions(api_replicas=2)), nodes)
+    check_api_nodes(Config(), [])
 
 
 def test_the_reservation_counts_the_baseline() -> None:
