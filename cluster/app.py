@@ -30,7 +30,7 @@ from cluster.serving import autoscaling
 from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import EnginePort
-from cluster.serving.handle_engine import DESCRIBE_TIMEOUT_S, HandleEngine
+from cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, HandleEngine
 from cluster.serving.handles import Peers
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
@@ -67,7 +67,8 @@ class Ingress:
         address = admin_address(server)
         self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
-        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas)
+        accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s  # who comes first waits for the model
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s)
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
         peers = None if server.api_replicas == 1 else Peers()
@@ -77,7 +78,7 @@ class Ingress:
             guard=StreamGuard(server), admission=admission_options(config),
             cache_options=config.cache,
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
-            listeners=() if self._tracing is None else (self._tracing.listen,),
+            listeners=() if self._tracing is None else (self._tracing.listen,), wake=None if server.replicas else port.wake,
             forget=None if peers is None else peers.forget, tells_engines=None if peers is None else peers.leads,
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
@@ -240,7 +241,8 @@ def _number(replicas: int, most_replicas: int, config: Config) -> dict[str, Any]
     targets = {"requests": config.engine.max_running, "tokens_per_s": config.server.target_tokens_per_s}
     policy = AutoscalingPolicy(policy_function=autoscaling.LoadPolicy, policy_kwargs=targets)
     options = AutoscalingConfig(
-        min_replicas=replicas, max_replicas=most_replicas, look_back_period_s=autoscaling.WINDOW_S, policy=policy,
+        min_replicas=replicas, max_replicas=most_replicas, initial_replicas=max(1, replicas),
+        policy=policy, look_back_period_s=autoscaling.WINDOW_S,
         upscale_delay_s=autoscaling.UP_S, downscale_delay_s=autoscaling.DOWN_S,
     )  # fmt: skip
     return {"autoscaling_config": options}

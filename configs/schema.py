@@ -55,7 +55,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "server.stream_period_s": (0.01, 10),
     "server.stream_pad_bytes": (64, 65536),
     "server.max_queued": (1, 2**20),
-    "server.replicas": (1, 1024),
+    "server.replicas": (0, 1024),
     "server.max_replicas": (1, 1024),
     "server.api_replicas": (1, 64),
     "server.target_tokens_per_s": (0.001, 2**30),

@@ -59,6 +59,8 @@ def server_faults(server: ServerOptions) -> Iterator[str]:
         yield f"server.port is {_LAST_PORT}, and /admin and /metrics listen on the port after it: set server.admin_port"
     if server.most_replicas < server.replicas:
         yield f"server.max_replicas is {server.max_replicas}; allowed: at least server.replicas, which is {server.replicas}"
+    if not server.most_replicas:
+        yield "server.replicas is 0: say with server.max_replicas how many there are to be when somebody asks"
     if server.target_tokens_per_s is not None and server.max_replicas is None:
         yield (
             f"server.target_tokens_per_s is {server.target_tokens_per_s:g}, which says when there are to be more engines: set "

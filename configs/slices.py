@@ -128,7 +128,8 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] | None = None
     require_key: bool | None = None  # requests need a tenant's API key; when absent, unless host is loopback
     max_queued: int | None = None  # choices that run or wait; more get a 429. All that the engines run and queue when absent
-    replicas: int = 1  # engines, each with its own copy of the model, or groups of parallelism.world_size
+    # Engines, each with its own copy of the model, or groups of parallelism.world_size; 0 (with max_replicas): none when idle
+    replicas: int = 1
     # Engines when the load asks for them; replicas again when it has gone, and always when absent
     max_replicas: int | None = None
     # Tokens per second of an engine, beyond which there is to be another one; when absent choices that run or wait count alone,

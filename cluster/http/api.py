@@ -68,6 +68,7 @@ class Service:
         listeners: Sequence[Listener] = (),
         forget: Forget | None = None,
         tells_engines: Callable[[], Awaitable[bool]] | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class Service:
             shadow: has the baseline answer what is served; None where it does not.
             listeners: who follow all generations, beside the auditor and the shadow.
             forget: has all copies of the API let go of answers; where there is one, its auditor does when absent.
+            wake: has an engine start; None where there always is one.
             tells_engines: whether /metrics tells of engines, which one of several copies does; yes when absent.
         """
         admission = admission or AdmissionOptions()
@@ -92,7 +94,8 @@ class Service:
         self._engine, self._tokenizer, self._token_bytes = engine, tokenizer, TokenBytes(tokenizer)
         self._tenancy = Tenancy(tenancy or TenancyOptions(), admission.require_key)
         self.admission = AdmissionController(self._tenancy, admission)
-        self.state = HealthService(engine.describe, replicas, cache, None if baseline is None else baseline.engine.describe)
+        others = None if baseline is None else baseline.engine.describe
+        self.state = HealthService(engine.describe, replicas, cache, others, wake)
         self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard)
         forget = forget or (keeps_nothing if auditor is None else auditor.forgets)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)

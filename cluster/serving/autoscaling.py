@@ -32,9 +32,13 @@ class LoadPolicy:
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """How many there should be, and nothing to be kept. Serve keeps it within bounds, and waits before it acts.
 
+        As many as are meant to be there while none has said anything: a model that loads is no engine without work.
+
         Example: 8 requests are meant, and two engines have 15 and 3: three are needed.
         """
         said = ctx.aggregated_metrics or {}
+        if not said.get(REQUESTS):
+            return ctx.target_num_replicas, {}
         needed = [sum(said.get(name, {}).values()) / target for name, target in self._targets.items() if target is not None]
         return math.ceil(max(needed)), {}
 

@@ -153,6 +153,7 @@ class HandleEngine:
         resume_timeout_s: float,
         describe_timeout_s: float = DESCRIBE_TIMEOUT_S,
         replicas: int = 1,
+        accept_timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> None:
         """
         Args:
@@ -161,10 +162,13 @@ class HandleEngine:
             describe_timeout_s: a replica that does not describe itself within it counts as missing.
             replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
                 that one refuses for a full queue is sent once more, to another one.
+            accept_timeout_s: a request that no replica has taken gets that long.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
         self._resume_timeout_s, self._describe_timeout_s, self._replicas = resume_timeout_s, describe_timeout_s, replicas
+        self._accept_timeout_s = accept_timeout_s
+        self._waking: asyncio.Task[None] | None = None
 
     def _streaming(self) -> DeploymentHandle[Any]:
         """The handle for jobs of the running loop."""
@@ -182,7 +186,7 @@ class HandleEngine:
 
     async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
         """The outputs of a job: from its place in a call, and from calls of its own where that one does not bring them."""
-        progress = _Progress(time.monotonic() + ACCEPT_TIMEOUT_S, spare=self._replicas > 1)
+        progress = _Progress(time.monotonic() + self._accept_timeout_s, spare=self._replicas > 1)
         while True:
             reason: Exception
             try:
@@ -275,6 +279,17 @@ class HandleEngine:
             logger.exception("no engine replica answers")
             return []
         return [answer for answer in answers if isinstance(answer, Description)]
+
+    def wake(self) -> None:
+        """Has Serve start a replica where there is none, as a request would."""
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.create_task(self._wake())
+
+    async def _wake(self) -> None:
+        try:
+            await self._described.describe.remote()
+        except (RayError, RayServeException) as error:
+            logger.warning("no engine replica starts: %s", error)
 
 
 def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:

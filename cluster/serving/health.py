@@ -20,17 +20,23 @@ class HealthService:
     """What the routes do.
 
     To be ready, everything has to have been there once. What is lost later, and started anew, does not make the server unready:
-    it is enough then that one engine replica answers.
+    it is enough then that one engine replica answers; where there may be none while nobody asks, not even that.
     """
 
     describe: Callable[[], Awaitable[Sequence[Description]]]  # what the engine replicas that answer say of themselves
     configured: int  # how many there should be
     cache: CacheAdminPort | None = None  # the shared memory; None where there is none
     others: Callable[[], Awaitable[Sequence[Description]]] | None = None  # replicas of the baseline, of which one has to answer
+    wake: Callable[[], None] | None = None  # has an engine start, where there may be none (server.replicas=0)
     _complete: bool = field(default=False, init=False)
+    _info: ModelInfo | None = field(default=None, init=False)  # of the engine that answered last
 
     async def health(self) -> Response:
-        """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers."""
+        """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers, or
+        ``idle`` where none has to."""
+        if not await self._described() and self.wake is not None and self._info is not None:
+            idle = {"status": "idle", "model": self._info.served_name, "replicas": 0, "running": 0, "waiting": 0, "free_slots": 0}
+            return JSONResponse(idle)
         return JSONResponse(_state(await self._answering(), self.configured))
 
     async def ready(self) -> Response:
@@ -38,31 +44,40 @@ class HealthService:
         return JSONResponse({"status": "ready", "replicas": await self.replicas(), "of": self.configured})
 
     async def info(self) -> ModelInfo:
-        """The model that is served. Raises ``ApiError`` (503) while no replica answers."""
-        return (await self._answering())[0].info
+        """The model that is served. Raises ``ApiError`` (503) while no replica has answered."""
+        return self._info or (await self._answering())[0].info
 
     async def replicas(self) -> int:
         """How many engine replicas answer. Raises ``ApiError`` (503 ``not_ready``) while something is missing."""
-        answering = len(await self.describe())
+        answering = len(await self._described())
         if not self._complete:
             missing = await self._missing(answering)
             if missing:
+                if not answering and self.wake is not None:
+                    self.wake()
                 raise _not_ready(", ".join(missing))
             self._complete = True
-        if not answering:
+        if not answering and self.wake is None:
             raise _not_ready(self._engines(0))
         return answering
 
+    async def _described(self) -> Sequence[Description]:
+        replicas = await self.describe()
+        if replicas:
+            self._info = replicas[0].info
+        return replicas
+
     async def _answering(self) -> Sequence[Description]:
         """At least one."""
-        replicas = await self.describe()
+        replicas = await self._described()
         if not replicas:
             raise ApiError(503, "no engine replica is answering; it may be starting", code="engine_unavailable")
         return replicas
 
     async def _missing(self, answering: int) -> list[str]:
         """What has not been there yet, in words."""
-        missing = [] if answering >= self.configured else [self._engines(answering)]
+        been_there = answering >= max(1, self.configured) or (not self.configured and self._info is not None)
+        missing = [] if been_there else [self._engines(answering)]
         if self.others is not None and not await self.others():
             missing.append("no baseline replica is there")
         if self.cache is not None and not await _serves(self.cache):
@@ -70,7 +85,7 @@ class HealthService:
         return missing
 
     def _engines(self, answering: int) -> str:
-        return f"{answering} of {self.configured} engine replicas are there"
+        return f"{answering} of {max(1, self.configured)} engine replicas are there"
 
 
 def _not_ready(missing: str) -> ApiError:

@@ -28,7 +28,7 @@ GROUP = ["parallelism.mode=lookahead", "parallelism.world_size=2"]
         (["model.dtype=int3"], ["model.dtype is 'int3'", "'float32'", "'bfloat16'"]),
         (["server.port=http"], ["server.port is 'http'", "a valid integer"]),
         (["server.port=70000"], ["server.port is 70000", "1 to 65535"]),
-        (["server.replicas=0"], ["server.replicas is 0", "1 to"]),
+        (["server.replicas=0"], ["server.replicas is 0", "server.max_replicas"]),
         (["engine.max_running=[1]"], ["engine.max_running is a list", "a valid integer"]),
         (["server.port.x=1"], ["server.port is a mapping", "a valid integer"]),
         (["model=x"], ["model is a section", "model.path=x"]),

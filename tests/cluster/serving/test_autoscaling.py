@@ -28,7 +28,8 @@ def context(said: dict[str, list[float]] | None) -> AutoscalingContext:
 @pytest.mark.parametrize(
     ("said", "tokens_per_s", "engines"),
     [
-        (None, None, 0),  # Serve has at least server.replicas
+        (None, None, 1),  # that loads
+        ({REQUESTS: [0.0]}, None, 0),  # Serve has at least server.replicas
         ({REQUESTS: [8.0]}, None, 1),
         ({REQUESTS: [8.5]}, None, 2),
         ({REQUESTS: [15.0, 3.0]}, None, 3),
@@ -55,6 +56,9 @@ def test_serve_is_told_the_least_and_the_most() -> None:
     told = engine._deployment_config.autoscaling_config
     assert (told.min_replicas, told.max_replicas) == (2, 5)
     assert told.policy.policy_kwargs == {"requests": 6, "tokens_per_s": 700.0}
+    none = application(config.model_copy(update={"server": type(config.server)(replicas=0, max_replicas=2)}))
+    told = none._bound_deployment.init_args[0]._bound_deployment._deployment_config.autoscaling_config
+    assert (told.min_replicas, told.initial_replicas, told.max_replicas) == (0, 1, 2)
     fixed = application(config.model_copy(update={"server": type(config.server)(replicas=2)}))
     engine = fixed._bound_deployment.init_args[0]._bound_deployment
     assert engine._deployment_config.autoscaling_config is None and engine.num_replicas == 2

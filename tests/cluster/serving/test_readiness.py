@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_all_has_to_have_been_there_once(circle_engine: EnginePort) -> None:
     assert asyncio.run(readiness.replicas()) == 1  # the other one answers
     engines.clear()
     assert missing(readiness) == "0 of 2 engine replicas are there"
+
+
+def test_where_there_may_be_no_engine_one_has_to_have_been_there(circle_engine: EnginePort) -> None:
+    engines: list[Description] = []
+    woken: list[bool] = []
+
+    async def replicas() -> list[Description]:
+        return engines
+
+    readiness = HealthService(replicas, 0, wake=lambda: woken.append(True))
+    assert missing(readiness) == "0 of 1 engine replicas are there" and woken == [True]
+    with pytest.raises(ApiError, match="no engine replica is answering"):
+        asyncio.run(readiness.health())
+    engines += asyncio.run(circle_engine.describe())
+    assert asyncio.run(readiness.replicas()) == 1
+    info = engines.pop().info
+    assert asyncio.run(readiness.replicas()) == 0 and woken == [True]
+    assert json.loads(bytes(asyncio.run(readiness.health()).body))["status"] == "idle"
+    assert asyncio.run(readiness.info()) == info
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

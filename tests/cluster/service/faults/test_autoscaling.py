@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cluster.serving import autoscaling
@@ -50,3 +51,18 @@ def test_a_second_engine_comes_under_load_and_goes_after_it(
                 over.set()
             answers = [answer for client in clients for answer in client.result()]
         assert set(answers) == {(application.expected.text, "length")} and len(answers) > CLIENTS
+
+
+def test_the_last_engine_goes_and_the_next_request_starts_one(
+    api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "DOWN_S", 1.0)
+    monkeypatch.setattr(autoscaling, "WINDOW_S", 11.0)
+    config = tiny_config(tmp_path, server={"replicas": 0, "max_replicas": 1, "stop_timeout_s": 0.0})
+    with serving(api_server, "sleeping", config, TOKENS) as application, application.client() as client:
+        before = application.engines()
+        application.becomes(status="idle", replicas=0)
+        assert httpx.get(f"{application.url}/ready").json() == {"status": "ready", "replicas": 0, "of": 0}
+        (choice,) = application.ask(client).choices
+        assert choice.text == application.expected.text
+        assert application.engines() and application.engines().isdisjoint(before)
