@@ -26,7 +26,7 @@ from cluster.http.answers.responses import ResponseBuilder, respond_items
 from cluster.http.answers.resume import StreamHeaders, no_resuming
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.compare import Baseline, CompareService, Comparison
-from cluster.http.documents import Accept, Authorization, LastEventId, SessionId
+from cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
 from cluster.http.errors import ApiError, renamed_errors
 from cluster.http.job_planner import Answering, Planner
 from cluster.http.playground import add_playground
@@ -142,7 +142,7 @@ class Service:
         body: ResponsesRequest,
         authorization: Authorization = None,
         session_id: SessionId = None,
-        last_event_id: LastEventId = None,
+        last_event_id: NoEventId = None,
     ) -> Response:
         """The items that follow the input: reasoning, a message, calls of functions."""
         no_resuming(last_event_id)

@@ -21,6 +21,7 @@ Accept = Annotated[str | None, Header(include_in_schema=False)]
 LastEventId = Annotated[  # of a stream that was cut off: the same body gets the rest of it
     str | None, Header(alias=HEADER, max_length=MAX_EVENT_ID, description="id of the last event of a stream to be gone on with")
 ]
+NoEventId = Annotated[str | None, Header(alias=HEADER, include_in_schema=False)]  # where it is always refused
 _PRIVATE = "/admin"  # the operator's routes are not the public's
 
 

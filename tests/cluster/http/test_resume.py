@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from cache_service.namespace import hash_key
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.reasoning import Thought
 from cluster.http.answers.respond import ChoiceReader, Form, ReadCalls, ReadReasoning
+from cluster.http.answers.resume import Beginning, StreamHeaders
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.answers.tool_calls import Call
-from cluster.http.api import Service
+from cluster.http.api import Service, create_api
+from cluster.http.types.openai import CompletionRequest
 from configs.slices import ServerOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from decoding.request import FinishReason, StepOutput
 from engine.text.chat_format import CALL_MARKS, HARMONY, CallForm, Tags
@@ -42,6 +45,7 @@ from tests.cluster.circle import (
     save_saying,
     served,
 )
+from tests.cluster.commands import REPOSITORY
 from tests.helpers.waiting import eventually
 
 LAST = "Last-Event-ID"
@@ -282,9 +286,6 @@ def test_streams_that_would_come_out_otherwise_have_no_ids(circles: Pair, specul
 
 def digest_of(body: dict[str, Any]) -> str:
     """As an id has it, of a request without a key."""
-    from cluster.http.answers.resume import Beginning, StreamHeaders
-    from cluster.http.types.openai import CompletionRequest
-
     return Beginning.of("cmpl-", CompletionRequest(**body, stream=True), None, StreamHeaders("text/event-stream")).digest
 
 
@@ -328,6 +329,42 @@ def test_the_old_generation_makes_room(slow_engine: LocalEngine) -> None:
                 assert len(list(itertools.islice(going, 30))) == 30
                 assert (counts := replica.describe().counts).running == 1 and counts.waiting == 0
         eventually(lambda: replica.describe().counts.running == 0)
+
+
+class Dying:
+    """An API whose process dies, in the middle of an event, in its first answers."""
+
+    def __init__(self, app: Any, deaths: int) -> None:
+        self._app, self.deaths, self.begun = app, deaths, list[str]()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        left = 5
+
+        async def sending(message: Any) -> None:
+            nonlocal left
+            if message["type"] == "http.response.body" and self.deaths and not (left := left - 1):
+                self.deaths -= 1
+                await send(message | {"body": message["body"][: len(message["body"]) // 2], "more_body": True})
+                raise SystemError("the process has died")
+            await send(message)
+
+        self.begun += [value.decode() for name, value in scope.get("headers", ()) if name == b"last-event-id"]
+        await self._app(scope, receive, sending)
+
+
+def test_the_example_of_the_docs(circle_engine: LocalEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/http-api.md").read_text(encoding="utf-8"), re.DOTALL)
+    app: Any = Dying(create_api(Service(circle_engine, TOKENIZER)), deaths=3)
+    with served(app) as url:
+        for old, new in (("http://127.0.0.1:8000", url), ("smollm2-135m-instruct", "circle"), ("sleep(1)", "sleep(0)")):
+            assert old in source
+            source = source.replace(old, new)
+        exec(source, {})
+        beginning = Beginning(app.begun[0].partition(".")[0], 0)
+        body = {"model": "circle", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200}
+        whole = httpx.post(f"{url}{CHATS}", json=body | {"seed": beginning.seed}, timeout=60).json()
+    assert capsys.readouterr().out == whole["choices"][0]["message"]["content"] + "\n"
+    assert len(app.begun) == 3 and app.deaths == 0
 
 
 FORMS: list[CallForm | None] = [*CALL_MARKS, None]
