@@ -212,7 +212,7 @@ def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(replic
         assert len(ids([output async for output in replica.generate(named("d", "acme", 24), resumed=True)])) == 24
         await until(lambda: replica.describe().counts == EngineCounts(0, 0, MAX_RUNNING), 30)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_failed_step_ends_its_requests_only(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class StreamHeaders:
 
 
 @dataclass(slots=True)
-class Told:
+class ToldOfChoice:
     """How much of a choice was told."""
 
     content: int = 0  # characters of reasoning, text and arguments; a call has its name and one more
@@ -69,7 +69,7 @@ class Beginning:
     answer_id: str
     created: int  # seconds since 1970
     digest: str = ""  # of the request; none where its events have no ids
-    told: tuple[Told, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
+    told: tuple[ToldOfChoice, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
     has_usage: bool = False  # that told the usage
 
     @classmethod
@@ -86,9 +86,7 @@ class Beginning:
             ApiError: 400, the header is not the id of an event of this request's stream.
         """
         if headers.last_event_id is not None and not body.stream:
-            raise _wrong(
-                "it goes on with a stream, and the body has no stream: true: send the body that the stream was asked for with"
-            )
+            raise _wrong("it goes on with a stream, and the body has no stream: true: send the body of that stream")
         begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
         if not (body.stream and headers.wants_ids):
             return begun
@@ -102,10 +100,8 @@ class Beginning:
         if found is None or not found["answer"].startswith(prefix):
             raise _wrong("it is no id of an event that this route sent: send the last one that came, as it came, or leave it out")
         if found["digest"] != self.digest:
-            raise _wrong(
-                "it is of another request: send the same body with the same key as before, or leave it out to begin anew"
-            )
-        told = tuple(Told(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
+            raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
+        told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
         return Beginning(found["answer"], int(found["created"]), self.digest, told, found["usage"] == "1")
 
     @property
@@ -163,7 +159,7 @@ class EventIds:
             paced: chunks with text of which nothing is left leave empty.
         """
         self._stream, self._has_usage = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}", beginning.has_usage
-        self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [Told()] * choices]
+        self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
         """What of the next chunk was not told before, in the same object; None where all of it was.
@@ -187,15 +183,15 @@ class EventIds:
 class _ChoiceRest:
     """What is left to tell of one choice."""
 
-    def __init__(self, before: Told, paced: bool) -> None:
-        self._before, self._seen, self._paced = before, Told(), paced  # told by an earlier stream; computed so far
+    def __init__(self, before: ToldOfChoice, paced: bool) -> None:
+        self._before, self._seen, self._paced = before, ToldOfChoice(), paced  # told by an earlier stream; computed so far
 
-    def told(self) -> Told:
+    def told(self) -> ToldOfChoice:
         """What the client knows."""
         before, seen = self._before, self._seen
         text = max(before, seen, key=lambda one: one.content)
         logprobs, token_ids = max(before.logprobs, seen.logprobs), max(before.token_ids, seen.token_ids)
-        return Told(text.content, text.check, logprobs, token_ids, before.once | seen.once)
+        return ToldOfChoice(text.content, text.check, logprobs, token_ids, before.once | seen.once)
 
     def take(self, chunk: Answer, choice: Choice) -> bool:
         """Cuts off the next chunk what was told before; false where nothing is left of it that has to leave."""
@@ -227,17 +223,13 @@ class _ChoiceRest:
         told = self._take("content", len(content))
         seen.check = zlib.crc32(content[:told].encode(), seen.check)
         is_there = seen.content - len(content) + told == before.content
-        differs = told and is_there and seen.check != before.check
+        differs = told > 0 and is_there and seen.check != before.check
         seen.check = zlib.crc32(content[told:].encode(), seen.check)
-        if (
-            differs
-            or (seen.once & _END and seen.content < before.content)
-            or (before.once & _END and seen.content > before.content)
-        ):
-            message = (
-                "computed again, the answer comes out otherwise than it was told: the model is another one, or is not served"
-            )
-            raise ApiError(500, f"{message} exactly; ask anew, without {HEADER}", param=HEADER, code="resumed_otherwise")
+        is_short = bool(seen.once & _END) and seen.content < before.content
+        is_long = bool(before.once & _END) and seen.content > before.content
+        if differs or is_short or is_long:
+            message = "computed again, the answer comes out otherwise than it was told; perhaps another model is served now"
+            raise ApiError(500, f"{message}: ask anew, without {HEADER}", param=HEADER, code="resumed_otherwise")
         return told
 
 
