@@ -23,6 +23,7 @@ class Live:
     announced: bool = False  # being a suspect, to its consumer, that it is computed
     held: StepOutput | None = None  # goes out with the next
     told_s: float = -math.inf  # when tokens went out last
+    resumed: bool = False  # takes the place of a live request of the same id and account
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
         """Hands an output to the event loop, or holds it until the next where the last went less than ``period_s`` ago.
@@ -56,7 +57,7 @@ class Live:
 class Abort:
     """A request that nobody waits for any more."""
 
-    request_id: str
+    live: Live
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Replica:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+    async def generate(self, request: Request, resumed: bool = False) -> AsyncGenerator[StepOutput, None]:
         """The outputs of one request as they are computed; the last has a finish reason.
 
         The first output is empty: it says that the engine took the request. For a suspect a second empty one says that it is
@@ -97,13 +97,15 @@ class Replica:
 
         Args:
             request: new. Of what it emitted elsewhere nothing comes again.
+            resumed: where a request of the same id and account is live, whose consumer may be gone without a word, that one is
+                aborted. Otherwise it would be a refusal.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
             ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
                 another replica goes on with it (``Request.emitted``).
         """
-        live = Live(request, asyncio.get_running_loop(), asyncio.Queue())
+        live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed)
         if not self._send(live):
             raise ReplicaError(self._fault)
         finished = False
@@ -116,7 +118,7 @@ class Replica:
                 yield item
         finally:
             if not finished:
-                self._send(Abort(request.request_id))
+                self._send(Abort(live))
 
     def describe(self) -> Description:
         """The model and the counts after the last step. Raises as ``check_health`` does."""
@@ -215,7 +217,7 @@ class Replica:
             if command is None:
                 return False
             if isinstance(command, Abort):
-                self._abort(command.request_id)
+                self._abort(command.live)
             elif isinstance(command, Live):
                 self._add(command)
 
@@ -228,8 +230,12 @@ class Replica:
     def _add(self, live: Live) -> None:
         request_id = live.request.request_id
         try:
-            if request_id in self._live:
-                raise RequestError("request_id", f"{request_id!r} is in use by a live request")
+            other = self._live.get(request_id)
+            if other is not None:
+                if not (live.resumed and live.request.account == other.request.account):
+                    raise RequestError("request_id", f"{request_id!r} is in use by a live request")
+                self._abort(other)
+                other.put(StepOutput(request_id, (), "", FinishReason.ABORT, "another stream goes on with this answer"))
             self._engine.add(live.request)
         except (QueueFullError, RequestError) as error:
             live.put(error)
@@ -241,9 +247,11 @@ class Replica:
         self._live[request_id] = live
         live.put(StepOutput(request_id, (), ""))
 
-    def _abort(self, request_id: str) -> None:
-        live = self._live.pop(request_id, None)
-        if live is not None:
+    def _abort(self, live: Live) -> None:
+        """Ends a request, unless it has ended: another one may have its id by now."""
+        request_id = live.request.request_id
+        if self._live.get(request_id) is live:
+            del self._live[request_id]
             self._engine.abort(request_id)
             self._publish(live, final=True)
 
@@ -298,7 +306,7 @@ class Replica:
         if output.finish_reason is not None:
             del self._live[output.request_id]
         if not live.tell(output, now_s, period_s):
-            self._abort(output.request_id)
+            self._abort(live)
 
     def _fail_step(self, error: Exception) -> None:
         """Ends the requests that were in the failed step, all that run where it was not planned; the others get their turn."""

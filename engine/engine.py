@@ -25,7 +25,7 @@ from engine.forward.runners import RunnerMaker, make_runner
 from engine.loading.draft_model import load_draft_model
 from engine.loading.memory import give_heap_back
 from engine.loading.model import LoadedModel, load_model
-from engine.loading.model_info import ModelInfo
+from engine.loading.model_info import ModelInfo, strategies_apart
 from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
@@ -155,7 +155,8 @@ class Engine:
         tell("checking that steps are exact")
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
         runner = runner_over(loaded, options, speculation, world_size, make)
-        info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact)
+        apart = strategies_apart(speculation)
+        info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact, strategies_apart=apart)
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
             slots, rows = runner.cache.slots, options.max_step_tokens

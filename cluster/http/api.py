@@ -23,9 +23,10 @@ from cluster.http.answers.openai_shapes import AnswerBuilder
 from cluster.http.answers.predicted import Predicted
 from cluster.http.answers.respond import Form, respond
 from cluster.http.answers.responses import ResponseBuilder, respond_items
+from cluster.http.answers.resume import StreamHeaders, no_resuming
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.compare import Baseline, CompareService, Comparison
-from cluster.http.documents import Authorization, SessionId
+from cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
 from cluster.http.errors import ApiError, renamed_errors
 from cluster.http.job_planner import Answering, Planner
 from cluster.http.playground import add_playground
@@ -129,29 +130,43 @@ class Service:
         return self._card(await self._answering.model(name), name)
 
     async def chat(
-        self, body: ChatCompletionRequest, authorization: Authorization = None, session_id: SessionId = None
+        self,
+        body: ChatCompletionRequest,
+        authorization: Authorization = None,
+        session_id: SessionId = None,
+        accept: Accept = None,
+        last_event_id: LastEventId = None,
     ) -> Response:
         """The assistant's next message."""
-        planner = await self._answering.planner("chatcmpl-", body, authorization, session_id)
+        headers = StreamHeaders(accept, last_event_id)
+        planner = await self._answering.planner("chatcmpl-", body, authorization, session_id, headers)
         form, admitted, generation = await self._chat(planner, body, body)
-        answer = AnswerBuilder(planner.answer_id, body, planner.info, self._token_bytes, admitted.jobs)
+        begun = planner.beginning
+        answer = AnswerBuilder(begun.answer_id, begun.created, body, planner.info, self._token_bytes, admitted.jobs)
         return await respond(answer, generation, form)
 
     async def response(
-        self, body: ResponsesRequest, authorization: Authorization = None, session_id: SessionId = None
+        self,
+        body: ResponsesRequest,
+        authorization: Authorization = None,
+        session_id: SessionId = None,
+        last_event_id: NoEventId = None,
     ) -> Response:
         """The items that follow the input: reasoning, a message, calls of functions."""
+        no_resuming(last_event_id)
         planner = await self._answering.planner("resp_", body, authorization, session_id)
         with renamed_errors():
             form, _, generation = await self._chat(planner, body.chat, body)
-            return await respond_items(ResponseBuilder(planner.answer_id, body, planner.info), generation, form)
+            begun = planner.beginning
+            answer = ResponseBuilder(begun.answer_id, begun.created, body, planner.info)
+            return await respond_items(answer, generation, form)
 
     async def _chat(
         self, planner: Planner, chat: ChatCompletionRequest, body: ChatCompletionRequest | ResponsesRequest
     ) -> tuple[Form, AdmittedRequest, Generation]:
         """How a chat, which the body is or asks for, is to be answered, and its generation, which is let in and not started."""
         planned = await planner.chat(chat)
-        reasoning, calls = planner.reads(chat, self._token_bytes)
+        (reasoning, calls), shape = planner.reads(chat, self._token_bytes), self._guard.shape(body)
         form = Form(
             bool(body.stream),
             chat.include_usage,
@@ -159,7 +174,8 @@ class Service:
             reasoning=reasoning,
             calls=calls,
             reports_usage=chat.reports_usage,
-            shape=self._guard.shape(body),
+            shape=shape,
+            ids=planner.events(planned, shape.has_period),
         )
         admitted = self.admission.admit(planned, body)
         self.metrics.asked(chat.n or 1, planner.info.served_name)
@@ -173,16 +189,25 @@ class Service:
         raise ApiError(404, f"{message}; ask a server of a model made for it", code="not_supported")
 
     async def completion(
-        self, body: CompletionRequest, authorization: Authorization = None, session_id: SessionId = None
+        self,
+        body: CompletionRequest,
+        authorization: Authorization = None,
+        session_id: SessionId = None,
+        accept: Accept = None,
+        last_event_id: LastEventId = None,
     ) -> Response:
         """The text that follows each prompt."""
-        planner = await self._answering.planner("cmpl-", body, authorization, session_id)
-        admitted = self.admission.admit(await planner.completion(body), body)
+        headers = StreamHeaders(accept, last_event_id)
+        planner = await self._answering.planner("cmpl-", body, authorization, session_id, headers)
+        planned, shape = await planner.completion(body), self._guard.shape(body)
+        ids = planner.events(planned, shape.has_period)
+        admitted = self.admission.admit(planned, body)
         self.metrics.asked(body.n or 1, planner.info.served_name)
         generation = self._answering.generation(self._engine, admitted, body.n or 1, silent=body.max_tokens == 0)
-        echoes, shape = await planner.echoes(body), self._guard.shape(body)
-        answer = AnswerBuilder(planner.answer_id, body, planner.info, self._token_bytes, admitted.jobs, echoes)
-        form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape)
+        echoes = await planner.echoes(body)
+        begun, jobs = planner.beginning, admitted.jobs
+        answer = AnswerBuilder(begun.answer_id, begun.created, body, planner.info, self._token_bytes, jobs, echoes)
+        form = Form(bool(body.stream), body.include_usage, body.reports_usage, echoes, shape=shape, ids=ids)
         return await respond(answer, generation, form)
 
     def _card(self, info: ModelInfo, name: str) -> dict[str, Any]:

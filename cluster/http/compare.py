@@ -165,7 +165,7 @@ class CompareService:
             ApiError: the request is refused, or both sides failed: then the error of the accelerated one.
         """
         planner = await self.answering.planner("cmp-", body, authorization, session_id)
-        answer_id, info = planner.answer_id, planner.info
+        answer_id, info = planner.beginning.answer_id, planner.info
         against, other, apart = self._other(body.against)
         (job,) = await (planner.chat(body) if isinstance(body, CompareChatRequest) else planner.completion(body))
         plain = dataclasses.replace(
@@ -181,7 +181,7 @@ class CompareService:
         if not isinstance(accelerated, ApiError) and not isinstance(baseline, ApiError):
             judged = self._judged(accelerated, baseline)
         return Comparison(
-            id=answer_id, created=int(time.time()), model=body.model, against=against,
+            id=answer_id, created=planner.beginning.created, model=body.model, against=against,
             lossless=info.is_lossless(asked.strategy, asked.max_draft_tokens),
             ran="at once" if apart else "in turns",
             accelerated=_side(accelerated, asked.strategy or info.strategy, None), baseline=_side(baseline, PLAIN, kind),

@@ -12,10 +12,16 @@ from pydantic import BaseModel
 
 from cluster.http.answers.openai_shapes import Answer
 from cluster.http.answers.responses import ResponseObject
+from cluster.http.answers.resume import HEADER, MAX_EVENT_ID
 from cluster.http.types.strict import MAX_NAME
 
 Authorization = Annotated[str | None, Header(include_in_schema=False)]  # told as the scheme of the whole document
 SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_NAME)]  # as the field prompt_cache_key
+Accept = Annotated[str | None, Header(include_in_schema=False)]
+LastEventId = Annotated[  # of a stream that was cut off: the same body gets the rest of it
+    str | None, Header(alias=HEADER, max_length=MAX_EVENT_ID, description="id of the last event of a stream to be gone on with")
+]
+NoEventId = Annotated[str | None, Header(alias=HEADER, include_in_schema=False)]  # where it is always refused
 _PRIVATE = "/admin"  # the operator's routes are not the public's
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import secrets
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from cluster.admission.controller import AdmissionController, AdmittedRequest
 from cluster.admission.tenancy import Sharing, Tenancy
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.respond import ReadCalls, ReadReasoning
+from cluster.http.answers.resume import Beginning, EventIds, StreamHeaders
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.chat import text_of
@@ -69,17 +68,24 @@ class Answering:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._info
 
-    async def planner(self, prefix: str, body: CompletionFields, authorization: str | None, session_id: str | None) -> Planner:
+    async def planner(
+        self,
+        prefix: str,
+        body: CompletionFields,
+        authorization: str | None,
+        session_id: str | None,
+        headers: StreamHeaders | None = None,
+    ) -> Planner:
         """Who plans the jobs of a request. Its session is what the body says, else what the header says.
 
         Raises:
-            ApiError: a wrong key, or another model.
+            ApiError: a wrong key, another model, or a stream that cannot be gone on with.
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
-        answer_id = f"{prefix}{uuid.uuid4().hex}"
+        beginning = Beginning.of(prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders())
         adapter = None if body.model == info.served_name else body.model
-        return Planner(self.threads, self.chat_format, info, answer_id, sharing, self.admission, session, adapter)
+        return Planner(self.threads, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """The generation of a request that is let in; see ``Generation``."""
@@ -94,7 +100,7 @@ class Planner:
         threads: TextThreads,
         chat_format: ChatFormat,
         info: ModelInfo,
-        answer_id: str,
+        beginning: Beginning,
         sharing: Sharing,
         admission: AdmissionController,
         session: str | None = None,
@@ -103,7 +109,7 @@ class Planner:
         self._adapter = adapter
         self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
-        self.answer_id, self._sharing, self._session = answer_id, sharing, session
+        self.beginning, self._sharing, self._session = beginning, sharing, session
         self._admission, self._limits = admission, admission.limits
 
     async def chat(self, body: ChatCompletionRequest) -> list[Job]:
@@ -149,6 +155,10 @@ class Planner:
             most = 1 if body.parallel_tool_calls is False else None
             calls = ReadCalls(form.calls, most, schemas, CALL_MARKS[form.calls][0] in form.hidden)
         return reasoning, calls
+
+    def events(self, jobs: Sequence[Job], paced: bool) -> EventIds | None:
+        """The ids of the events of a stream that is planned; see ``Beginning.events``."""
+        return self.beginning.events(jobs, self.info, paced)
 
     def _render(self, body: ChatCompletionRequest) -> list[int]:
         turns = [message.turn() for message in body.messages]
@@ -220,7 +230,7 @@ class Planner:
         return [
             dataclasses.replace(
                 job,
-                request_id=f"{self.answer_id}/{first + choice}",
+                request_id=f"{self.beginning.answer_id}/{first + choice}",
                 params=dataclasses.replace(job.params, seed=seed),
                 siblings=n > 1,
             )
@@ -255,11 +265,11 @@ class Planner:
     ) -> Job:
         """The job of a prompt, to which its choices give their numbers."""
         return Job(
-            self.answer_id, np.asarray(ids, np.int32), params, references,
+            self.beginning.answer_id, np.asarray(ids, np.int32), params, references,
             self._sharing.tenant, self._sharing.public, self._adapter,
             strategy=body.drafting.strategy, max_draft_tokens=body.drafting.max_draft_tokens, priority=body.priority or 0,
             report=bool(body.drafting.report), prompt_logprobs=body.num_prompt_logprobs, embedding=embedding,
-            session=self._session,
+            session=self._session, resumed=bool(self.beginning.told),
         )  # fmt: skip
 
     def _bounded(self, body: ChatCompletionRequest | CompletionRequest, job: Job) -> Job:
@@ -298,7 +308,7 @@ class Planner:
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=logit_bias,
             logprobs=body.num_logprobs,
-            seed=secrets.randbelow(2**63) if body.seed is None else body.seed,
+            seed=self.beginning.seed if body.seed is None else body.seed,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=(*(body.stop_token_ids or ()), *self._ends(body)),

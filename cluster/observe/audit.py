@@ -24,8 +24,8 @@ from cluster.observe.difference import first_difference
 from cluster.serving.generation import EnginePort, Job
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions
 from decoding.request import MAX_LOGIT_BIAS, PLAIN, FinishReason, SamplingParams, StepOutput, TokenLogprob
-from decoding.strategy_choice import parse_strategy
 from engine.errors import QueueFullError, RequestError
+from engine.loading.model_info import strategies_apart
 
 logger = logging.getLogger(__name__)
 
@@ -99,17 +99,6 @@ class Audit:
 
 class ReplayError(RuntimeError):
     """A choice could not be computed again; the message says why."""
-
-
-def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
-    """The strategies whose sampled text has the target's distribution, but is another one than plain decoding's of the same seed.
-
-    Example: ``spectr``, and ``speculative:sampling=rejection``; not ``speculative``, which is coupled.
-    """
-    choices = [(options.strategy, options.options), *((one.name, one.options) for one in map(parse_strategy, options.strategies))]
-    return frozenset(
-        name for name, given in choices if name == "spectr" or (name == "speculative" and given.get("sampling") == "rejection")
-    )
 
 
 class Auditor:

@@ -87,7 +87,8 @@ class EngineReplica:
     async def _read(self, place: int, job: Job, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
         """Puts what comes of a job, or why nothing does, where the others' goes."""
         try:
-            async with contextlib.aclosing(self._replica.generate(job.request(self._shared(job)))) as outputs:
+            stream = self._replica.generate(job.request(self._shared(job)), resumed=job.resumed)
+            async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     items.put_nowait((place, output))
         except Exception as error:

@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
 
-_FOR_ROUTING = ("session", "unanswered")  # of a job: what its replica need not know
+_FOR_ROUTING = ("session", "unanswered", "resumed")  # of a job: what its engine need not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Job:
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
     unanswered: bool = False  # it was sent before, to a replica that then said nothing for too long
+    resumed: bool = False  # a client that was cut off goes on with it: it takes the place of the same request of its account
 
     @property
     def memory(self) -> str | None:

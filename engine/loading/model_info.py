@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.slices import SpeculationOptions
 from decoding.drafters import LOSSLESS, WITH_DRAFT_MODEL
 from decoding.request import PLAIN
+from decoding.strategy_choice import parse_strategy
 from engine.errors import RequestError
 
 
@@ -37,6 +39,7 @@ class ModelInfo:
     weights: str = ""  # what they are held as: formats, or the type
     adapters: tuple[AdapterInfo, ...] = ()
     adapter_of: tuple[str, str] | None = None  # of an adapter that is the model itself, its folder and its model
+    strategies_apart: frozenset[str] = frozenset()  # see there
     exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
 
     @property
@@ -72,3 +75,14 @@ class ModelInfo:
             if strategy in WITH_DRAFT_MODEL and strategy not in LOSSLESS:
                 message += "; it changes the output: a server offers it with speculation.exact=false and speculation.strategies"
             raise RequestError("speculation.strategy", message)
+
+
+def strategies_apart(options: SpeculationOptions) -> frozenset[str]:
+    """The strategies whose sampled text has the target's distribution, but is another one than plain decoding's of the same seed.
+
+    Example: ``spectr``, and ``speculative:sampling=rejection``; not ``speculative``, which is coupled.
+    """
+    choices = [(options.strategy, options.options), *((one.name, one.options) for one in map(parse_strategy, options.strategies))]
+    return frozenset(
+        name for name, given in choices if name == "spectr" or (name == "speculative" and given.get("sampling") == "rejection")
+    )

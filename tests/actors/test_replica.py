@@ -185,6 +185,36 @@ def test_refusals_come_before_any_output(replica: Replica) -> None:
     asyncio.run(run())
 
 
+def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(replica: Replica) -> None:
+    def named(name: str, account: str, num_tokens: int = CONTEXT - 5) -> Request:
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        return Request(name, [5, 6, 7, 5, 6], params, account=account)
+
+    async def run() -> None:
+        old, left, queued = (replica.generate(named(name, "acme")) for name in ("a", "b", "c"))
+        for stream in (old, left, queued):  # the last one waits
+            await anext(stream)
+        for refused in (named("a", "umbrella"), named("a", "")):
+            with pytest.raises(ValueError, match="in use"):
+                await anext(replica.generate(refused, resumed=True))
+        with pytest.raises(ValueError, match="in use"):
+            await anext(replica.generate(named("a", "acme")))
+        for name, other in (("a", old), ("c", queued)):
+            new = replica.generate(named(name, "acme"), resumed=True)
+            assert await anext(new) == StepOutput(name, (), "")
+            *_, last = [output async for output in other]
+            assert (last.finish_reason, last.error) == (FinishReason.ABORT, "another stream goes on with this answer")
+            await new.aclose()
+        new = replica.generate(named("b", "acme", 24), resumed=True)
+        await anext(new)
+        await left.aclose()  # that nobody waits for the old one any more does not end the new one
+        assert len(ids([output async for output in new])) == 24
+        assert len(ids([output async for output in replica.generate(named("d", "acme", 24), resumed=True)])) == 24
+        await until(lambda: replica.describe().counts == EngineCounts(0, 0, MAX_RUNNING), 30)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_failed_step_ends_its_requests_only(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = threading.Event()
     step = Engine.step

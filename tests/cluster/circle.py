@@ -143,7 +143,8 @@ class LocalEngine:
 
     async def _generate(self, job: Job) -> AsyncGenerator[StepOutput, None]:
         self.jobs.append(job)
-        async with contextlib.aclosing(self.replicas[0].generate(job.request(job.references))) as outputs:
+        stream = self.replicas[0].generate(job.request(job.references), resumed=job.resumed)
+        async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
 

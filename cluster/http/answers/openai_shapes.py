@@ -5,7 +5,6 @@ Only fields that were set are written, so that one class serves every shape: a `
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -128,6 +127,7 @@ class AnswerBuilder:
     def __init__(
         self,
         answer_id: str,
+        created: int,
         body: ChatCompletionRequest | CompletionRequest,
         info: ModelInfo,
         token_bytes: TokenBytes,
@@ -137,13 +137,14 @@ class AnswerBuilder:
         """
         Args:
             answer_id: what the client sees, and what its texts are deleted by.
+            created: seconds since 1970.
             body: of the request.
             info: the model.
             token_bytes: of the model's tokenizer.
             jobs: one for each choice.
             echoes: the prompt that the text of each choice begins with, if any.
         """
-        self._id, self._model, self._created = answer_id, body.model, int(time.time())
+        self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
         self._token_bytes, self._skip_special = token_bytes, body.skips_special
@@ -239,7 +240,7 @@ class AnswerBuilder:
         if self._kind == "chat":
             name = "chat.completion.chunk" if streamed else "chat.completion"
         answer = Answer(
-            id=self._id, object=name, created=self._created, model=self._model, lossless=self._lossless, choices=choices
+            id=self.id, object=name, created=self._created, model=self._model, lossless=self._lossless, choices=choices
         )
         if usage is not None:
             answer.usage = usage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
@@ -16,8 +16,9 @@ from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
 from cluster.http.answers.predicted import Predicted, PredictionMatch
 from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
+from cluster.http.answers.resume import EventIds
 from cluster.http.answers.stream_guard import StreamShape
-from cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader
+from cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader, call_id
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
 from engine.text.chat_format import HARMONY, CallForm, Tags
@@ -69,18 +70,27 @@ class Form:
     reasoning: ReadReasoning | None = None  # None: there is none
     calls: ReadCalls | None = None  # None: none are read out of the text
     shape: StreamShape = field(default_factory=StreamShape)  # of a stream
+    ids: EventIds | None = None  # of its events; None: they have none
+
+    def event(self, chunk: Answer) -> str:
+        """A chunk as it leaves; nothing where it was told before. Raises as ``EventIds.rest``."""
+        if self.ids is None:
+            return self.shape.pad(chunk.to_event(self.include_usage))
+        rest = self.ids.rest(chunk)
+        return "" if rest is None else self.shape.pad(self.ids.line() + rest.to_event(self.include_usage))
 
 
 class ChoiceReader:
     """One choice while it comes: its reasoning, its text and the calls in it, and what came true of a prediction."""
 
-    def __init__(self, form: Form, index: int) -> None:
+    def __init__(self, form: Form, index: int, answer_id: str) -> None:
+        self._name, self._called = f"{answer_id}/{index}", 0
         self._echo = form.echoes[index] if form.echoes else ""
         thinks, calls = form.reasoning, form.calls
         self._reasoning = None if thinks is None else thinks.reader(calls)
         self.reasoned = None if thinks is None else ReasoningTokens(thinks.reader(calls), thinks.token_bytes)
-        self._tells_thoughts, self._has_called = thinks is not None and thinks.is_told, False
-        self._calls = None
+        self._tells_thoughts = thinks is not None and thinks.is_told
+        self._calls, self._form = None, None if calls is None else calls.form
         if calls is not None and calls.form != "harmony":
             self._calls = ToolCallReader(calls.form, calls.most, calls.schemas, calls.hidden)
         self.match = None if form.prediction is None else PredictionMatch(form.prediction)
@@ -107,18 +117,21 @@ class ChoiceReader:
                 found.append(part)
         if ended and self._calls is not None:
             found += self._calls.finish()
-        self._has_called |= any(isinstance(part, Call) for part in found)
+        for at, part in enumerate(found):
+            if isinstance(part, Call) and self._form is not None:
+                found[at] = replace(part, id=call_id(self._form, self._name, self._called))
+                self._called += 1
         return found
 
     def reason(self, reason: FinishReason | None) -> Any:
         """Why the choice ended, in OpenAI's words."""
-        return "tool_calls" if self._has_called and reason is FinishReason.STOP else reason
+        return "tool_calls" if self._called and reason is FinishReason.STOP else reason
 
 
 async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> Response:
     """Starts the generation, so that a refusal is an HTTP status also for a stream, and answers with it."""
     choices = range(generation.num_choices)
-    readers = [ChoiceReader(form, index) for index in choices]
+    readers = [ChoiceReader(form, index, answer.id) for index in choices]
     if form.stream:
         await generation.__aenter__()
         events = _events(answer, generation, readers, form)
@@ -171,9 +184,10 @@ async def _events(
                 if chunk is not None:
                     if form.reports_usage:
                         chunk.usage = usage_so_far(generation, readers)
-                    yield shape.pad(chunk.to_event(include_usage))
-        if include_usage:
-            yield shape.pad(answer.usage(usage_so_far(generation, readers)).to_event(include_usage))
+                    if event := form.event(chunk):
+                        yield event
+        if include_usage and (event := form.event(answer.usage(usage_so_far(generation, readers)))):
+            yield event
         yield "data: [DONE]\n\n"
     except Exception as error:
         logger.exception("a stream broke off")

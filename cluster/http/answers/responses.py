@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Literal
@@ -58,15 +57,17 @@ class ResponseObject(BaseModel):
 class ResponseBuilder:
     """Builds one answer, part by part. What it gives are the events of the parts; who does not stream leaves them."""
 
-    def __init__(self, answer_id: str, body: ResponsesRequest, info: ModelInfo) -> None:
+    def __init__(self, answer_id: str, created: int, body: ResponsesRequest, info: ModelInfo) -> None:
         """
         Args:
             answer_id: what the client sees, and what its texts are deleted by.
+            created: seconds since 1970.
             body: of the request.
             info: the model.
         """
+        self.id = answer_id
         self._fields = {
-            "id": answer_id, "object": "response", "created_at": int(time.time()), "model": info.served_name,
+            "id": answer_id, "object": "response", "created_at": created, "model": info.served_name,
             "lossless": info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens), **told(body),
         }  # fmt: skip
         self._output: list[Item] = []
@@ -165,7 +166,7 @@ class ResponseBuilder:
 
 async def respond_items(answer: ResponseBuilder, generation: Generation, form: Form) -> Response:
     """Starts the generation, of one choice, and answers with it; as ``respond`` does."""
-    reader = ChoiceReader(form, 0)
+    reader = ChoiceReader(form, 0, answer.id)
     if form.stream:
         await generation.__aenter__()
         return StreamingResponse(

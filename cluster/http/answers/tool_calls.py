@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import secrets
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cluster.http.answers.reasoning import held_back
@@ -20,8 +19,16 @@ _BETWEEN = " \t\r\n;"  # calls of Llama 3
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of tools, by name
 
 
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex}"
+def call_id(form: CallForm, choice: str, place: int) -> str:
+    """The id of a call in an answer: random as the answer's own is, and the same when it is computed again.
+
+    Args:
+        form: of the call.
+        choice: in which it is, ``ANSWER_ID/INDEX``.
+        place: of the call among those of the choice.
+    """
+    digits = hashlib.blake2b(f"{choice}/{place}".encode(), digest_size=16).hexdigest()
+    return digits[:9] if form == "mistral" else f"call_{digits}"  # the only ids that Mistral's templates take
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Call:
 
     name: str
     arguments: str  # a JSON object, spelled as text
-    id: str = field(default_factory=_new_id, compare=False)  # by which the client answers it
+    id: str = ""  # by which the client answers it; readers leave it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class _Objects:
         if head is None:
             return None
         self._is_open = True
-        return _Taken([self._new(head[1], "")], head.end(), is_begun=True)
+        return _Taken([Call(head[1], "")], head.end(), is_begun=True)
 
     def _end_of_object(self, text: str) -> int | None:
         """Behind the object whose arguments were told; None while it is not complete, 0 where the text is not its end."""
@@ -90,9 +97,6 @@ class _Objects:
         if bare.startswith(","):
             return _JsonScan(start, depth=1).end(text)
         return start + 1 if bare else None
-
-    def _new(self, name: str, arguments: str) -> Call:
-        return Call(name, arguments)
 
 
 class _Hermes(_Objects):
@@ -208,7 +212,7 @@ class _Json(_Objects):
             return None
         self._scan, self._is_open = None, False
         call = _call(_loaded(rest[start:end]))
-        return _Taken([] if call is None else [self._new(call.name, call.arguments)], end)
+        return _Taken([] if call is None else [call], end)
 
 
 class _Mistral(_Json):
@@ -226,10 +230,7 @@ class _Mistral(_Json):
         if head is None:
             return None
         self._is_open = self._is_list = False
-        return _Taken([self._new(head[1], "")], head.end(), is_begun=True)
-
-    def _new(self, name: str, arguments: str) -> Call:
-        return Call(name, arguments, secrets.token_hex(5)[:9])  # the only ids that Mistral's templates take
+        return _Taken([Call(head[1], "")], head.end(), is_begun=True)
 
 
 class _Llama3(_Json):

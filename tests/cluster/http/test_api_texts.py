@@ -93,6 +93,8 @@ def test_the_document_names_the_routes(document: dict[str, Any]) -> None:
     for path in document["paths"].values():
         for route in path.values():
             assert "422" not in route["responses"] and "200" in route["responses"]
+    streams = [path for path, routes in document["paths"].items() if "Last-Event-ID" in str(routes)]
+    assert sorted(streams) == ["/v1/chat/completions", "/v1/completions"]
     identifiers = [route["operationId"] for path in document["paths"].values() for route in path.values()]
     assert len(set(identifiers)) == len(identifiers)
 

@@ -23,7 +23,7 @@ from cache_service.namespace import hash_key
 from cluster.cli.audit import compare
 from cluster.cli.client import ADMIN_KEY
 from cluster.http.api import Service
-from cluster.observe.audit import Audit, Auditor, Result, Served, strategies_apart
+from cluster.observe.audit import Audit, Auditor, Result, Served
 from cluster.serving.generation import Job, heard
 from configs.slices import AuditOptions, EngineOptions, SpeculationOptions, TenancyOptions
 from decoding.budget.latency import StepLoad
@@ -31,6 +31,7 @@ from decoding.drafters.base import Drafter
 from decoding.request import Acceptance, FinishReason, Request, SamplingParams
 from decoding.tree import DraftTree
 from decoding.verify.target_probabilities import TargetDistributions
+from engine.loading.model_info import strategies_apart
 from tests.cluster.circle import CIRCLE, TOKENIZER, LocalEngine, bearer, byte_ids, local_engine, served
 from tests.cluster.commands import outrider
 from tests.helpers.models import draft_with

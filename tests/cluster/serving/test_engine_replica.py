@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from cluster.serving.generation import Job
 from cluster.serving.handle_engine import Item
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding import jit
-from decoding.request import SamplingParams, StepOutput
+from decoding.request import FinishReason, SamplingParams, StepOutput
 from engine.engine import Engine
 from engine.errors import ContextLengthError
 from tests.cluster.circle import CONTEXT
@@ -87,6 +88,20 @@ def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -
     items = [pair for batch in found for pair in batch]
     assert [type(item) for place, item in items if place == 1] == [ContextLengthError]
     assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count("length") == 2
+
+
+def test_a_resumed_job_takes_the_place_of_the_old_one(replica: EngineReplica) -> None:
+    async def run() -> None:
+        old = replica.generate([job("cut/0", CONTEXT - 1)])
+        await anext(old)
+        again = dataclasses.replace(job("cut/0", CONTEXT - 1), resumed=True)
+        new = replica.generate([again])
+        await anext(new)
+        *_, last = [pair async for batch in old for pair in batch]
+        assert isinstance(last[1], StepOutput) and last[1].finish_reason is FinishReason.ABORT
+        await new.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_beats_come_while_nothing_else_does(replica: EngineReplica, monkeypatch: pytest.MonkeyPatch) -> None:

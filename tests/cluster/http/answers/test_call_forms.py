@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.answers.harmony import HarmonyReader
 from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, whole_calls
+from cluster.http.answers.tool_calls import Arguments, Call, ToolCallReader, call_id, whole_calls
 from cluster.http.api import Service
 from cluster.http.types.tool_grammar import CallMarks, Offered, call_grammar
 from engine.text.chat import bracketed_tokens
@@ -189,9 +189,12 @@ def test_a_hidden_mark_is_no_text() -> None:
     assert read("mistral", ["a [TOOL_CALLS]b"], hidden=True) == ["a b"]
 
 
-def test_mistral_has_ids_that_its_templates_take() -> None:
-    (call,) = read("mistral", [f"[TOOL_CALLS][{OTHER}]"])
-    assert isinstance(call, Call) and len(call.id) == 9 and call.id.isalnum()
+def test_ids_follow_from_the_place_of_a_call() -> None:
+    places = list(itertools.product(("chatcmpl-7/0", "chatcmpl-7/1", "chatcmpl-8/0"), range(3)))
+    ids = [call_id("hermes", *place) for place in places]
+    assert ids == [call_id("hermes", *place) for place in places] and len(set(ids)) == 9 and ids[0].startswith("call_")
+    short = {call_id("mistral", *place) for place in places}  # the only ids that Mistral's templates take
+    assert len(short) == 9 and all(len(one) == 9 and one.isalnum() for one in short)
 
 
 MARKED = [mark for marks in CALL_MARKS.values() for mark in marks]

@@ -1,0 +1,284 @@
+"""Streams that go on where a client was cut off, by SSE's means: events have ids, and ``Last-Event-ID`` sends the last one back.
+
+Outputs are a function of prompt, parameters and seed. So an id holds all that another process needs, and nothing is kept: the id
+of the answer, from which a seed and the ids of calls follow, and how much was told of each choice. The answer is computed again
+from its beginning, and what was told is left out. That is counted in units that do not depend on how steps cut an output, and has
+a checksum: where the text comes out otherwise than it was told, the stream ends with an error.
+
+Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.0.2f-5ab1c3d4-c-0-1``: 47 characters and 12 log-probabilities of the only
+choice, and its role.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.http.answers.openai_shapes import Answer, Choice, Delta
+from cluster.http.errors import ApiError
+from cluster.http.types.openai import CompletionFields
+from cluster.serving.generation import Job
+from engine.loading.model_info import ModelInfo
+
+HEADER = "Last-Event-ID"
+MAX_EVENT_ID = 8192  # characters: of as many choices as a request may have it is shorter
+_ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # what is told once of a choice
+_ID = re.compile(
+    r"(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<usage>[01])"
+    r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHeaders:
+    """What a request says of the events of its stream."""
+
+    accept: str | None = None
+    last_event_id: str | None = None
+
+    @property
+    def wants_ids(self) -> bool:
+        """Whether the client reads events as SSE has them. Many look for ``data: `` alone, and stumble over an id."""
+        kinds = (kind.partition(";")[0].strip().lower() for kind in (self.accept or "").split(","))
+        return self.last_event_id is not None or "text/event-stream" in kinds
+
+
+@dataclass(slots=True)
+class ToldOfChoice:
+    """How much of a choice was told."""
+
+    content: int = 0  # characters of reasoning, text and arguments; a call has its name and one more
+    check: int = 0  # CRC-32 of them
+    logprobs: int = 0  # entries
+    token_ids: int = 0
+    once: int = 0  # bits
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What all objects of an answer have in common, and where its stream begins."""
+
+    answer_id: str
+    created: int  # seconds since 1970
+    digest: str = ""  # of the request; none where its events have no ids
+    told: tuple[ToldOfChoice, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
+    has_usage: bool = False  # that told the usage
+
+    @classmethod
+    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders) -> Beginning:
+        """The beginning of the answer to a request.
+
+        Args:
+            prefix: of the answer's id.
+            body: of the request.
+            tenant: whose it is.
+            headers: of the request.
+
+        Raises:
+            ApiError: 400, the header is not the id of an event of this request's stream.
+        """
+        if headers.last_event_id is not None and not body.stream:
+            raise _wrong("it goes on with a stream, and the body has no stream: true: send the body of that stream")
+        begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
+        if not (body.stream and headers.wants_ids):
+            return begun
+        asked = json.dumps([tenant, body.model_dump(exclude_unset=True)], default=str)
+        begun = dataclasses.replace(begun, digest=hashlib.blake2b(asked.encode(), digest_size=8).hexdigest())
+        return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
+
+    def _gone_on_with(self, prefix: str, event_id: str) -> Beginning:
+        """The beginning that an event's id tells of; this one is that of the same request, if it began anew."""
+        found = _ID.fullmatch(event_id)
+        if found is None or not found["answer"].startswith(prefix):
+            raise _wrong("it is no id of an event that this route sent: send the last one that came, as it came, or leave it out")
+        if found["digest"] != self.digest:
+            raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
+        told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
+        return Beginning(found["answer"], int(found["created"]), self.digest, told, found["usage"] == "1")
+
+    @property
+    def seed(self) -> int:
+        """Of a request that names none: 63 bits that follow from the answer's id, and are as random as that is."""
+        return int.from_bytes(hashlib.blake2b(self.answer_id.encode(), digest_size=8).digest()) >> 1
+
+    def events(self, jobs: Sequence[Job], info: ModelInfo, paced: bool) -> EventIds | None:
+        """The ids of the stream's events; None where they have none.
+
+        Args:
+            jobs: one for each choice.
+            info: of the model.
+            paced: chunks that are empty leave, too.
+
+        Raises:
+            ApiError: 400, the stream cannot be gone on with.
+        """
+        why_not = _why_not(jobs[0], info)
+        if self.told and (why_not or len(self.told) != len(jobs)):
+            raise _wrong(why_not or f"it tells of {len(self.told)} choices, and the request asks for {len(jobs)}")
+        return EventIds(self, len(jobs), paced) if self.digest and not why_not else None
+
+
+def _why_not(job: Job, info: ModelInfo) -> str | None:
+    """Why a choice need not come out as before when it is computed again, or is told by the steps that it comes from."""
+    name = job.strategy or info.strategy
+    if job.report:
+        return "speculation.report tells of steps, which are others the next time: such a stream cannot be gone on with; ask anew"
+    if not info.is_lossless(job.strategy, job.max_draft_tokens):
+        return f"{name} is lossy: its text would be another one; ask anew"
+    if name in info.strategies_apart and job.max_draft_tokens != 0 and not job.params.greedy:
+        return f"{name} draws by itself: its text would be another one; ask anew"
+    return None
+
+
+def no_resuming(last_event_id: str | None) -> None:
+    """Refuses ``Last-Event-ID`` where no event has an id. Raises ``ApiError`` (400)."""
+    if last_event_id is not None:
+        raise _wrong("this route's streams cannot be gone on with: leave it out, or stream /v1/chat/completions")
+
+
+def _wrong(message: str) -> ApiError:
+    return ApiError(400, f"{HEADER}: {message}", param=HEADER, code="invalid_value")
+
+
+class EventIds:
+    """Gives the events of a stream their ids, and leaves out what was told before."""
+
+    def __init__(self, beginning: Beginning, choices: int, paced: bool) -> None:
+        """
+        Args:
+            beginning: of the stream.
+            choices: of the answer.
+            paced: chunks with text of which nothing is left leave empty.
+        """
+        self._stream, self._has_usage = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}", beginning.has_usage
+        self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
+
+    def rest(self, chunk: Answer) -> Answer | None:
+        """What of the next chunk was not told before, in the same object; None where all of it was.
+
+        Raises:
+            ApiError: the choice comes out otherwise than it was told.
+        """
+        if not chunk.choices:
+            told, self._has_usage = self._has_usage, True
+            return None if told else chunk
+        (choice,) = chunk.choices
+        return chunk if self._choices[choice.index].take(chunk, choice) else None
+
+    def line(self) -> str:
+        """The line before an event that says what was told with it."""
+        told = (choice.told() for choice in self._choices)
+        choices = (f".{one.content:x}-{one.check:x}-{one.logprobs:x}-{one.token_ids:x}-{one.once:x}" for one in told)
+        return f"id: {self._stream}.{self._has_usage:d}{''.join(choices)}\n"
+
+
+class _ChoiceRest:
+    """What is left to tell of one choice."""
+
+    def __init__(self, before: ToldOfChoice, paced: bool) -> None:
+        self._before, self._seen, self._paced = before, ToldOfChoice(), paced  # told by an earlier stream; computed so far
+
+    def told(self) -> ToldOfChoice:
+        """What the client knows."""
+        before, seen = self._before, self._seen
+        text = max(before, seen, key=lambda one: one.content)
+        logprobs, token_ids = max(before.logprobs, seen.logprobs), max(before.token_ids, seen.token_ids)
+        return ToldOfChoice(text.content, text.check, logprobs, token_ids, before.once | seen.once)
+
+    def take(self, chunk: Answer, choice: Choice) -> bool:
+        """Cuts off the next chunk what was told before; false where nothing is left of it that has to leave."""
+        once, known = _once(chunk, choice), self._before.once
+        is_text = not (once & (_ROLE | _END) or choice.delta.tool_calls)
+        content, count, ids = _content(choice), _count(choice.logprobs), choice.token_ids or []
+        self._seen.once |= once
+        if told := self._take_content(content):
+            _keep_content(choice, content[told:])
+        if scored := self._take("logprobs", count):
+            cut = {name: value[scored:] if isinstance(value, list) else value for name, value in (choice.logprobs or {}).items()}
+            choice.logprobs = cut if scored < count else None
+        if named := self._take("token_ids", len(ids)):
+            choice.token_ids = ids[named:]
+        _keep_once(chunk, choice, once & known)
+        gone = told + scored + named + (once & known).bit_count()
+        whole = len(content) + count + len(ids) + once.bit_count()
+        return not gone or gone < whole or (self._paced and is_text)
+
+    def _take(self, unit: str, length: int) -> int:
+        """How many of the next units were told before."""
+        seen = getattr(self._seen, unit)
+        setattr(self._seen, unit, seen + length)
+        return min(length, max(0, getattr(self._before, unit) - seen))
+
+    def _take_content(self, content: str) -> int:
+        """As ``_take``. Raises ``ApiError`` where it is not what was told."""
+        before, seen = self._before, self._seen
+        told = self._take("content", len(content))
+        seen.check = zlib.crc32(content[:told].encode(), seen.check)
+        is_there = seen.content - len(content) + told == before.content
+        differs = told > 0 and is_there and seen.check != before.check
+        seen.check = zlib.crc32(content[told:].encode(), seen.check)
+        is_short = bool(seen.once & _END) and seen.content < before.content
+        is_long = bool(before.once & _END) and seen.content > before.content
+        if differs or is_short or is_long:
+            message = "computed again, the answer comes out otherwise than it was told; perhaps another model is served now"
+            raise ApiError(500, f"{message}: ask anew, without {HEADER}", param=HEADER, code="resumed_otherwise")
+        return told
+
+
+def _once(chunk: Answer, choice: Choice) -> int:
+    """What a chunk tells that is told once."""
+    flags = (
+        (_ROLE, "role" in choice.delta.model_fields_set),
+        (_END, choice.finish_reason is not None),
+        (_PROMPT_IDS, chunk.prompt_token_ids is not None or choice.prompt_token_ids is not None),
+        (_PROMPT_LOGPROBS, chunk.prompt_logprobs is not None or choice.prompt_logprobs is not None),
+    )
+    return sum(bit for bit, is_there in flags if is_there)
+
+
+def _keep_once(chunk: Answer, choice: Choice, told: int) -> None:
+    """Takes out of a chunk what is told once and was told."""
+    if told & _ROLE:
+        choice.delta = Delta()
+    if told & _END:
+        choice.finish_reason = None
+    for bit, field in ((_PROMPT_IDS, "prompt_token_ids"), (_PROMPT_LOGPROBS, "prompt_logprobs")):
+        if told & bit:
+            chunk.model_fields_set.discard(field)
+            choice.model_fields_set.discard(field)
+
+
+def _content(choice: Choice) -> str:
+    """What a chunk adds to its choice, as text."""
+    if not choice.delta.tool_calls:
+        return choice.text or choice.delta.reasoning or choice.delta.content or ""
+    (call,) = choice.delta.tool_calls
+    function = call["function"]
+    return f"\0{function['name']}{function['arguments']}" if "name" in function else str(function["arguments"])
+
+
+def _keep_content(choice: Choice, left: str) -> None:
+    """Has a chunk add what is left of its content."""
+    delta = choice.delta
+    if delta.tool_calls:
+        more = [{"index": delta.tool_calls[0]["index"], "function": {"arguments": left}}]
+        choice.delta = Delta(tool_calls=more) if left else Delta()
+    elif choice.text:
+        choice.text = left
+    elif delta.reasoning:
+        delta.reasoning = delta.reasoning_content = left
+    else:
+        delta.content = left
+
+
+def _count(logprobs: dict[str, Any] | None) -> int:
+    """Entries of ``logprobs``, in either shape."""
+    return 0 if logprobs is None else len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])
