@@ -31,6 +31,7 @@ from experiments.service.served import spread
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
 _AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
+_MIDDLE_S = 4.0  # by then streams are under way
 _PATIENCE_S = 180.0
 _ATTEMPTS = 8
 _RESUMABLE = {"Accept": "text/event-stream"}  # has streams tell the ids of their events
@@ -110,6 +111,7 @@ def rotate(cluster: ManifestCluster) -> dict[str, Any]:
 
 def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
     """The machine of one of the APIs is gone, with all connections to it, and comes back."""
+    time.sleep(_MIDDLE_S)
     cluster.machine("api-0").kill()
     waits = new_requests(cluster, _AWAY_S)
     cluster.start("api-0")
