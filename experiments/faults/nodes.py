@@ -209,7 +209,8 @@ async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestClust
 def measure(args: argparse.Namespace, run: Run) -> Results:
     """All faults, one after the other, each on a whole cluster. Raises ``MachinesError``: no machines can be made."""
     began = time.monotonic()
-    with ManifestCluster(OVERLAY, Path(find_model(args.model)), {"model": {"dtype": args.dtype}}, (SPARE,)) as cluster:
+    settings = {"model": {"dtype": args.dtype}, "engine": {"max_running": max(8, args.concurrency)}}  # nobody waits for a place
+    with ManifestCluster(OVERLAY, Path(find_model(args.model)), settings, (SPARE,)) as cluster:
         ready_s = time.monotonic() - began
         asks = make_asks(args.requests, args.max_tokens, args.seed, _KINDS)
         right, seconds = asyncio.run(ask_all(cluster, asks, args.concurrency))
