@@ -36,8 +36,8 @@ def why_not() -> str | None:
 class Machine:
     """One of them, at first without a process."""
 
-    def __init__(self, name: str, namespace: str, address: str, private: Path | None) -> None:
-        self.name, self.address, self._namespace, self._private = name, address, namespace, private
+    def __init__(self, name: str, namespace: str, address: str, private: Path | None, cable: str) -> None:
+        self.name, self.address, self._namespace, self._private, self._cable = name, address, namespace, private, cable
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -61,6 +61,14 @@ class Machine:
     def pids(self) -> list[int]:
         """Of all processes that run on it."""
         return [int(pid) for pid in _ip("netns", "pids", self._namespace).split()]
+
+    def cut(self) -> None:
+        """Nothing reaches it any more, and nothing of it anybody: what it runs goes on, and no connection ends."""
+        _ip("link", "set", self._cable, "down")
+
+    def mend(self) -> None:
+        """Ends ``cut``."""
+        _ip("link", "set", self._cable, "up")
 
     def kill(self) -> None:
         """Ends all that runs on it at once, without a word to anybody, and returns when it has ended."""
@@ -116,7 +124,7 @@ class Machines:
     def _make(self, name: str, number: int, address: str) -> Machine:
         namespace, cable = f"outrider-{self._tag}-{number}", f"{self._bridge}-{number}"
         _ip("netns", "add", namespace)
-        machine = self.by_name[name] = Machine(name, namespace, address, self._private)
+        machine = self.by_name[name] = Machine(name, namespace, address, self._private, cable)
         _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         _ip("link", "set", cable, "master", self._bridge, "up")
         _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")

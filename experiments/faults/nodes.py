@@ -31,6 +31,9 @@ from experiments.service.served import spread
 OVERLAY, SPARE = "cpu-demo", "engine-2"
 _KINDS = ("greedy", "sampled", "whole", "json", "penalties")
 _AWAY_S = 10.0  # until what was lost is started again, as a scheduler does
+_CUT_S = 60.0
+_CONNECT_S = 1.0  # likewise, for a connection
+_SILENCE_S = 10.0  # after that a client gives up what it waits for, and asks again
 _MIDDLE_S = 4.0  # by then streams are under way
 _PATIENCE_S = 180.0
 _ATTEMPTS = 8
@@ -118,11 +121,24 @@ def lose_api(cluster: ManifestCluster) -> dict[str, Any]:
     return {"new_request_s": spread(waits), "whole_after_s": cluster.until("/health", _HEALTHY)}
 
 
+def cut_zone(cluster: ManifestCluster) -> dict[str, Any]:
+    """The network of a zone, with one of the APIs and one of the engines, is cut in the middle of streams, and comes back."""
+    zone = [cluster.machine(name) for name in ("api-1", "engine-1")]
+    time.sleep(_MIDDLE_S)
+    for machine in zone:
+        machine.cut()
+    waits = new_requests(cluster, _CUT_S)
+    for machine in zone:
+        machine.mend()
+    return {"new_request_s": spread(waits), "whole_after_s": cluster.until("/health", _HEALTHY)}
+
+
 def new_requests(cluster: ManifestCluster, seconds: float) -> list[float]:
     """One new request after the other, each at the first API that takes the connection; how long each took."""
     waits, began = [], time.monotonic()
     body = {"model": cluster.model_name, "prompt": "The library opens", "max_tokens": 1, "temperature": 0}
-    with httpx.Client(headers=bearer(cluster.key), timeout=_PATIENCE_S) as client:
+    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    with httpx.Client(headers=bearer(cluster.key), timeout=timeout) as client:
         while time.monotonic() - began < seconds:
             asked, status = time.monotonic(), 0
             while status != 200 and time.monotonic() - asked < _PATIENCE_S:
@@ -138,6 +154,7 @@ def new_requests(cluster: ManifestCluster, seconds: float) -> list[float]:
 
 WITH_REQUESTS: dict[str, Fault] = {
     "api": lose_api,
+    "zone": cut_zone,
     "engine": lose_engine,
     "head": lose_head,
     "redis": lose_redis,
@@ -179,9 +196,9 @@ async def under(
 async def ask_all(cluster: ManifestCluster, asks: Sequence[Ask], concurrency: int) -> tuple[list[Answer], float]:
     """All requests, in the tenant's name, at the APIs in turns, and the seconds they took."""
     limits, free, began = httpx.Limits(max_connections=None), asyncio.Semaphore(concurrency), time.monotonic()
-    headers = bearer(cluster.key) | _RESUMABLE
+    headers, silence = bearer(cluster.key) | _RESUMABLE, httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     async with contextlib.AsyncExitStack() as open_:
-        made = [httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) for url in cluster.urls]
+        made = [httpx.AsyncClient(base_url=url, headers=headers, timeout=silence, limits=limits) for url in cluster.urls]
         clients = [await open_.enter_async_context(client) for client in made]
 
         async def one(number: int, request: Ask) -> Answer:
