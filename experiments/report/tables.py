@@ -14,13 +14,14 @@ from experiments.report.speeds import Results, draft_models, forms, load, rag, r
 from experiments.report.values import Table, table_of
 
 _NODE_FAULTS = {
+    "api": "the machine of one of two APIs, another one comes after 10 s",
+    "zone": "the network of an API and an engine, cut for 60 s",
     "engine": "the machine of an engine, another one comes after 10 s",
     "head": "the head's, back after 10 s",
     "redis": "Redis of the shared memory, back after 10 s",
     "upgrade": "other options of API and engines, and back",
     "scale": "a third engine on a further machine, and back to two",
     "keys": "the tenant's key",
-    "api": "the API's machine, started again at once",
 }
 _NODE_TIMES = {
     "noticed_s": "noticed after",
@@ -33,7 +34,6 @@ _NODE_TIMES = {
     "in_s": "back",
     "new_key_works_s": "the new one works after",
     "old_key_refused_s": "the old one is refused after",
-    "nobody_answers_s": "nobody is answered for",
 }
 
 
@@ -42,10 +42,13 @@ def node_faults(results: Mapping[str, Any]) -> Table:
     rows = []
     for name, told in results["faults"].items():
         took = ", ".join(f"{words} {_shown(told[key])}" for key, words in _NODE_TIMES.items() if key in told)
+        if "new_request_s" in told:
+            took = f"a new request takes {told['new_request_s']['max']:.2f} s at most, {took}"
         answers = f"{told['identical']} of {told['answers']}" if "answers" in told else ""
+        resumed = str(told.get("resumed") or "")
         pause = f"{told['pause_s']['p50']:.2f} s ({told['pause_s']['max']:.2f})" if told.get("pause_s") else ""
-        rows.append([Cell(_NODE_FAULTS[name]), Cell(answers), Cell(pause), Cell(took)])
-    titles = ("lost or changed", "answers as undisturbed", "longest pause of a stream: p50 (max)", "")
+        rows.append([Cell(_NODE_FAULTS[name]), Cell(answers), Cell(resumed), Cell(pause), Cell(took)])
+    titles = ("lost or changed", "answers as undisturbed", "streams that went on elsewhere", "longest pause of a stream: p50 (max)", "")
     return table_of("", titles, rows)
 
 

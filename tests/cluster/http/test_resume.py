@@ -315,7 +315,7 @@ def test_a_stream_is_its_tenants(circle_engine: LocalEngine) -> None:
 
 def test_the_old_generation_makes_room(slow_engine: LocalEngine) -> None:
     """Nobody told the replica that the process is gone which it computes for."""
-    body = TEXT | {"max_tokens": 9000, "ignore_eos": True, "stream": True}
+    body = TEXT | {"max_tokens": 16000, "ignore_eos": True, "stream": True}
     with served(Service(slow_engine, TOKENIZER)) as dying, client_of(Service(slow_engine, TOKENIZER)) as other:
         (replica,) = slow_engine.replicas
         with httpx.Client(base_url=dying, timeout=60) as http, http.stream("POST", COMPLETIONS, json=body, headers=EVENTS) as old:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import socket
 import time
@@ -80,6 +81,27 @@ def test_a_client_that_leaves_frees_the_slots(
             await reach(api_server, *load)
 
     asyncio.run(run())
+
+
+def test_a_stream_goes_on_while_the_old_one_is_still_computed(api_server: Server) -> None:
+    def read(lines: Iterator[str], events: int) -> tuple[str, str]:
+        text = event_id = ""
+        for line in itertools.islice(lines, 3 * events):
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif line:
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return text, event_id
+
+    body = ENDLESS | {"temperature": 0, "stream": True}
+    asked = {"json": body, "headers": {"Accept": "text/event-stream"}}
+    with httpx.Client(base_url=api_server.url, timeout=60) as http, http.stream("POST", COMPLETIONS, **asked) as old:
+        lines = old.iter_lines()
+        text, event_id = read(lines, 5)
+        with http.stream("POST", COMPLETIONS, json=body, headers={"Last-Event-ID": event_id}) as new:
+            text += read(new.iter_lines(), 20)[0]
+            assert any("another stream goes on with this answer" in line for line in lines)
+    assert len(text) >= 25 and (CIRCLE * len(text))[1:].startswith(text)
 
 
 def test_a_stream_that_is_closed_halfway_frees_the_slot(api_server: Server, client: OpenAI) -> None:
