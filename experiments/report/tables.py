@@ -48,7 +48,7 @@ def node_faults(results: Mapping[str, Any]) -> Table:
         resumed = str(told.get("resumed") or "")
         pause = f"{told['pause_s']['p50']:.2f} s ({told['pause_s']['max']:.2f})" if told.get("pause_s") else ""
         rows.append([Cell(_NODE_FAULTS[name]), Cell(answers), Cell(resumed), Cell(pause), Cell(took)])
-    titles = ("lost or changed", "answers as undisturbed", "streams that went on elsewhere", "longest pause of a stream: p50 (max)", "")
+    titles = ("lost or changed", "answers as undisturbed", "went on elsewhere", "longest pause of a stream: p50 (max)", "")
     return table_of("", titles, rows)
 
 
