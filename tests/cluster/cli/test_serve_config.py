@@ -61,8 +61,8 @@ def test_what_cannot_be_is_one_line(overrides: list[str], says: str) -> None:
 
 def test_the_application_checks_what_serve_passes_on() -> None:
     """Serve makes a ``Config`` of the arguments, which knows types and names, but no bounds."""
-    with pytest.raises(ConfigError, match=r"server\.replicas is 0; allowed: 1 to 1024"):
-        build_app(Config.model_validate({"server": {"replicas": 0}}))
+    with pytest.raises(ConfigError, match=r"server\.replicas is -1; allowed: 0 to 1024"):
+        build_app(Config.model_validate({"server": {"replicas": -1}}))
 
 
 def test_what_holds_no_model_goes_where_the_resource_is(monkeypatch: pytest.MonkeyPatch) -> None:
