@@ -31,7 +31,7 @@ from cluster.serving.cache_actor import CacheActor, CachePlace, HandleCacheAdmin
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import EnginePort
 from cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, HandleEngine
-from cluster.serving.handles import Peers
+from cluster.serving.handles import ApiReplicas
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
 from configs.keys_file import with_tenants_of_file
@@ -71,7 +71,7 @@ class Ingress:
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s)
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
-        peers = None if server.api_replicas == 1 else Peers()
+        apis = None if server.api_replicas == 1 else ApiReplicas()
         other = None if baseline is None else _baseline_of(config, baseline)
         self._service = Service(
             port, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
@@ -79,7 +79,7 @@ class Ingress:
             cache_options=config.cache,
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
             listeners=() if self._tracing is None else (self._tracing.listen,), wake=None if server.replicas else port.wake,
-            forget=None if peers is None else peers.forget, tells_engines=None if peers is None else peers.leads,
+            forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
 
@@ -95,11 +95,11 @@ class Ingress:
         return await self._service.draining.stop(timeout_s)
 
     async def forget(self, tenant: str, request_id: str | None) -> None:
-        """Lets go of what this copy of the API keeps for audits; see ``Auditor.forget``."""
-        self._auditor.forget(tenant, request_id)
+        """Lets go of what this replica of the API keeps for audits; see ``Auditor.forget``."""
+        await self._auditor.forget(tenant, request_id)
 
     async def name(self) -> str:
-        """By which its copies know it."""
+        """By which the others know it."""
         return str(serve.get_replica_context().replica_tag)
 
     @contextlib.asynccontextmanager
@@ -157,7 +157,7 @@ def application(config: Config) -> serve.Application:
         name="api",
         ray_actor_options=_without_model(server),
         max_ongoing_requests=INGRESS_ONGOING,
-        **_copies(server),
+        **_api_replicas(server),
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
     return ingress.bind(engine, keeper, config, baseline)
@@ -192,9 +192,9 @@ def _engines(
     )  # fmt: skip
 
 
-def _copies(server: ServerOptions) -> dict[str, Any]:
+def _api_replicas(server: ServerOptions) -> dict[str, Any]:
     """Deployment options that say how many APIs there are. In a redeploy one answers at any time: the old one until the new one
-    does, or another copy. A node has one: it has a port of its own for the operator, and is what is lost together."""
+    does, or another one. A node has one: it has a port of its own for the operator, and is what is lost together."""
     if server.api_replicas == 1:
         return {"max_surge_percent": 100}
     return {"num_replicas": server.api_replicas, "max_replicas_per_node": 1}

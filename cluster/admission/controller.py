@@ -46,7 +46,7 @@ class AdmissionOptions:
     capacity: int | None = None  # choices that run or wait; None: as many as come
     limits: LimitsOptions = field(default_factory=LimitsOptions)
     allowed_names: frozenset[str] | None = None  # of hosts, see configs.server_checks.allowed_names
-    copies: int = 1  # of the API, among which rates are divided
+    api_replicas: int = 1  # among which rates are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def capacity(config: Config) -> int:
 
 
 def admission_options(config: Config) -> AdmissionOptions:
-    """The admission of a configuration: that of each copy of the API."""
+    """The admission of a configuration: that of each replica of the API."""
     required = key_is_required(config.server.require_key, config.server.host)
     server = config.server
     names = allowed_names(server, server.host)
@@ -126,7 +126,7 @@ class AdmissionController:
 
     def __init__(self, tenancy: Tenancy, options: AdmissionOptions) -> None:
         self.allowed_names, self.limits = options.allowed_names, options.limits
-        self._tenancy, self._capacity, self._copies = tenancy, options.capacity, options.copies
+        self._tenancy, self._capacity, self._api_replicas = tenancy, options.capacity, options.api_replicas
         self._accounts: dict[str, Account] = {}  # by the hash of the key
         self._stays_s: deque[float] = deque(maxlen=_STAYS_KEPT)
         self._held = self._in_flight = self._requests = self._uploading = 0
@@ -159,7 +159,7 @@ class AdmissionController:
     def check(self, authorization: str | None) -> tuple[Caller, Account, Rates]:
         """Who asks, if a request would get a ticket now. Raises as ``enter``."""
         caller, now_s = self._tenancy.caller_of(authorization), time.monotonic()
-        account, rates = self._account(caller), rates_of(self.limits, caller.options, self._copies)
+        account, rates = self._account(caller), rates_of(self.limits, caller.options, self._api_replicas)
         with _telling(account, rates, now_s):
             account.check(rates, now_s)
             self._check_places(caller, 1)
@@ -172,7 +172,7 @@ class AdmissionController:
             ApiError: 401, nobody has the key; 429, the key has taken what it may.
         """
         caller, now_s = self._tenancy.caller_of(authorization), time.monotonic()
-        account, rates = self._account(caller), rates_of(self.limits, caller.options, self._copies)
+        account, rates = self._account(caller), rates_of(self.limits, caller.options, self._api_replicas)
         with _telling(account, rates, now_s):
             account.check_requests(rates, now_s)
         if rates.requests is not None:

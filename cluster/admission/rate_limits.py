@@ -27,17 +27,17 @@ class Rates:
     concurrent: int | None  # choices at once
 
 
-def rates_of(limits: LimitsOptions, tenant: TenantOptions, copies: int = 1) -> Rates:
-    """Those of the configuration, where the tenant has none of its own; of several copies of the API each has its share.
+def rates_of(limits: LimitsOptions, tenant: TenantOptions, api_replicas: int = 1) -> Rates:
+    """Those of the configuration, where the tenant has none of its own; of several replicas of the API each has its share.
 
-    Example: 10 requests a minute are 5 at each of two copies, and 4 at each of three.
+    Example: 10 requests a minute are 5 at each of two replicas, and 4 at each of three.
     """
     wholes = (
         limits.requests_per_minute if tenant.requests_per_minute is None else tenant.requests_per_minute,
         limits.tokens_per_minute if tenant.tokens_per_minute is None else tenant.tokens_per_minute,
         limits.max_concurrent if tenant.max_concurrent is None else tenant.max_concurrent,
     )
-    return Rates(*(None if whole is None else -(-whole // copies) for whole in wholes))
+    return Rates(*(None if whole is None else -(-whole // api_replicas) for whole in wholes))
 
 
 @dataclass(slots=True)

@@ -86,9 +86,9 @@ class Service:
             baseline: deployed beside the engine, for comparisons; None where there is none.
             shadow: has the baseline answer what is served; None where it does not.
             listeners: who follow all generations, beside the auditor and the shadow.
-            forget: has all copies of the API let go of answers; where there is one, its auditor does when absent.
+            forget: has all replicas of the API let go of answers; where there is one, its auditor does when absent.
+            tells_engines: whether /metrics tells of engines, which one of several APIs does; yes when absent.
             wake: has an engine start; None where there always is one.
-            tells_engines: whether /metrics tells of engines, which one of several copies does; yes when absent.
         """
         admission = admission or AdmissionOptions()
         heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
@@ -98,7 +98,7 @@ class Service:
         others = None if baseline is None else baseline.engine.describe
         self.state = HealthService(engine.describe, replicas, cache, others, wake)
         self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard)
-        forget = forget or (keeps_nothing if auditor is None else auditor.forgets)
+        forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
             self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines

@@ -54,19 +54,17 @@ class Answering:
     info: Callable[[], Awaitable[ModelInfo]]  # what is served; raises ApiError (503) while nobody answers
     listeners: tuple[Listener, ...]  # who follow all generations
     chat_format: ChatFormat = dataclasses.field(init=False)  # of the model's template
-    _info: ModelInfo | None = dataclasses.field(default=None, init=False)  # asked for once
 
     def __post_init__(self) -> None:
         self.chat_format = ChatFormat.of(self.threads.tokenizer)
 
     async def model(self, name: str | None = None) -> ModelInfo:
         """What is served; raises ``ApiError`` (404) when the caller named neither it nor one of its adapters."""
-        if self._info is None:
-            self._info = await self.info()
-        if name is not None and name not in self._info.names:
-            message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, self._info.names))}"
+        info = await self.info()
+        if name is not None and name not in info.names:
+            message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, info.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return self._info
+        return info
 
     async def planner(
         self,

@@ -162,11 +162,7 @@ class Auditor:
         kept = list(self._kept)
         return kept if number is None else kept[-number:] if number else []
 
-    async def forgets(self, tenant: str, request_id: str | None) -> None:
-        """``forget``, as a ``Forget``."""
-        self.forget(tenant, request_id)
-
-    def forget(self, tenant: str, request_id: str | None = None) -> None:
+    async def forget(self, tenant: str, request_id: str | None = None) -> None:
         """Lets go of a tenant's choices and of what was found about them, or of those of one answer; counters stay.
 
         Args:

@@ -65,7 +65,7 @@ class Metrics(Collector):
     def __init__(self, replicas: Sequence[Description] | None, configured: int, api: ApiCounts) -> None:
         """
         Args:
-            replicas: what those that answered say of themselves; None where another copy of the API tells of them.
+            replicas: what those that answered say of themselves; None where another API tells of them.
             configured: how many there should be.
             api: what the API tells.
         """
@@ -162,7 +162,7 @@ class MetricsService:
     admission: Callable[[], AdmissionCounts]
     auditor: Auditor | None = None  # counts audits; None where nothing is audited
     shadow: Shadow | None = None  # compares with the baseline; None where nothing is compared
-    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several copies of the API one tells of the engines
+    tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several APIs one tells of the engines
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
 

@@ -1,4 +1,4 @@
-"""Options of Serve handles: where the router runs, and what requests travel over; and the copies of the API.
+"""Options of Serve handles: where the router runs, and what requests travel over; and the replicas of the API.
 
 By default Serve gives each handle a thread with an event loop of its own, and every request and every item of a stream crosses
 from one to the other. In the caller's own loop they do not, which saves milliseconds until a first token; but such a handle
@@ -22,7 +22,7 @@ from cluster.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-_PEERS_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 def for_threads(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
@@ -47,8 +47,8 @@ def _with_router(handle: DeploymentHandle[Any], in_own_loop: bool) -> Deployment
     return routed.options(_by_reference=True)
 
 
-class Peers:
-    """The copies of the API as one of them sees them, itself among them. For the constructor of a deployment and later."""
+class ApiReplicas:
+    """The replicas of the API as one of them sees them, itself among them. For the constructor of a deployment and later."""
 
     def __init__(self) -> None:
         context = serve.get_replica_context()
@@ -63,8 +63,8 @@ class Peers:
         """
         for answer in await self._ask("forget", tenant, request_id):
             if isinstance(answer, Exception) and not isinstance(answer, RayActorError):
-                logger.error("a copy of the API did not delete: %s", answer)
-                message = "a copy of the API does not answer, and may keep answers for audits: delete again"
+                logger.error("a replica of the API did not delete: %s", answer)
+                message = "a replica of the API does not answer, and may keep answers for audits: delete again"
                 raise ApiError(503, message, code="api_unavailable", headers={"Retry-After": "5"}) from answer
 
     async def leads(self) -> bool:
@@ -77,6 +77,6 @@ class Peers:
         try:
             response = self._handle.broadcast(method, *arguments)
             # In a thread: results_async gives up all answers when a single one does not come in time.
-            return await asyncio.to_thread(response.results, timeout_s=_PEERS_TIMEOUT_S, return_exceptions=True)
+            return await asyncio.to_thread(response.results, timeout_s=_TIMEOUT_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             return [error]

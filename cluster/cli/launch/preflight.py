@@ -241,13 +241,13 @@ def check_processors(config: Config) -> None:
 
 
 def check_api_nodes(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises LaunchError when there are fewer nodes than copies of the API, by the resources that each node offers."""
-    resource, copies = config.server.api_resource, config.server.api_replicas
+    """Raises LaunchError when there are fewer nodes than replicas of the API, by the resources that each node offers."""
+    resource, replicas = config.server.api_resource, config.server.api_replicas
     found = sum(1 for offered in nodes if resource is None or resource in offered)
-    if copies > 1 and found < copies:
+    if replicas > 1 and found < replicas:
         offering = "" if resource is None else f" that offer {resource}"
         raise LaunchError(
-            f"server.api_replicas is {copies}, each on a node of its own, and there are {found} nodes{offering}: lower it, or "
+            f"server.api_replicas is {replicas}, each on a node of its own, and there are {found} nodes{offering}: lower it, or "
             "add nodes and name the cluster with server.ray_address"
         )
 

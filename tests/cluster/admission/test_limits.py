@@ -91,12 +91,12 @@ def test_a_tenant_has_limits_of_its_own() -> None:
     assert rates_of(limits, TenantOptions(requests_per_minute=99, tokens_per_minute=7)) == Rates(99, 7, 2)
 
 
-def test_each_copy_of_the_api_has_its_share() -> None:
+def test_each_replica_of_the_api_has_its_share() -> None:
     limits = LimitsOptions(requests_per_minute=10, max_concurrent=1)
-    assert rates_of(limits, TenantOptions(tokens_per_minute=100), copies=3) == Rates(4, 34, 1)
+    assert rates_of(limits, TenantOptions(tokens_per_minute=100), api_replicas=3) == Rates(4, 34, 1)
     config = Config(server=ServerOptions(api_replicas=2, max_queued=25), limits=limits)
     told = admission_options(config)
-    assert (told.copies, told.capacity) == (2, 13)
+    assert (told.api_replicas, told.capacity) == (2, 13)
     engines = admission_options(Config(server=ServerOptions(api_replicas=2)))
     assert engines.capacity == capacity(Config())  # engines refuse what is too much for them, whoever sends it
     admission = AdmissionController(Tenancy(TenancyOptions()), told)

@@ -129,7 +129,7 @@ def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
         check_reservation(configured(2, 4), "GPU", 1.0, 7.0)
 
 
-def test_each_copy_of_the_api_needs_a_node() -> None:
+def test_each_replica_of_the_api_needs_a_node() -> None:
     config = Config(server=ServerOptions(api_replicas=2, api_resource="outrider_api"))
     nodes = [{"CPU": 4.0}, {"CPU": 2.0, "outrider_api": 1.0}]
     with pytest.raises(LaunchError, match=r"server\.api_replicas is 2.*there are 1 nodes that offer outrider_api"):
