@@ -159,7 +159,6 @@ def _start() -> None:
             start_ray()
     except (RuntimeError, ValueError, OSError, RayError) as error:
         raise GroupError(f"Ray did not start: {one_line(error)[:400]}") from error
-    signal.signal(signal.SIGTERM, _terminate)  # Ray's own handler aborts, and leaves its processes to themselves
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -168,12 +167,20 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block: Ray interrupted half-way through its start could not be stopped in order."""
+    """Ctrl-C and SIGTERM wait until the end: Ray interrupted half-way through its start could not be stopped in order.
+
+    SIGTERM is noted, not blocked, since Ray's processes would inherit that.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, _terminate)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if came:
+        _terminate(came[0], None)
 
 
 def _answer(reference: ray.ObjectRef[Any]) -> Any:

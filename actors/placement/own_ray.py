@@ -14,6 +14,7 @@ from unittest import mock
 
 import ray
 from ray._private import node, parameter, ray_constants
+from ray._private import utils as ray_utils
 
 OBJECT_STORE_BYTES = 128 * 2**20  # requests and outputs travel inside calls: only unusually long prompts pass through the store
 
@@ -27,7 +28,8 @@ def start_ray(address: str | None = None, namespace: str | None = None) -> None:
 
     Ray runs code for whoever reaches one of its ports with its token. All ports of one that is started here are on the loopback
     interface, but for those that replicas of Ray Serve open; its token is made here and is in the environment of its processes
-    only, unless ``RAY_AUTH_TOKEN`` says another one.
+    only, unless ``RAY_AUTH_TOKEN`` says another one. SIGTERM stays with the caller's handler: Ray's own raises wherever it
+    interrupts, so that one in the middle of the start is lost at times, and leaves processes to themselves at others.
 
     Args:
         address: of a cluster to join; None starts a Ray of this process's own, even where one runs already.
@@ -48,7 +50,7 @@ def start_ray(address: str | None = None, namespace: str | None = None) -> None:
         _keep_out_strangers()
         lean = _without_helpers()
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1"}
-    with lean:
+    with lean, mock.patch.object(ray_utils, "set_sigterm_handler"):
         ray.init(address or "local", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **own)
 
 

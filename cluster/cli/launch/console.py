@@ -84,7 +84,6 @@ class StopSignals:
         self._say = say
 
     def install(self) -> None:
-        """Also to be called after ``ray.init``, which installs a handler of its own."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._handle)

@@ -95,7 +95,6 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
             config = started.enter_context(_redis(config, say))
             signals.check()
             started.enter_context(_ray(config.server.ray_address, say))
-            signals.install()
             signals.check()
             _check_ray(config, say)
             config = _with_fetched(config, fetching, instead, say, signals)
@@ -235,9 +234,6 @@ def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
         raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None
-    except SystemExit:  # the handler that ray.init puts in place of ours; Ray ends what it has started when this process exits
-        say("stopping")
-        raise StopRequested from None
     say("Ray joined" if address else "Ray started")
     try:
         yield

@@ -13,9 +13,10 @@ import pytest
 from actors.placement.own_ray import RayTokenError, start_ray
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-# What a Ray in a process of its own tells of itself: where it listens, how many files and command lines hold its token.
+# What a Ray in a process of its own tells of itself: where it listens, how many files and command lines hold its token. SIGTERM
+# stays with the process.
 TELL = """
-import json, os
+import json, os, signal
 from pathlib import Path
 import psutil, ray
 from actors.placement.own_ray import own_ray
@@ -24,7 +25,11 @@ from actors.placement.own_ray import own_ray
 def work():
     return os.getpid()
 
+def of_the_caller(number, frame): ...
+
+signal.signal(signal.SIGTERM, of_the_caller)
 with own_ray():
+    assert signal.getsignal(signal.SIGTERM) is of_the_caller
     ray.get(work.remote())
     processes = psutil.Process().children(recursive=True)
     listening = {
