@@ -52,6 +52,7 @@ class Description:
     strategies: tuple[StrategyCounts, ...] = ()  # its requests that have ended, by who drafted for them
     energy: EnergyCounts | None = None  # None where nothing is metered
     metrics: MetricsCounts | None = None
+    version: str = ""  # that it was deployed with, see ``cluster.app``
 
 
 def identity_of(info: ModelInfo) -> Identity:

@@ -5,8 +5,11 @@ Nothing here imports torch or a model library: whoever starts or holds a deploym
 
 # No postponed annotations here: Serve reads the one of build_app to check the arguments in a configuration file.
 
+import asyncio
 import contextlib
 import dataclasses
+import hashlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -44,6 +47,7 @@ from engine.text.tokenizer import load_tokenizer_alone
 
 INGRESS_ONGOING = 100_000  # the ingress holds what engines queue, and answers /health whatever they do
 GRAIN = 0.001  # of a resource
+_POLL_S = 0.25
 HEALTH_PERIOD_S = 3.0
 HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three in a row
 
@@ -68,7 +72,8 @@ class Ingress:
         self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
         accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s  # who comes first waits for the model
-        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s)
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version_of(config))
+        self._is_early, self._start_timeout_s = port.is_replaced, server.start_timeout_s
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
         apis = None if server.api_replicas == 1 else ApiReplicas()
@@ -104,6 +109,10 @@ class Ingress:
 
     @contextlib.asynccontextmanager
     async def _alive(self, app: FastAPI) -> AsyncIterator[None]:
+        # In a redeploy with another model the API of the old one goes when this one is up: not before there is an engine for it.
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while await self._is_early() and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)
         async with contextlib.AsyncExitStack() as parts:
             if self._tracing is not None:
                 parts.push_async_callback(self._tracing.close)
@@ -136,7 +145,7 @@ def application(config: Config) -> serve.Application:
     config = config.model_copy(update={"tenancy": with_tenants_of_file(config.tenancy)})
     server, cache, place, baseline = config.server, config.cache, None, None
     if redis_address(config.redis_url) and cache.enabled:
-        place = CachePlace(cache, config.redis_url, tenant_names(config))
+        place = CachePlace(cache, config.redis_url, tenant_names(config), version_of(config))
     engine = _engines("engine", server.replicas, server.most_replicas, config, place, _membership_options(config))
     if config.baseline.enabled:  # the engine without drafts and memory, and with ranks of its own kind
         parallelism, options = baseline_parallelism(config), config.engine
@@ -161,6 +170,15 @@ def application(config: Config) -> serve.Application:
         graceful_shutdown_timeout_s=server.stop_timeout_s,
     )(Ingress)
     return ingress.bind(engine, keeper, config, baseline)
+
+
+def version_of(config: Config) -> str:
+    """Hexadecimal digits that stand for the model as a configuration has it: tokens of one version mean something to it alone.
+
+    While a redeploy replaces one model by another both are there, and each API asks the engines of its own.
+    """
+    model = dataclasses.replace(config.model, threads=None)
+    return hashlib.blake2b(repr(model).encode(), digest_size=8).hexdigest()
 
 
 def _engines(
@@ -188,7 +206,7 @@ def _engines(
         **_routing(config, most_replicas),
     )(EngineReplica).bind(
         config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, membership,
-        _has_devices_alone(config, gpus),
+        _has_devices_alone(config, gpus), version_of(config),
     )  # fmt: skip
 
 
@@ -208,7 +226,7 @@ def _without_model(server: ServerOptions) -> dict[str, Any]:
 def _baseline_of(config: Config, handle: DeploymentHandle[Any]) -> Baseline:
     """The baseline as comparisons see it. Processors are shared with the engine, and whole GPUs are not."""
     gpus, server = gpus_of_a_rank(config), config.server
-    port = HandleEngine(handle, server.resume_timeout_s, replicas=config.baseline.replicas)
+    port = HandleEngine(handle, server.resume_timeout_s, replicas=config.baseline.replicas, version=version_of(config))
     return Baseline(port, config.baseline.kind, shares_devices=not gpus or gpus != int(gpus))
 
 

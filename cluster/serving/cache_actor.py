@@ -37,6 +37,7 @@ class CachePlace:
     options: CacheOptions
     url: str | None  # without passwords; None: the environment has it
     tenants: tuple[str, ...]
+    version: str  # of what is served: the keeper is that of its model
 
     def access(self) -> CacheAccess:
         """How this process reaches it. Raises ``ConfigError`` where the environment does not say."""
@@ -51,7 +52,7 @@ class CacheActor:
 
     def __init__(self, engine: DeploymentHandle[Any], place: CachePlace, quotas: dict[str, int]) -> None:
         asked = for_threads(engine)
-        self._keeper = CacheKeeper(place.access(), quotas, lambda: _identity(asked))
+        self._keeper = CacheKeeper(place.access(), quotas, lambda: _identity(asked, place.version))
 
     async def call(self, verb: str, *arguments: object) -> object:
         """What a method of ``CacheAdmin`` gives, or the exception that it raises."""
@@ -69,13 +70,13 @@ class CacheActor:
             self._keeper.stop()
 
 
-def _identity(engine: DeploymentHandle[Any]) -> Identity | None:
-    """Of the model that an engine replica has loaded; None while none answers."""
+def _identity(engine: DeploymentHandle[Any], version: str) -> Identity | None:
+    """Of the model that an engine replica of the version has loaded; None while none answers."""
     try:
         description: Description = engine.describe.remote().result(timeout_s=_DESCRIBE_TIMEOUT_S)
     except (RayError, RayServeException, TimeoutError):
         return None
-    return identity_of(description.info)
+    return identity_of(description.info) if description.version == version else None
 
 
 class HandleCacheAdmin(CacheAdminPort):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from actors.description import Description
 from cluster.cli.launch.preflight import group_size
 from cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
 from cluster.serving.cache_actor import CachePlace
-from cluster.serving.generation import Job
+from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handle_engine import BEAT_S, Item, is_last
 from cluster.serving.membership import MembershipClient, MembershipOptions, node_secret
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
@@ -40,7 +41,9 @@ class EngineReplica:
         start_timeout_s: float,
         membership: MembershipOptions | None = None,
         metered: bool = True,
+        version: str = "",
     ) -> None:
+        self._version = version
         tell("importing torch and transformers")
         # Here and not above: torch and the model library are this process's alone.
         from actors.heap import spare_collector
@@ -64,7 +67,7 @@ class EngineReplica:
             logger.warning("this environment lacks %s", missing)
         spare_collector()
         if membership is not None and elastic is not None:
-            self._membership_client = MembershipClient(membership.actor, elastic.address, elastic.meet)
+            self._membership_client = MembershipClient(membership.actor, version, elastic.address, elastic.meet)
 
     async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
         """The outputs of some jobs, each with the job's place, all at once that have come; nothing comes as a beat.
@@ -86,6 +89,9 @@ class EngineReplica:
 
     async def _read(self, place: int, job: Job, items: asyncio.Queue[tuple[int, Item | Exception]]) -> None:
         """Puts what comes of a job, or why nothing does, where the others' goes."""
+        if job.version not in ("", self._version):
+            items.put_nowait((place, OtherVersionError()))
+            return
         try:
             stream = self._replica.generate(job.request(self._shared(job)), resumed=job.resumed)
             async with contextlib.aclosing(stream) as outputs:
@@ -102,7 +108,7 @@ class EngineReplica:
 
     async def describe(self) -> Description:
         """The model and the counts; raises ``ReplicaError`` when the engine does not serve."""
-        return self._replica.describe()
+        return dataclasses.replace(self._replica.describe(), version=self._version)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What it has to do, by the names that ``LoadPolicy`` knows; Serve asks where there may be more or fewer replicas."""
@@ -133,7 +139,7 @@ async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[t
         found.append(items.get_nowait())
     batch: list[tuple[int, Item]] = []
     for place, item in found:
-        if isinstance(item, Exception) and not isinstance(item, QueueFullError | RequestError):
+        if isinstance(item, Exception) and not isinstance(item, QueueFullError | RequestError | OtherVersionError):
             raise item
         batch.append((place, item))
     return batch

@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
 
-_FOR_ROUTING = ("session", "unanswered", "resumed")  # of a job: what its engine need not know
+_FOR_ROUTING = ("session", "unanswered", "resumed", "version")  # of a job: what its engine need not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Job:
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
     unanswered: bool = False  # it was sent before, to a replica that then said nothing for too long
     resumed: bool = False  # a client that was cut off goes on with it: it takes the place of the same request of its account
+    version: str = ""  # of what is served, see ``cluster.app``: only replicas of this one take it; empty: all do
 
     @property
     def memory(self) -> str | None:
@@ -53,6 +54,10 @@ class Job:
         """As an engine takes it; ``references`` are the job's own, or copies that it shares with others."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _FOR_ROUTING}
         return Request(**fields | {"references": references})
+
+
+class OtherVersionError(Exception):
+    """A job is of another version than the replica that it came to: its tokens mean something else there."""
 
 
 class EnginePort(Protocol):

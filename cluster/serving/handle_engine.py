@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from actors.description import Description
 from cluster.http.errors import ApiError
-from cluster.serving.generation import Job
+from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handles import for_this_loop, for_threads
 from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
 from engine.errors import QueueFullError, RequestError
@@ -35,7 +35,7 @@ MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 
-Item = StepOutput | QueueFullError | RequestError  # of a job: an output, or why it is not taken
+Item = StepOutput | QueueFullError | RequestError | OtherVersionError  # of a job: an output, or why it is not taken
 
 
 def is_last(item: Item) -> bool:
@@ -154,6 +154,7 @@ class HandleEngine:
         describe_timeout_s: float = DESCRIBE_TIMEOUT_S,
         replicas: int = 1,
         accept_timeout_s: float = ACCEPT_TIMEOUT_S,
+        version: str = "",
     ) -> None:
         """
         Args:
@@ -163,11 +164,12 @@ class HandleEngine:
             replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
                 that one refuses for a full queue is sent once more, to another one.
             accept_timeout_s: a request that no replica has taken gets that long.
+            version: of what is served. In a redeploy there may be replicas of another one, which count as none; empty: all count.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
         self._resume_timeout_s, self._describe_timeout_s, self._replicas = resume_timeout_s, describe_timeout_s, replicas
-        self._accept_timeout_s = accept_timeout_s
+        self._accept_timeout_s, self._version = accept_timeout_s, version
         self._waking: asyncio.Task[None] | None = None
 
     def _streaming(self) -> DeploymentHandle[Any]:
@@ -180,6 +182,7 @@ class HandleEngine:
     def generate(self, *jobs: Job) -> list[AsyncGenerator[StepOutput, None]]:
         """See ``EnginePort.generate``. The counters of a last output are those of the last replica; the energy is not told when
         others used some, too."""
+        jobs = tuple(dataclasses.replace(job, version=self._version) for job in jobs)
         size = min(TOGETHER, -(-len(jobs) // self._replicas))
         calls = [_Call(self._streaming, jobs[first : first + size]) for first in range(0, len(jobs), size)]
         return [self._generate(job, calls[at // size], at % size) for at, job in enumerate(jobs)]
@@ -205,6 +208,10 @@ class HandleEngine:
                         if output.finish_reason is not None:
                             return
                 continue  # a step failed
+            except OtherVersionError:
+                await self._check_version(job, progress)
+                await asyncio.sleep(_PAUSE_S)
+                continue
             except _LostError as lost:
                 reason, progress.unanswered = lost, lost.silent
             except (QueueFullError, RequestError) as refusal:
@@ -269,8 +276,26 @@ class HandleEngine:
             if call.heard_s is not None:
                 progress.deadline_s = call.heard_s + self._resume_timeout_s
 
+    async def _check_version(self, job: Job, progress: _Progress) -> None:
+        """Returns where a replica can still take a job that one of another version refused. Raises ``ApiError`` (503)."""
+        if time.monotonic() < progress.deadline_s and await self.describe():
+            return
+        logger.warning("request %s: what it asks for was replaced, after %d tokens", job.request_id, len(progress.emitted))
+        if progress.taken:
+            message = "the model was replaced while it computed this answer: ask anew"
+        else:
+            message = "the model is being replaced, and this API with it: ask again"
+        raise ApiError(503, message, code="model_replaced", headers={"Retry-After": "1"})
+
+    async def is_replaced(self) -> bool:
+        """Whether replicas of other versions answer, and none of this one."""
+        return bool(await self._answering()) and not await self.describe()
+
     async def describe(self) -> list[Description]:
         """See ``EnginePort.describe``."""
+        return [answer for answer in await self._answering() if self._version in ("", answer.version)]
+
+    async def _answering(self) -> list[Description]:
         try:
             # In a thread: results_async gives up all answers when a single one does not come in time.
             response = self._described.broadcast("describe")

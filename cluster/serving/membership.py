@@ -56,7 +56,7 @@ class NodeMembership:
         Example: the first replica of a node is rank 0 without peers, the second rank 1 with ``{0: address of the first}``.
 
         Args:
-            node: where it runs; replicas of different nodes do not meet.
+            node: where it runs, and with what; replicas of different nodes do not meet.
             address: where it listens. A replica that is started anew has another one.
             rank: the number that it had, which it keeps if nobody else has it (the actor may have forgotten).
             now_s: of a clock that only goes forward.
@@ -112,16 +112,21 @@ class MembershipClient:
     """Keeps a replica among the members and passes on who they are, in a thread of its own."""
 
     def __init__(
-        self, membership: DeploymentHandle[Any], address: Address, meet: Callable[[int, dict[int, Address]], None]
+        self,
+        membership: DeploymentHandle[Any],
+        version: str,
+        address: Address,
+        meet: Callable[[int, dict[int, Address]], None],
     ) -> None:
         """
         Args:
             membership: of ``MembershipActor``.
+            version: of what is served: replicas of different ones do not meet.
             address: where this replica listens for its peers.
             meet: is told the own rank and the peers' addresses, again and again.
         """
         self._membership, self._address, self._meet = for_threads(membership), address, meet
-        self._node = ray.get_runtime_context().get_node_id()
+        self._node = f"{ray.get_runtime_context().get_node_id()} {version}"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()

@@ -74,7 +74,7 @@ class ManifestCluster:
             host = self.machines.address
             self.memory, self.state = (self._parts.enter_context(RedisProcess(host, has_files=True)) for _ in range(2))
             self.serve_config = self._replaced(yaml.safe_load(self._spec["serveConfigV2"]), model)
-            self.model_name = model.name
+            self.model, self.model_name = model, model.name
             self.set(settings)
             parts.pop_all()
 

@@ -37,6 +37,8 @@ _SILENCE_S = 10.0  # after that a client gives up what it waits for, and asks ag
 _MIDDLE_S = 4.0  # by then streams are under way
 _PATIENCE_S = 180.0
 _ATTEMPTS = 8
+_ANEW = ("model_replaced", "resumed_otherwise")  # codes of errors that say to ask anew
+_MODELS = ("demo_model", "smollm2-135m-instruct")  # the one that is not served takes the other's place
 _RESUMABLE = {"Accept": "text/event-stream"}  # has streams tell the ids of their events
 _HEALTHY = {"status": "ok", "replicas": 2, "shared_cache": "connected"}
 Fault = Callable[[ManifestCluster], dict[str, Any]]  # runs in a thread beside the requests; returns what is told of it
@@ -75,6 +77,17 @@ def upgrade(cluster: ManifestCluster) -> dict[str, Any]:
     there_s = deployed(cluster)
     cluster.serve_config = before
     return {"upgrade_s": there_s, "rollback_s": deployed(cluster)}
+
+
+def replace_model(cluster: ManifestCluster) -> dict[str, Any]:
+    """The model that was served before takes the place of the one that was set meanwhile, under the same name."""
+    set_model(cluster, cluster.model)
+    return {"model_s": deployed(cluster)}
+
+
+def set_model(cluster: ManifestCluster, path: Path) -> None:
+    """Names a model in the Serve configuration."""
+    cluster.set({"model": {"path": str(path), "served_name": cluster.model_name}})
 
 
 def scale(cluster: ManifestCluster) -> dict[str, Any]:
@@ -159,6 +172,7 @@ WITH_REQUESTS: dict[str, Fault] = {
     "head": lose_head,
     "redis": lose_redis,
     "upgrade": upgrade,
+    "model": replace_model,
     "scale": scale,
 }
 ALONE: dict[str, Fault] = {"keys": rotate}
@@ -170,26 +184,35 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def under(
-    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], right: Sequence[Answer], concurrency: int
+    cluster: ManifestCluster, fault: Fault, asks: Sequence[Ask], rights: Sequence[Sequence[Answer]], concurrency: int
 ) -> dict[str, Any]:
     """A fault while requests run, round after round until it is over.
 
+    Args:
+        rights: the answers of undisturbed runs, with each of the models that are served meanwhile.
+
     Returns:
-        What the fault tells; ``answers``, how many of them ``identical`` and ``resumed``, ``wrong`` and ``pause_s`` of streams.
+        What the fault tells; ``answers``, how many of them ``identical`` and ``resumed``, ``wrong`` and ``pause_s`` of streams;
+        where there are several models, the answers ``by_model``.
     """
     rounds: list[Answer] = []
-    wrong = []
+    wrong, by_model = [], [0] * len(rights)
     beside = asyncio.create_task(asyncio.to_thread(fault, cluster))
     while not beside.done():
         answers, _ = await ask_all(cluster, asks, concurrency)
         rounds += answers
-        for asked, told, good in zip(asks, answers, right, strict=True):
-            if found := told.differs(good):
-                wrong.append({"kind": asked.kind, "differs": found, "error": told.error})
+        for asked, told, *good in zip(asks, answers, *rights, strict=True):
+            found = [told.differs(one) for one in good]
+            if [] in found:
+                by_model[found.index([])] += 1
+            else:
+                wrong.append({"kind": asked.kind, "differs": min(found, key=len), "error": told.error})
     pauses = [told.pause_s(0.0) for told in rounds if len(told.times) > 2]
     resumed = sum(bool(told.resumed) for told in rounds)
     counts = {"answers": len(rounds), "identical": len(rounds) - len(wrong), "resumed": resumed, "wrong": wrong}
     counts["pause_s"] = spread(pauses)
+    if len(rights) > 1:
+        counts["by_model"] = by_model
     return await beside | counts
 
 
@@ -214,9 +237,9 @@ async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestClust
     told: Answer | None = None
     for attempt in range(_ATTEMPTS):
         told = await ask(clients[attempt % len(clients)], cluster.model_name, request, told=told)
-        if not told.broke_off:
+        if not told.broke_off and told.code not in _ANEW:
             break
-        if attempt + 1 < _ATTEMPTS and told.choices and told.event_id is None:
+        if attempt + 1 < _ATTEMPTS and (told.code in _ANEW or (told.choices and told.event_id is None)):
             told = None  # a stream that cannot be resumed is asked for anew
         await asyncio.sleep(0.1 * attempt)
     assert told is not None
@@ -240,8 +263,15 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
             cluster.until("/health", _HEALTHY)
             if name in ALONE:
                 found["faults"][name] = ALONE[name](cluster)
-            else:
-                found["faults"][name] = asyncio.run(under(cluster, WITH_REQUESTS[name], asks, right, args.concurrency))
+                continue
+            rights = [right]
+            if name == "model":
+                other = next(other for other in _MODELS if other != args.model)
+                set_model(cluster, Path(find_model(other)))
+                deployed(cluster)
+                rights.append(asyncio.run(ask_all(cluster, asks, args.concurrency))[0])
+                found["other_model"] = other
+            found["faults"][name] = asyncio.run(under(cluster, WITH_REQUESTS[name], asks, rights, args.concurrency))
         return found
 
 

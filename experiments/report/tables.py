@@ -20,6 +20,7 @@ _NODE_FAULTS = {
     "head": "the head's, back after 10 s",
     "redis": "Redis of the shared memory, back after 10 s",
     "upgrade": "other options of API and engines, and back",
+    "model": "another model of the same name, with another tokenizer",
     "scale": "a third engine on a further machine, and back to two",
     "keys": "the tenant's key",
 }
@@ -30,6 +31,7 @@ _NODE_TIMES = {
     "whole_after_s": "whole again after",
     "upgrade_s": "there",
     "rollback_s": "back",
+    "model_s": "there",
     "out_s": "there",
     "in_s": "back",
     "new_key_works_s": "the new one works after",

@@ -151,6 +151,7 @@ class Answer:
 
     status: int = 0  # 0: none came
     error: str | None = None
+    code: str | None = None  # of the error
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # time.monotonic of each event, the beginning first
@@ -279,7 +280,7 @@ async def ask(
     """
     if told is None:
         told = Answer(times=[time.monotonic()])
-    told.error, told.broke_off = None, False
+    told.error, told.code, told.broke_off = None, None, False
     if told.event_id is not None:
         headers, told.resumed = {**(headers or {}), "Last-Event-ID": told.event_id}, told.resumed + 1
     try:
@@ -290,7 +291,8 @@ async def ask(
                 whole = json.loads(await response.aread())
                 told.times.append(time.monotonic())
                 if response.status_code != 200:
-                    told.error = f"{response.status_code} {whole['error'].get('code')}: {whole['error']['message']}"
+                    told.code = whole["error"].get("code")
+                    told.error = f"{response.status_code} {told.code}: {whole['error']['message']}"
                     told.broke_off = response.status_code >= 500
                 else:
                     came(told.add(whole))
@@ -308,6 +310,7 @@ async def ask(
                 event = json.loads(line.removeprefix("data: "))
                 ended = event.get("type") in _LAST_EVENTS
                 if "error" in event:
+                    told.code = event["error"].get("code")
                     told.error = f"in the stream: {event['error']['message']}"
                     return told
                 came(told.add(event))
