@@ -19,6 +19,7 @@ from configs.schema import ConfigError
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 1  # what answers get to finish in when the port closes
+_ASKS_S = 0.2  # within which a connection asks something
 _POLL_S = 0.01
 
 
@@ -62,6 +63,13 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, but who has just connected still gets to ask: a connection without a request would be closed."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_ASKS_S)
+        await super().shutdown(sockets)
 
 
 def create_admin_api(service: Service, names: frozenset[str] | None = None) -> FastAPI:

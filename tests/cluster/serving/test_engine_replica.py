@@ -15,7 +15,7 @@ import pytest
 import cluster.serving.engine_replica as module
 from cluster.cli.doctor import lacks
 from cluster.serving.engine_replica import EngineReplica
-from cluster.serving.generation import Job
+from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handle_engine import Item
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding import jit
@@ -30,7 +30,8 @@ PROMPT = np.array([5], np.int32)
 @pytest.fixture(scope="module")
 def replica(circle_model: Path) -> Iterator[EngineReplica]:
     model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
-    made = EngineReplica(model, EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
+    options = EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions()
+    made = EngineReplica(model, *options, None, 60.0, version="this")
     yield made
     made._replica.stop()
 
@@ -88,6 +89,14 @@ def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -
     items = [pair for batch in found for pair in batch]
     assert [type(item) for place, item in items if place == 1] == [ContextLengthError]
     assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count("length") == 2
+
+
+def test_a_job_of_another_version_is_refused(replica: EngineReplica) -> None:
+    asked = [dataclasses.replace(job(version), version=version) for version in ("this", "that", "")]
+    items = [pair for batch in asyncio.run(batches(replica, asked)) for pair in batch]
+    assert [type(item) for place, item in items if place == 1] == [OtherVersionError]
+    assert sorted(place for place, item in items if isinstance(item, StepOutput) and item.finish_reason) == [0, 2]
+    assert asyncio.run(replica.describe()).version == "this"
 
 
 def test_a_resumed_job_takes_the_place_of_the_old_one(replica: EngineReplica) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from ray import serve
+from transformers import LlamaForCausalLM
 
 from cluster.app import application
 from cluster.cli.launch.preflight import check_port
@@ -35,9 +38,9 @@ class Deployed:
     model: Path
     admin_port: int
 
-    def deploy(self, max_waiting: int) -> None:
+    def deploy(self, max_waiting: int, model: Path | None = None) -> None:
         config = Config(
-            model=ModelOptions(path=str(self.model), dtype="float32", threads=1),
+            model=ModelOptions(path=str(model or self.model), served_name="circle", dtype="float32", threads=1),
             engine=EngineOptions(max_running=3, max_waiting=max_waiting),
             speculation=SpeculationOptions(strategy="llma", max_draft_tokens=8),
             server=ServerOptions(cpus_per_replica=0.25, admin_port=self.admin_port, stop_timeout_s=STOP_S),
@@ -95,6 +98,37 @@ def test_redeploy_breaks_no_stream_and_refuses_no_request(deployed: Deployed) ->
         assert set(answers) == {200} and set(scrapes) == {200}
         assert [pieces(stream.result()) for stream in streams] == [expected] * 2
     assert deployed.ask().status_code == 200
+
+
+def two_at_a_time(circle_model: Path, path: Path) -> Path:
+    """A model with the same tokenizer that leaves out every other token of the circle."""
+    shutil.copytree(circle_model, path)
+    model = LlamaForCausalLM.from_pretrained(circle_model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(2 * model.lm_head.weight @ model.lm_head.weight)
+    model.save_pretrained(path)
+    return path
+
+
+def test_redeploy_with_another_model_mixes_no_tokens(deployed: Deployed, tmp_path: Path) -> None:
+    expected, old = pieces(deployed.stream(TOKENS)), deployed.ask().json()["choices"][0]["text"]
+    other = two_at_a_time(deployed.model, tmp_path / "other")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        streams = [threads.submit(deployed.stream, TOKENS) for _ in range(2)]
+        while deployed.running() < 2:
+            assert not any(stream.done() for stream in streams)
+        redeploy = threads.submit(deployed.deploy, 4, other)
+        answers = []
+        while not redeploy.done():
+            answers.append(deployed.ask())
+        redeploy.result()
+        new = deployed.ask().json()["choices"][0]["text"]
+        assert new[: len(old) // 2] == old[1::2][: len(old) // 2] and new != old
+        assert [pieces(stream.result()) for stream in streams] == [expected] * 2  # by the model that began them
+    told = [answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200]
+    assert told[0] == old and set(told) <= {old, new} and told == sorted(told, key=[old, new].index)
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert all(answer.json()["error"]["code"] == "model_replaced" and answer.headers["retry-after"] for answer in refused)
 
 
 def test_draining_refuses_what_is_new_and_ends_what_runs(deployed: Deployed) -> None:
