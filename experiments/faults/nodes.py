@@ -249,6 +249,7 @@ async def ask_again(clients: Sequence[httpx.AsyncClient], cluster: ManifestClust
 def measure(args: argparse.Namespace, run: Run) -> Results:
     """All faults, one after the other, each on a whole cluster. Raises ``MachinesError``: no machines can be made."""
     began = time.monotonic()
+    run.progress.say("starting the machines")
     settings = {"model": {"dtype": args.dtype}, "engine": {"max_running": max(8, args.concurrency)}}  # nobody waits for a place
     with ManifestCluster(OVERLAY, Path(find_model(args.model)), settings, (SPARE,)) as cluster:
         ready_s = time.monotonic() - began

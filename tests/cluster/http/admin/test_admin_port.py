@@ -94,3 +94,22 @@ def test_metrics_need_no_key_there_and_admin_routes_do(circle_engine: EnginePort
             answer = httpx.get(f"{url}{path}", headers=KEY, timeout=60)
             assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
         assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+
+
+def test_who_has_just_connected_is_answered_though_it_closes(circle_engine: EnginePort) -> None:
+    service, port = Service(circle_engine, TOKENIZER, open_metrics=True), free_port()
+
+    async def ask() -> bytes:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(AdminPort("127.0.0.1", port).serving(service))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.sleep(0.05)  # until it is accepted
+            closing = asyncio.create_task(stack.pop_all().aclose())
+            await asyncio.sleep(0.05)
+            assert not closing.done()
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            await closing
+            return answer
+
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 200")
