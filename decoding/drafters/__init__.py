@@ -36,6 +36,8 @@ STRATEGIES: dict[str, Maker] = {
     "recycling": "decoding.drafters.recycling:RecyclingDrafter",
     "racer": "decoding.drafters.recycling:RacerDrafter",
     "suffix": "decoding.drafters.suffix:SuffixDrafter",
+    "suffix_decoding": "decoding.drafters.suffix:SuffixDecodingDrafter",
+    "sam": "decoding.drafters.suffix:SamDrafter",
     "trie": "decoding.drafters.trie:TrieDrafter",
     "auto": "decoding.drafters.auto:AutoDrafter",
 }

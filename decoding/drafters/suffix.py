@@ -1,15 +1,22 @@
-"""Suffix matching: copy what followed where the longest end of the text stood before."""
+"""Suffix matching: what followed where an end of the text stood before, the latest or the most frequent of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 
-from decoding.drafters.base import CopyDrafter, check_choice, check_least
+from decoding.budget.latency import StepLoad
+from decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, check_least
+from decoding.drafters.recycling import RecyclingDrafter
 from decoding.request import Request
-from decoding.sources.suffix_automaton import SuffixAutomaton
-from decoding.tree import SOURCES
+from decoding.sources.history import Histories
+from decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
+from decoding.tree import SOURCES, DraftTree
 
+_SOURCE = SOURCES.index("suffix")
+_MOST_TENANTS = 64  # whose outputs are kept, those served last
 OCCURRENCES = ("mixed", "latest", "earliest")
 
 
@@ -68,13 +75,11 @@ class SuffixDrafter(CopyDrafter[_Texts]):
 
     Where ranks share a step, further copies are from the other known occurrence of the longest match, then from shorter matches.
 
-    Departures: one automaton per request and none of other requests' texts. From SAM-Decoding: the latest occurrence in the
-    output, and nothing is drafted without a match. From SuffixDecoding: one path, copied, and no frequencies, so that there is no
-    ``min_token_prob``; the defaults of the draft length are near SAM-Decoding's instead of 1 and 0, under which a match of one
-    token drafts one.
+    Departures: one automaton per request and none of other requests' texts; the latest occurrence in the output; nothing is
+    drafted without a match. ``suffix_decoding`` and ``sam`` are the two methods as published.
     """
 
-    source = SOURCES.index("suffix")
+    source = _SOURCE
 
     def __init__(
         self,
@@ -99,10 +104,7 @@ class SuffixDrafter(CopyDrafter[_Texts]):
         super().__init__()
         check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
         check_choice(OCCURRENCES, occurrence=occurrence)
-        if not 0.0 <= max_spec_factor < float("inf"):
-            raise ValueError(f"max_spec_factor must be at least 0 and finite, got {max_spec_factor}")
-        if not abs(max_spec_offset) < float("inf"):
-            raise ValueError(f"max_spec_offset must be finite, got {max_spec_offset}")
+        _check_length(max_spec_factor, max_spec_offset)
         self._max_spec_tokens, self._min_match_length, self._occurrence = max_spec_tokens, min_match_length, occurrence
         self._factor, self._offset = max_spec_factor, max_spec_offset
 
@@ -116,3 +118,204 @@ class SuffixDrafter(CopyDrafter[_Texts]):
         for start, length in state.matches(self._min_match_length, self._occurrence) if most > 0 else ():
             wanted = int(self._factor * length + self._offset + 1e-6)  # the published rounding, so that 0.1 * 10 is 1
             yield state.copy(start, min(wanted, most, self._max_spec_tokens)) if wanted > 0 else []
+
+
+class _Outputs:
+    """Outputs of a tenant's requests in two automata: when the newer one is full, it takes the place of the older one."""
+
+    def __init__(self, depth: int, capacity: int, edition: object) -> None:
+        self.edition = edition  # of the history, when it began
+        self.automata = [CountedAutomaton(depth)]
+        self._depth, self._capacity, self._texts = depth, capacity, 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Takes in an output. No match reaches across its end."""
+        if len(self.automata[0].text) + len(tokens) >= self._capacity // 2:
+            self.automata = [CountedAutomaton(self._depth), self.automata[0]]
+        self._texts += 1
+        self.automata[0].extend([*tokens[-self._capacity // 2 :], -self._texts])
+
+
+class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
+    """SuffixDecoding (arXiv 2411.04975, section 4): what followed an end of the text most often, as a tree.
+
+    Each end of the text of ``m`` tokens that stands in the request's own texts, or in outputs of its tenant, offers a tree of up
+    to ``max_spec_factor * m + max_spec_offset`` tokens, best first by how often they followed, as a share of how often the end
+    stands there, and none below ``min_token_prob``. Its score is the sum of its shares: so many are accepted if shares are
+    chances. The tree of the best score is drafted; of equal ones the request's own, then that of the longest end.
+
+    Example: after ``1 2 3 1 2 4 1 2`` the end ``1 2`` stands three times, itself among them, so that 3 and 4 have 1/3 each: both
+    are drafted with a score of 2/3.
+
+    Outputs of a tenant's requests are kept when they end, in the order of ending; a request without a tenant leaves none and gets
+    none. Where texts of a tenant are deleted, all of them go.
+
+    Departures: of equally likely tokens the one nearest to the root, then the more frequent one comes first, where the published
+    order is the heap's; the tenant's outputs do not hold running ones, which the request's own texts do; the oldest half of the
+    outputs goes at once, where the published code forgets request by request; references are among the request's own texts.
+    """
+
+    def __init__(
+        self,
+        max_spec_tokens: int = 64,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+        max_tree_depth: int = 64,
+        capacity: int = 1 << 16,
+    ) -> None:
+        """
+        Args:
+            max_spec_tokens: most tokens of a tree for each rank that shares the step, at least 1.
+            max_spec_factor: tokens to draft for each token that matches, for each rank, at least 0.
+            max_spec_offset: tokens to draft on top, for each rank; may be negative.
+            min_token_prob: least share of a token, from 0 to 1.
+            max_tree_depth: most tokens of a match and the draft behind it, at least 2.
+            capacity: tokens of outputs to hold for each tenant, at least 2.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        super().__init__()
+        check_least(1, max_spec_tokens=max_spec_tokens)
+        check_least(2, max_tree_depth=max_tree_depth, capacity=capacity)
+        _check_length(max_spec_factor, max_spec_offset)
+        if not 0.0 <= min_token_prob <= 1.0:
+            raise ValueError(f"min_token_prob must be between 0 and 1, got {min_token_prob}")
+        self._most, self._factor, self._offset = max_spec_tokens, max_spec_factor, max_spec_offset
+        self._least, self._depth, self._capacity = min_token_prob, max_tree_depth, capacity
+        # Of ends that follow each other in the same places the longest drafts most, up to where the depth leaves it no room.
+        self._roomy = int((max_tree_depth - max_spec_offset) / (1.0 + max_spec_factor))
+        self._outputs: OrderedDict[str, _Outputs] = OrderedDict()
+        self.memory = self._histories = Histories(1)  # to hear of deletions; it holds no texts
+
+    def remembers(self, request: Request) -> bool:
+        """Never: what is kept is in no history."""
+        return False
+
+    def begin(self, request: Request) -> CountedAutomaton:
+        """An automaton of its references and, from the first draft on, prompt and output."""
+        history = self._histories.of(request.memory)
+        if history is not None:
+            history.start(request.text)
+        own = CountedAutomaton(self._depth)
+        for number, reference in enumerate(request.references, start=1):
+            own.extend([*reference.tolist(), -number])
+        return own
+
+    def draft(self, request: Request, state: CountedAutomaton, budget: int) -> DraftTree:
+        """The tree of the best score."""
+        first = sum(len(reference) + 1 for reference in request.references)
+        state.extend(request.tokens[len(state.text) - first :].tolist())
+        kept = self._kept(request)
+        context = request.tokens[-self._depth :].tolist()
+        best, score = DraftTree.chain(request.root, ()), 0.0
+        for automaton in (state, *(kept.automata if kept is not None else ())):
+            for end, most, fewest in automaton.ends(None if automaton is state else context):
+                for length in {most: None, max(fewest, min(most, self._roomy)): None}:
+                    rows = int(self._factor * length + self._offset + 1e-6)  # the published rounding
+                    rows = min(min(rows, self._most) * self.ranks, budget)
+                    if rows > score:  # else it could not reach it
+                        tree, reached = self._grow(automaton, end, length, request.root, rows)
+                        if reached > score:
+                            best, score = tree, reached
+        return best
+
+    def finish(self, request: Request) -> None:
+        """Keeps the output for the tenant's other requests, and forgets the request."""
+        if request.request_id in self._states:
+            kept, history = self._kept(request), self._histories.of(request.memory)
+            if kept is not None and history is not None:
+                if not history.removed(request.text):
+                    kept.add(request.output_ids.tolist())
+                history.extend(request.text, 0, (), final=True)
+        super().finish(request)
+
+    def _kept(self, request: Request) -> _Outputs | None:
+        """Outputs of its tenant; None where there is none."""
+        history = self._histories.of(request.memory)
+        if history is None or request.memory is None:
+            return None
+        kept = self._outputs.get(request.memory)
+        if kept is None or kept.edition is not history.edition:
+            kept = self._outputs[request.memory] = _Outputs(self._depth, self._capacity, history.edition)
+        self._outputs.move_to_end(request.memory)
+        while len(self._outputs) > _MOST_TENANTS:
+            self._outputs.popitem(last=False)
+        return kept
+
+    def _grow(self, automaton: CountedAutomaton, end: int, length: int, root: int, rows: int) -> tuple[DraftTree, float]:
+        """The tree behind an end of the text, and its score."""
+        counts = automaton.count
+        tokens, parents, score = [root], [-1], 0.0
+        open_rows: list[tuple[float, int, int, int, int, int]] = []  # -share, depth, -count, token, parent, state
+
+        def offer(parent: int, state: int, share: float, depth: int) -> None:
+            if length + depth > self._depth:
+                return
+            for token, follower in automaton.following(state):
+                own = share * counts[follower] / counts[state]
+                if token >= 0 and own >= self._least and own > 0.0:
+                    heapq.heappush(open_rows, (-own, depth, -counts[follower], token, parent, follower))
+
+        offer(0, end, 1.0, 1)
+        while open_rows and len(tokens) <= rows:
+            share, depth, _, token, parent, state = heapq.heappop(open_rows)
+            row = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            score -= share
+            offer(row, state, -share, depth + 1)
+        return DraftTree.of(tokens, parents, _SOURCE), score
+
+
+class SamDrafter(RecyclingDrafter):
+    """SAM-Decoding with token recycling (arXiv 2411.10666, section 3.3): a copy where enough of the text's end stood before,
+    else the tree of ``recycling``.
+
+    Example: with ``min_match_length=5`` a text whose last five tokens stand in its prompt is copied from there; one of which only
+    four do gets the tree that the table of recycling gives.
+
+    Departures: no automaton of a corpus; a copy is from the latest occurrence if that is in the output (see ``suffix``), and one
+    that is near the text's end starts again; the rows of a prompt teach the table nothing. The table is a tenant's.
+    """
+
+    def __init__(
+        self, max_spec_tokens: int = 40, min_match_length: int = 5, shape: str = "published", scope: str = "tenant"
+    ) -> None:
+        """
+        Args:
+            max_spec_tokens: of a copy, at least 1.
+            min_match_length: least number of tokens that match for a copy, at least 1.
+            shape, scope: of ``recycling``.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        super().__init__(shape=shape, scope=scope)
+        check_least(1, max_spec_tokens=max_spec_tokens, min_match_length=min_match_length)
+        self._copies = SuffixDrafter(max_spec_tokens, 0.0, float(max_spec_tokens), min_match_length)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int], load: StepLoad | None = None) -> list[DraftTree]:
+        """One tree per request."""
+        self._copies.ranks = self.ranks
+        copied = self._copies.propose(requests, budgets)
+        grown = super().propose(requests, budgets, load)
+        return [copy if copy.num_candidates > 1 else tree for copy, tree in zip(copied, grown, strict=True)]
+
+    def finish(self, request: Request) -> None:
+        """Drops what is kept of the request."""
+        self._copies.finish(request)
+        super().finish(request)
+
+    def held(self) -> Collection[str]:
+        """See ``Drafter``."""
+        return {*super().held(), *self._copies.held()}
+
+
+def _check_length(factor: float, offset: float) -> None:
+    """Raises ``ValueError`` where a draft's length cannot be told by them."""
+    if not 0.0 <= factor < float("inf"):
+        raise ValueError(f"max_spec_factor must be at least 0 and finite, got {factor}")
+    if not abs(offset) < float("inf"):
+        raise ValueError(f"max_spec_offset must be finite, got {offset}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 MAX_CLASSES = 32  # classes whose last occurrence is brought up to date with each token; only long runs nest deeper
 
@@ -79,3 +79,73 @@ class SuffixAutomaton:
             self._next[state][token] = split
             state = self.link[state]
         return split
+
+
+class CountedAutomaton(SuffixAutomaton):
+    """A suffix automaton that also knows how often each run of up to ``depth`` tokens stands in the text, its end included.
+
+    So it is the suffix tree of SuffixDecoding (arXiv 2411.04975), in which a node is a run and has a count.
+
+    Example: in ``1 2 3 1 2`` the run ``1 2`` stands twice and ``1 2 3`` once: 3 follows with probability 1/2.
+    """
+
+    __slots__ = ("_end", "_end_length", "count", "depth")
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.count = [0]  # by state
+        self._end, self._end_length = 0, 0  # the state of the text's last ``depth`` tokens, and how many they are
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends tokens, in up to ``depth`` steps for each."""
+        for token in tokens:
+            super().extend((token,))
+            self._end_length = min(self._end_length + 1, self.depth)
+            self._end = self._within(self._next[self._end][token], self._end_length)
+            state = self._end
+            while state > 0:
+                self.count[state] += 1
+                state = self.link[state]
+
+    def ends(self, context: Sequence[int] | None = None) -> Iterator[tuple[int, int, int]]:
+        """(state, most, fewest) tokens of the ends of a text that stand in this one, state by state, the longest first.
+
+        Args:
+            context: the text, of which the last ``depth`` tokens count; this one when absent.
+        """
+        state, length = self._end, self._end_length
+        if context is not None:
+            state = length = 0
+            for token in context[-self.depth :]:
+                while state > 0 and token not in self._next[state]:
+                    state = self.link[state]
+                    length = self.length[state]
+                if token in self._next[state]:
+                    state, length = self._next[state][token], length + 1
+        while state > 0:
+            link = self.link[state]
+            yield state, length, self.length[link] + 1
+            state, length = link, self.length[link]
+
+    def following(self, state: int) -> Iterator[tuple[int, int]]:
+        """(token, state) of what stands behind the runs of a state."""
+        return iter(self._next[state].items())
+
+    def _within(self, state: int, length: int) -> int:
+        """The state of the last ``length`` tokens of a state's runs."""
+        while self.length[self.link[state]] >= length:
+            state = self.link[state]
+        return state
+
+    def _add(self, transitions: dict[int, int], link: int, length: int, first_end: int, last_end: int) -> None:
+        super()._add(transitions, link, length, first_end, last_end)
+        self.count.append(0)
+
+    def _class(self, state: int, token: int) -> int:
+        target, states = self._next[state][token], len(self.length)
+        found = super()._class(state, token)
+        if len(self.length) > states:  # split: so far its runs stood where those of the longer ones do
+            self.count[found] = self.count[target]
+            self._end = self._within(self._end, self._end_length) if self._end else 0
+        return found

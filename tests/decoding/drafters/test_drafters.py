@@ -229,6 +229,7 @@ def test_llma_replay_takes_the_steps_of_the_published_simulation(
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("autoregressive", "recycling")])
 def test_a_finished_request_leaves_nothing_to_the_next_of_its_name(strategy: str) -> None:
     choices: dict[str, dict[str, object]] = {"ngrammys": {"allocation": "context", "w": 1}, "racer": {"window": 4}}
+    choices["sam"] = {"min_match_length": 1}
     options = choices.get(strategy, {})
     used, fresh = (prepared(strategy, **options) for _ in range(2))
     first = request([1, 4, 3, 1], [4, 3, 1])
@@ -262,6 +263,11 @@ OUT_OF_RANGE: dict[str, tuple[tuple[str, object], ...]] = {
         ("max_spec_tokens", 0), ("max_spec_factor", -1.0), ("max_spec_factor", float("inf")),
         ("max_spec_offset", float("nan")), ("min_match_length", 0), ("occurrence", "last"),
     ),
+    "suffix_decoding": (
+        ("max_spec_tokens", 0), ("max_spec_factor", -1.0), ("max_spec_offset", float("inf")), ("min_token_prob", 1.5),
+        ("max_tree_depth", 1), ("capacity", 1),
+    ),
+    "sam": (("max_spec_tokens", 0), ("min_match_length", 0), ("shape", "x"), ("scope", "x")),
     "trie": (
         ("decoding_length", 0), ("branch_length", 0), ("max_query_length", 33), ("layout", "tree"), ("frequencies", "all"),
         ("min_input", -1), ("min_output", -2), ("max_occurrences", 1025), ("capacity", -1),

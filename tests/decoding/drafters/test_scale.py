@@ -232,12 +232,12 @@ def test_who_ranks_nothing_asks_for_nothing(name: str) -> None:
     assert unprepared.top_k == 0
     unprepared.ranks = 3
     assert unprepared.top_k == 0
-    assert built(name).top_k == (8 if name in ("adapld", "auto", "racer", "recycling") else 0)
+    assert built(name).top_k == (8 if name in ("adapld", "auto", "racer", "recycling", "sam") else 0)
 
 
 def test_a_small_vocabulary_has_fewer_ranks() -> None:
     tiny = Target(5)
-    for name in ("adapld", "auto", "racer", "recycling"):
+    for name in ("adapld", "auto", "racer", "recycling", "sam"):
         drafter = build_drafter(name, {})
         drafter.prepare(tiny)
         assert drafter.top_k == 5

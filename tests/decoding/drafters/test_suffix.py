@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.drafters import build_drafter
-from decoding.drafters.suffix import OCCURRENCES
+from decoding.drafters.suffix import OCCURRENCES, SuffixDecodingDrafter
 from decoding.request import Request, SamplingParams
-from decoding.sources.suffix_automaton import MAX_CLASSES, SuffixAutomaton
+from decoding.sources.suffix_automaton import MAX_CLASSES, CountedAutomaton, SuffixAutomaton
 from decoding.tree import SOURCES
-from tests.helpers.targets import is_chain
+from tests.helpers.targets import Target, is_chain
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_CLASSES)
 
@@ -146,3 +146,89 @@ def test_draft_length_follows_match_length() -> None:
     assert drafted(text, 99, max_spec_tokens=2) == drafted(text, 2) == [4, 5]
     assert drafted(text, 0) == []
     assert drafted(text, 99, min_match_length=4) == []
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=50), st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(2, 6)
+)
+def test_runs_are_counted_up_to_a_depth(text: list[int], context: list[int], depth: int) -> None:
+    made = CountedAutomaton(depth)
+    for token in text:
+        made.extend([token])
+    for asked, of in ((None, text), (context, context)):
+        longest = 0
+        for state, most, fewest in made.ends(asked):
+            longest = max(longest, most)
+            for length in range(fewest, most + 1):
+                run = of[-length:]
+                assert made.count[state] == len(ends(text, run))
+                following = {token: made.count[follower] for token, follower in made.following(state)}
+                for token in range(3) if length < depth else ():
+                    assert following.get(token, 0) == len(ends(text, [*run, token]))
+        assert longest == max((n for n in range(1, depth + 1) if n <= len(of) and ends(text, of[-n:])), default=0)
+
+
+def suffix_decoding(of: Request, budget: int = 20, **options: object) -> list[tuple[int, int]]:
+    """(token, parent) of the rows that are drafted."""
+    (tree,) = build_drafter("suffix_decoding", options).propose([of], [budget])
+    tree.check()
+    return list(zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True))
+
+
+def test_the_likeliest_tokens_are_drafted_as_a_tree() -> None:
+    asked = request([1, 2, 3, 1, 2, 4], [1, 2])
+    assert sorted(suffix_decoding(asked)) == [(3, 0), (4, 0)]  # 1/3 each: the end that is asked for stands there, too
+    assert suffix_decoding(asked, min_token_prob=0.4) == [] and suffix_decoding(asked, budget=0) == []
+    assert suffix_decoding(asked, budget=1) in ([(3, 0)], [(4, 0)])
+    assert len(suffix_decoding(asked, max_spec_offset=2.0)) == 4
+    frequent = request([1, 2, 3, 1, 2, 3, 1, 2, 4], [1, 2])
+    assert suffix_decoding(frequent)[0] == (3, 0) and suffix_decoding(frequent, max_spec_factor=0.5) == [(3, 0)]
+
+
+def test_a_longer_end_wins_where_its_tree_scores_more() -> None:
+    asked = request([7, 1, 2, 3, 4, 5, 9, 2, 6, 9, 2, 6], [7, 1, 2])
+    assert suffix_decoding(asked) == [(3, 0), (4, 1), (5, 2)]  # three rows of 1/2, where 2 alone has one of 2/5
+
+
+def test_a_match_leaves_room_for_its_draft() -> None:
+    said = list(range(1, 60))
+    assert len(suffix_decoding(request([*said, 0], said[:40]), budget=64, max_tree_depth=30)) == 15
+
+
+def test_no_tree_reaches_across_texts() -> None:
+    asked = request([5, 1], [1, 2], [[1, 2], [1, 2]])
+    assert suffix_decoding(asked) == []
+
+
+def test_outputs_of_a_tenant_are_drafted_from_and_forgotten_by_halves() -> None:
+    drafter = SuffixDecodingDrafter(capacity=24)
+
+    def said(name: str, tenant: str | None, output: list[int]) -> list[int]:
+        asked = Request(name, [99], SamplingParams(max_tokens=100), tenant=tenant)
+        asked.commit(output[:2])
+        (tree,) = drafter.propose([asked], [8])
+        asked.commit(output[2:])
+        drafter.finish(asked)
+        return list(tree.tokens[1:].tolist())
+
+    assert said("one", "a", [1, 2, 3, 4]) == []
+    assert said("two", "b", [1, 2, 3]) == [] and said("three", None, [1, 2, 3]) == []
+    assert said("four", "a", [1, 2, 3, 4]) == [3, 4]
+    for number in range(3):
+        assert said(f"more {number}", "a", list(range(10 * number + 100, 10 * number + 108))) == []
+    assert said("five", "a", [1, 2, 3, 4]) == []
+    assert not drafter.held()
+
+
+def test_sam_copies_long_matches_and_leaves_the_rest_to_recycling() -> None:
+    drafter = build_drafter("sam", {})
+    drafter.prepare(Target(20))
+    long, short = (Request(name, [1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=100)) for name in ("long", "short"))
+    long.commit([1, 2, 3, 4, 5])
+    short.commit([2, 3, 4, 5])
+    trees = drafter.propose([long, short], [30, 30])
+    assert trees[0].tokens[1:3].tolist() == [6, 7] and is_chain(trees[0]) and len(trees[1]) == 1  # nothing is ranked yet
+    assert {*drafter.held()} == {"long", "short"}
+    drafter.finish(long)
+    drafter.finish(short)
+    assert not drafter.held()

@@ -326,6 +326,20 @@ def test_what_was_derived_from_deleted_texts_goes_too(delete: Delete) -> None:
 
 
 @DELETIONS
+def test_counts_of_deleted_texts_go_with_the_automaton(delete: Delete) -> None:
+    drafter = prepared("suffix_decoding", {})
+    said = say(drafter, "a")
+    say(drafter, "b")
+    assert HIT in drafted(drafter, "a") and HIT in drafted(drafter, "b") and drafted(drafter, None) == set()
+    delete(drafter, said)
+    assert drafted(drafter, "a") == set() and HIT in drafted(drafter, "b")
+    running = say(drafter, "a", end=False)
+    delete(drafter, running)
+    drafter.finish(running)
+    assert drafted(drafter, "a") == set()
+
+
+@DELETIONS
 def test_windows_of_deleted_texts_go_with_the_trie(delete: Delete) -> None:
     drafter = prepared("racer", {"window": 4})
     said = say(drafter, "a")
