@@ -185,7 +185,7 @@ MODELS = {
 }  # fmt: skip
 ARCHITECTURE = {"rooms": Source((), rooms)}
 OPERATIONS = {
-    "node-faults": Source(("2026-11-25-node-faults.json",), node_faults),
+    "node-faults": Source(("2026-11-25-node-faults.json", "2026-11-26-node-faults.json"), node_faults),
     "request-bounds": Source((), request_bounds),
 }
 DOCUMENTS = {

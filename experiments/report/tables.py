@@ -39,10 +39,10 @@ _NODE_TIMES = {
 }
 
 
-def node_faults(results: Mapping[str, Any]) -> Table:
-    """A row for each fault."""
+def node_faults(*results: Mapping[str, Any]) -> Table:
+    """A row for each fault, of all records."""
     rows = []
-    for name, told in results["faults"].items():
+    for name, told in (fault for record in results for fault in record["faults"].items()):
         took = ", ".join(f"{words} {_shown(told[key])}" for key, words in _NODE_TIMES.items() if key in told)
         if "new_request_s" in told:
             took = f"a new request takes {told['new_request_s']['max']:.2f} s at most, {took}"

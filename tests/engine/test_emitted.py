@@ -83,7 +83,9 @@ def test_the_rest_of_an_output_is_the_same_after_every_cut(engine: Engine, rules
     assert_same_rest(engine, whole, asked)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "jacobi", "llma", "trie", "suffix", "suffix_decoding", "sam", "recycling", "racer", "adapld"])
+@pytest.mark.parametrize(
+    "strategy", ["auto", "jacobi", "llma", "trie", "suffix", "suffix_decoding", "sam", "recycling", "racer", "adapld"]
+)
 def test_every_strategy_goes_on_from_what_others_emitted(engine: Engine, strategy: str) -> None:
     for rules in ("greedy", "sampled"):
         asked = params(**RULES[rules])
