@@ -3,10 +3,10 @@
 Outputs are a function of prompt, parameters and seed. So an id holds all that another process needs, and nothing is kept: the id
 of the answer, from which a seed and the ids of calls follow, and how much was told of each choice. The answer is computed again
 from its beginning, and what was told is left out. That is counted in units that do not depend on how steps cut an output, and has
-a checksum: where the text comes out otherwise than it was told, the stream ends with an error.
+a checksum: where the text comes out otherwise than it was told, the stream ends with an error. Another model goes on with none.
 
-Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.0.2f-5ab1c3d4-c-0-1``: 47 characters and 12 log-probabilities of the only
-choice, and its role.
+Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1``: 47 characters and 12 log-probabilities
+of the only choice, and its role.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = "Last-Event-ID"
 MAX_EVENT_ID = 8192  # characters: of as many choices as a request may have it is shorter
 _ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # what is told once of a choice
 _ID = re.compile(
-    r"(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<usage>[01])"
+    r"(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
     r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+)"
 )
 
@@ -69,6 +69,7 @@ class Beginning:
     answer_id: str
     created: int  # seconds since 1970
     digest: str = ""  # of the request; none where its events have no ids
+    model: str = ""  # digest of the one that began the stream that is gone on with
     told: tuple[ToldOfChoice, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
     has_usage: bool = False  # that told the usage
 
@@ -102,7 +103,7 @@ class Beginning:
         if found["digest"] != self.digest:
             raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
         told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
-        return Beginning(found["answer"], int(found["created"]), self.digest, told, found["usage"] == "1")
+        return Beginning(found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1")
 
     @property
     def seed(self) -> int:
@@ -120,10 +121,14 @@ class Beginning:
         Raises:
             ApiError: 400, the stream cannot be gone on with.
         """
+        model = hashlib.blake2b(f"{info.model_revision} {info.tokenizer_revision}".encode(), digest_size=4).hexdigest()
+        if self.told and self.model != model:
+            message = f"{HEADER}: another model is served now than the one that began this stream: ask anew, without it"
+            raise ApiError(400, message, param=HEADER, code="resumed_otherwise")
         why_not = _why_not(jobs[0], info)
         if self.told and (why_not or len(self.told) != len(jobs)):
             raise _wrong(why_not or f"it tells of {len(self.told)} choices, and the request asks for {len(jobs)}")
-        return EventIds(self, len(jobs), paced) if self.digest and not why_not else None
+        return EventIds(self, model, len(jobs), paced) if self.digest and not why_not else None
 
 
 def _why_not(job: Job, info: ModelInfo) -> str | None:
@@ -151,14 +156,16 @@ def _wrong(message: str) -> ApiError:
 class EventIds:
     """Gives the events of a stream their ids, and leaves out what was told before."""
 
-    def __init__(self, beginning: Beginning, choices: int, paced: bool) -> None:
+    def __init__(self, beginning: Beginning, model: str, choices: int, paced: bool) -> None:
         """
         Args:
             beginning: of the stream.
+            model: digest of it.
             choices: of the answer.
             paced: chunks with text of which nothing is left leave empty.
         """
-        self._stream, self._has_usage = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}", beginning.has_usage
+        self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
+        self._has_usage = beginning.has_usage
         self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
@@ -228,7 +235,7 @@ class _ChoiceRest:
         is_short = bool(seen.once & _END) and seen.content < before.content
         is_long = bool(before.once & _END) and seen.content > before.content
         if differs or is_short or is_long:
-            message = "computed again, the answer comes out otherwise than it was told; perhaps another model is served now"
+            message = "computed again, the answer comes out otherwise than it was told"
             raise ApiError(500, f"{message}: ask anew, without {HEADER}", param=HEADER, code="resumed_otherwise")
         return told
 

@@ -246,14 +246,15 @@ def refused(http: httpx.Client, body: dict[str, Any], last: str, *words: str, pa
 def test_what_cannot_be_gone_on_with(circles: Pair) -> None:
     http, body = circles.second, TEXT | {"stream": True}
     last = stream(http, COMPLETIONS, body)[1][0]
-    name, created, digest, usage, choice = last.split(".")
-    wrong = ["", "7", "null", f"{last}.", f"{last}{last}", last.upper(), f"{name[:-1]}.{created}.{digest}.{usage}.{choice}"]
+    name, created, digest, model, usage, choice = last.split(".")
+    begun = f"{created}.{digest}.{model}"
+    wrong = ["", "7", "null", f"{last}.", f"{last}{last}", last.upper(), f"{name[:-1]}.{begun}.{usage}.{choice}"]
     wrong += [
-        f"{name}.{created}.{digest}.{usage}",
-        f"{name}.{created}.{digest}.2.{choice}",
-        f"{name}.{created}.{digest}.0.-1-0-0-0-0",
+        f"{name}.{begun}.{usage}",
+        f"{name}.{begun}.2.{choice}",
+        f"{name}.{begun}.0.-1-0-0-0-0",
     ]
-    wrong += [last.replace("cmpl-", "chatcmpl-"), f"{name}.{created}.{digest}.{usage}.{choice}f-1"]
+    wrong += [last.replace("cmpl-", "chatcmpl-"), f"{name}.{begun}.{usage}.{choice}f-1"]
     for value in wrong:
         refused(http, body, value, "no id of an event", "leave it out")
     refused(http, CHAT, last, "no id of an event", path=CHATS)
@@ -289,7 +290,14 @@ def digest_of(body: dict[str, Any]) -> str:
     return Beginning.of("cmpl-", CompletionRequest(**body, stream=True), None, StreamHeaders("text/event-stream")).digest
 
 
-def test_another_model_is_found_out(circles: Pair) -> None:
+def test_another_model_goes_on_with_nothing(circles: Pair) -> None:
+    last = stream(circles.first, COMPLETIONS, TEXT)[1][0].split(".")
+    last[3] = f"{int(last[3], 16) ^ 1:08x}"
+    answer = circles.second.post(COMPLETIONS, json=TEXT | {"stream": True}, headers={LAST: ".".join(last)})
+    check_error(answer, 400, LAST, "another model", "ask anew", param=LAST, code="resumed_otherwise")
+
+
+def test_another_text_is_found_out(circles: Pair) -> None:
     body = TEXT | {"max_tokens": 12, "logit_bias": {str(byte_ids("x")[0]): 0}}
     whole = stream(circles.first, COMPLETIONS, body)
     *first, choice = whole[-2][0].split(".")
