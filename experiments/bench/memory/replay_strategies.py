@@ -1,23 +1,49 @@
 """A replay of known outputs with a record: tokens per step of strategies on workloads, without a model.
 
-python -m experiments.bench.memory replay FILE.jsonl... --tokenizer DIR [--strategy S ...]
+python -m experiments.bench.memory replay FILE.jsonl... --tokenizer DIR [--strategy S ...] [--corpus DIR]
 
-The same measurement as ``outrider replay``, which prints it.
+The same measurement as ``outrider replay``, which prints it. With a corpus every strategy that remembers outputs may draft from
+it as from public texts. REST (arXiv 2311.08252) is ``trie`` then: ends of up to 16 tokens, 10 tokens behind up to 1,024
+occurrences (published: 5,000), of which the 64 most frequent are drafted, with
+``trie:max_query_length=16,branch_length=10,max_occurrences=1024,frequencies=output,similar_requests=0,capacity=16777216``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gzip
 import itertools
+import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.cli.generate.known_texts import TextTokenizer, read_known_texts
-from cluster.cli.generate.strategy_option import chosen_strategies
+from cluster.cli.generate.strategy_option import StrategyChoice, chosen_strategies
 from cluster.cli.replay import figures
+from decoding.drafters.base import Drafter
 from decoding.replay import replay_workload
+from decoding.sources.text_keys import output_key
 from experiments.bench.run import Bench, Results, Run
+
+
+def read_corpus(folder: Path, cutter: TextTokenizer) -> list[list[int]]:
+    """The token ids of the field ``text`` of all records in ``train-*.jsonl.gz``."""
+    packed = (path.read_bytes() for path in sorted(folder.glob("train-*.jsonl.gz")))
+    return cutter.encode([json.loads(line)["text"] for data in packed for line in gzip.decompress(data).splitlines()])
+
+
+def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Drafter:
+    """A new drafter that may draft from public texts, where it remembers any."""
+    drafter = choice.build()
+    if drafter.memory is not None:
+        for number, text in enumerate(texts):
+            key = output_key(number + 1, 0)
+            drafter.memory.public.start(key)
+            drafter.memory.public.extend(key, 0, text, final=True)
+    return drafter
 
 
 def measure(args: argparse.Namespace, run: Run) -> Results:
@@ -25,12 +51,14 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     choices = [choice for choice in chosen_strategies(args.strategy) if not choice.build().needs_logits]
     cutter = TextTokenizer(args.tokenizer)
     texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
+    public = [] if args.corpus is None else read_corpus(args.corpus, cutter)
     results: Results = {}
     for choice, ranks in itertools.product(choices, args.world_size):
         label = choice.label if args.world_size == [1] else f"{choice.label}, {ranks} ranks"
         rows, reached = {}, []
         for name, known in texts.items():
-            counts = replay_workload(known, choice.build, args.budget, cutter.vocab_size, time.perf_counter, ranks=ranks)
+            build = functools.partial(_with_public, choice, public)
+            counts = replay_workload(known, build, args.budget, cutter.vocab_size, time.perf_counter, ranks=ranks)
             rows[name] = figures(counts)
             reached.append(counts.tokens_per_step)
             run.progress.note(f"{label} {name} {counts.tokens_per_step:.3f}")
@@ -42,6 +70,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     parser.add_argument("workloads", type=Path, nargs="+", help="JSON lines with prompt, output and, if wanted, references")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with a tokenizer.json")
+    parser.add_argument("--corpus", type=Path, help="folder with train-*.jsonl.gz whose records have a text")
     parser.add_argument("--strategy", action="append", help="NAME or NAME:option=value,...; all that can be replayed when absent")
     parser.add_argument("--budget", type=int, default=64, help="most drafted tokens of a rank in a step")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], help="draft as for so many ranks that share each step")
