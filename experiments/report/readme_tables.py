@@ -144,7 +144,7 @@ BENCHMARKS: dict[str, Source] = {
     "rag": Source(("2026-11-25-bench-rag.json",), rag),
     "gains": Source(("2026-11-25-bench-strategies.json",), gains),
     "decoding": Source(("2026-11-25-peers-3.json",), decoding),
-    "replayed": Source(("2026-11-25-replay-strategies.json",), replayed),
+    "replayed": Source(("2026-11-26-replay-strategies.json",), replayed),
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {
