@@ -15,7 +15,7 @@ from cluster.http.errors import ApiError
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
 
-_FOR_ROUTING = ("session", "unanswered", "resumed", "version")  # of a job: what its engine need not know
+_FOR_ROUTING = ("session", "avoid_s", "resumed", "version")  # of a job: what its engine need not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Job:
     embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
     suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
-    unanswered: bool = False  # it was sent before, to a replica that then said nothing for too long
+    avoid_s: float = 0.0  # it was sent before, to a replica that said nothing for too long: nobody else goes there for so long
     resumed: bool = False  # a client that was cut off goes on with it: it takes the place of the same request of its account
     version: str = ""  # of what is served, see ``cluster.app``: only replicas of this one take it; empty: all do
 

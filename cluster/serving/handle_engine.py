@@ -30,6 +30,8 @@ ACCEPT_TIMEOUT_S = 60.0  # a replica that died is replaced within that, or the r
 TOGETHER = 8  # most jobs of one call, which go to one replica: each call, and each of its events, takes the API a while
 BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
 SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
+FIRST_WORD_S = 1.5  # likewise, where another replica may take what this one has not said a word of
+SILENT_S, EARLY_S = 30.0, 5.0  # a silent replica is avoided for so long after either; Serve replaces one that hangs meanwhile
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
 MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
@@ -54,13 +56,14 @@ class _LostError(Exception):
 class _Call:
     """One call of a replica for some jobs, which are read one by one. It begins with the first reader and ends with the last."""
 
-    def __init__(self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[Job]) -> None:
+    def __init__(self, handle: Callable[[], DeploymentHandle[Any]], jobs: Sequence[Job], patience_s: float = SILENCE_S) -> None:
         """
         Args:
             handle: gives that of the deployment, in the loop of the readers.
             jobs: of one answer.
+            patience_s: for the first word.
         """
-        self._handle, self._jobs = handle, tuple(jobs)
+        self._handle, self._jobs, self.patience_s = handle, tuple(jobs), patience_s
         self._items: list[asyncio.Queue[Item | _LostError]] = [asyncio.Queue() for _ in jobs]
         self._calling: asyncio.Task[None] | None = None
         self._readers = 0
@@ -91,7 +94,7 @@ class _Call:
         end: BaseException = asyncio.CancelledError()
         try:
             while live:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(self.patience_s if self.heard_s is None else SILENCE_S):
                     batch = await response.__anext__()
                 self.heard_s = time.monotonic()
                 for place, item in batch:
@@ -120,7 +123,7 @@ class _Progress:
     emitted: list[int] = dataclasses.field(default_factory=list)
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
-    unanswered: bool = False  # by its last replica, which said nothing for too long
+    avoid_s: float = 0.0  # for which nobody else goes to its last replica, which said nothing for too long
     suspect: bool = False  # it was computed when a replica was lost or a step failed, and is not cleared
     losses: int = 0  # since its last token
     losses_in_all: int = 0
@@ -184,7 +187,8 @@ class HandleEngine:
         others used some, too."""
         jobs = tuple(dataclasses.replace(job, version=self._version) for job in jobs)
         size = min(TOGETHER, -(-len(jobs) // self._replicas))
-        calls = [_Call(self._streaming, jobs[first : first + size]) for first in range(0, len(jobs), size)]
+        patience_s = FIRST_WORD_S if self._replicas > 1 else SILENCE_S
+        calls = [_Call(self._streaming, jobs[first : first + size], patience_s) for first in range(0, len(jobs), size)]
         return [self._generate(job, calls[at // size], at % size) for at, job in enumerate(jobs)]
 
     async def _generate(self, job: Job, call: _Call | None, place: int) -> AsyncGenerator[StepOutput, None]:
@@ -196,8 +200,8 @@ class HandleEngine:
                 progress.attempts += 1
                 if call is None:
                     emitted = (*job.emitted, *progress.emitted)
-                    again = dataclasses.replace(job, emitted=emitted, suspect=progress.suspect, unanswered=progress.unanswered)
-                    progress.unanswered = False
+                    again = dataclasses.replace(job, emitted=emitted, suspect=progress.suspect, avoid_s=progress.avoid_s)
+                    progress.avoid_s = 0.0
                     call, place = _Call(self._streaming, (again,)), 0
                 attempt, call = self._attempt(job, call, place, progress), None
                 async with contextlib.aclosing(attempt) as outputs:
@@ -213,7 +217,7 @@ class HandleEngine:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             except _LostError as lost:
-                reason, progress.unanswered = lost, lost.silent
+                reason = lost
             except (QueueFullError, RequestError) as refusal:
                 if isinstance(refusal, QueueFullError) and progress.spare and not progress.taken:
                     progress.spare = False
@@ -262,6 +266,8 @@ class HandleEngine:
                         yield item
         except _LostError as lost:
             heard = call.heard_s is not None
+            if lost.silent:  # one that had little time may only be slow
+                progress.avoid_s = SILENT_S if heard or call.patience_s >= SILENCE_S else EARLY_S
             if heard or not lost.silent:  # else it may be that none was there to hear it
                 progress.losses += 1
                 progress.losses_in_all += 1
@@ -319,5 +325,6 @@ class HandleEngine:
 
 def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
     """Whether a request that is under way only has to wait: for a place, or for a replica that has not let go of it yet."""
-    waits = isinstance(refusal, QueueFullError) or refusal.field == "request_id"
-    return progress.taken and waits
+    if isinstance(refusal, RequestError) and refusal.field == "request_id":
+        return progress.taken or progress.attempts > 1
+    return progress.taken and isinstance(refusal, QueueFullError)

@@ -28,7 +28,6 @@ MOST_BLOCKS = 2**15  # of prompts that are remembered of a replica, for all tena
 MOST_PROMPT_BLOCKS = 2**12  # of one prompt: what follows its first 65,536 tokens is not looked at
 MOST_SESSIONS = 2**14  # for all tenants
 MOST_REQUESTS = 2**13  # whose last replica is known, should they come again
-SILENT_S = 30.0  # a replica that left a job without an answer is avoided for so long; Serve replaces one that hangs meanwhile
 _FEWEST = 256  # blocks, and sessions, of a tenant, however many there are
 
 # A prefix is known by the sum of its tokens, each times a number of its place. Tenants have memories of their own, so that the
@@ -98,7 +97,7 @@ class ReplicaChooser:
     gets a call while another one would not (consistent hashing with bounded loads, arXiv 1608.01350). The calls of one answer are
     made to be apart, so all but the first go where the least is to be done. A job that comes again, because its replica was lost,
     silent or full, goes elsewhere where it can. Where the replica was silent, so do all others, its sessions and prefixes too,
-    for ``SILENT_S``: then it is tried again.
+    for as long as the job says: then it is tried again.
 
     What a tenant sent tells nothing about where another's requests go, but for the load. Of jobs of no tenant nothing is
     remembered: their answer's name is hashed.
@@ -147,7 +146,8 @@ class ReplicaChooser:
         tried = {self._last.get(job.request_id) for job in jobs}
         now = self._clock()
         self._silent = {name: until for name, until in self._silent.items() if until > now and name in loads}
-        self._silent |= {name: now + SILENT_S for name in tried & loads.keys() if name and any(job.unanswered for job in jobs)}
+        if avoid_s := max(job.avoid_s for job in jobs):
+            self._silent |= {name: now + avoid_s for name in tried & loads.keys() if name}
         answer = _answer_of(first)
         is_spread = any(one.answer == answer for one in self._under_way.values())
         scores = _scores(first, loads, common * BLOCK)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cluster.serving.generation import Job
-from cluster.serving.replica_chooser import BLOCK, SILENT_S, SLACK, ReplicaChooser, prefixes_of
+from cluster.serving.replica_chooser import BLOCK, SLACK, ReplicaChooser, prefixes_of
 from decoding.request import SamplingParams
 from decoding.tree import Int32Array
 
@@ -290,12 +290,12 @@ def test_a_replica_that_was_silent_attracts_nothing_for_a_while() -> None:
     jobs = router.jobs(text(1), session="s")
     best, end = router.send(jobs)
     end()
-    elsewhere, end = router.send(tuple(dataclasses.replace(job, unanswered=True) for job in jobs))
+    elsewhere, end = router.send(tuple(dataclasses.replace(job, avoid_s=30.0) for job in jobs))
     end()
     assert best == home != elsewhere
     for seed in range(40):  # those that have their prefix there, those that are new, and those of others
         assert router.alone(text(1), tenant=("acme", "globex", None)[seed % 3]) != home != router.alone(text(2 + seed))
     router.replicas = (home,)
     assert router.alone(text(1)) == home  # there is no other one
-    router.replicas, now[0] = FOUR, SILENT_S + 0.1
+    router.replicas, now[0] = FOUR, 30.1
     assert home in {router.alone(text(100 + seed)) for seed in range(40)}
