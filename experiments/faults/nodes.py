@@ -37,6 +37,7 @@ _SILENCE_S = 10.0  # after that a client gives up what it waits for, and asks ag
 _MIDDLE_S = 4.0  # by then streams are under way
 _PATIENCE_S = 180.0
 _ATTEMPTS = 8
+_SPARE_PLACES = 8
 _CONTEXT = 1024  # tokens of prompt and answer, so that places for all of them fit
 _ANEW = ("model_replaced", "resumed_otherwise")  # codes of errors that say to ask anew
 _MODELS = ("demo_model", "smollm2-135m-instruct")  # the one that is not served takes the other's place
@@ -251,7 +252,7 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     """All faults, one after the other, each on a whole cluster. Raises ``MachinesError``: no machines can be made."""
     began = time.monotonic()
     run.progress.say("starting the machines")
-    running = max(8, args.concurrency)  # nobody waits for a place
+    running = args.concurrency + _SPARE_PLACES  # nobody waits for a place
     settings = {"model": {"dtype": args.dtype, "max_model_len": _CONTEXT}, "engine": {"max_running": running}}
     with ManifestCluster(OVERLAY, Path(find_model(args.model)), settings, (SPARE,)) as cluster:
         ready_s = time.monotonic() - began
