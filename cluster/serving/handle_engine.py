@@ -295,7 +295,8 @@ class HandleEngine:
 
     async def is_replaced(self) -> bool:
         """Whether replicas of other versions answer, and none of this one."""
-        return bool(await self._answering()) and not await self.describe()
+        versions = {answer.version for answer in await self._answering()}
+        return bool(versions) and self._version not in versions
 
     async def describe(self) -> list[Description]:
         """See ``EnginePort.describe``."""
