@@ -212,7 +212,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         best, score = DraftTree.chain(request.root, ()), 0.0
         for automaton in (state, *(kept.automata if kept is not None else ())):
             for end, most, fewest in automaton.ends(None if automaton is state else context):
-                for length in {most: None, max(fewest, min(most, self._roomy)): None}:
+                for length in dict.fromkeys((most, max(fewest, min(most, self._roomy)))):
                     rows = int(self._factor * length + self._offset + 1e-6)  # the published rounding
                     rows = min(min(rows, self._most) * self.ranks, budget)
                     if rows > score:  # else it could not reach it
