@@ -37,17 +37,7 @@ CASES = (
     (PROMPTS[4], SamplingParams(1, logprobs=1)),
     (PROMPTS[1], SamplingParams(MAX_TOKENS, stop_token_ids=tuple(range(1, VOCAB, 12)))),
 )
-BRANCHING = (
-    "adapld",
-    "auto",
-    "jacobi",
-    "ngrammys",
-    "racer",
-    "recycling",
-    "sam",
-    "suffix_decoding",
-    "trie",
-)  # what drafts more than one chain
+BRANCHING = ("adapld", "auto", "jacobi", "ngrammys", "racer", "recycling", "sam", "trie")  # what drafts more than one chain
 
 
 def requests(

@@ -64,7 +64,7 @@ def test_a_lost_machine_changes_no_answer(cluster: ManifestCluster, fault: Fault
     asks = make_asks(8, 80, seed=1)
     right, _ = asyncio.run(ask_all(cluster, asks, 4))
     assert not [told.error for told in right if told.error]
-    told = asyncio.run(under(cluster, fault, asks, right, 4))
+    told = asyncio.run(under(cluster, fault, asks, [right], 4))
     assert told["wrong"] == [] and told["answers"] >= len(asks), told
 
 
