@@ -22,7 +22,7 @@ from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import draft_with, llama_config, nearly, save_model
 
 STRATEGY_NAMES = sorted(STRATEGIES)
-DTYPES = ("float32", "float64")
+EACH = ("float32", pytest.param("float64", marks=pytest.mark.slow))
 MAX_TOKENS = 32
 
 
@@ -50,7 +50,7 @@ SAMPLINGS = (
 )
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=EACH)
 def reference(request: pytest.FixtureRequest, folder: str) -> tuple[str, list[list[int]]]:
     """transformers' greedy outputs, with the stock model and its own cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, request.param)).eval()
@@ -100,7 +100,7 @@ SAMPLED = [
 ]
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=EACH)
 def sampled(request: pytest.FixtureRequest, folder: str) -> tuple[str, list[list[int]]]:
     """Plain decoding, one request at a time."""
     return request.param, generate(load(folder, request.param, "autoregressive", 1), SAMPLED)

@@ -108,7 +108,9 @@ def check_generate(stock: PreTrainedModel, outputs: Sequence[Sequence[int]], dty
             assert logits[expected[at]] - logits[output[at]] <= _NEAR * logits.std(), (at, output, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="float32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bfloat16")]
+)
 @pytest.mark.parametrize(
     "family",
     [
