@@ -73,7 +73,7 @@ class Ingress:
         self._tracing = open_tracing(config)
         accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s  # who comes first waits for the model
         port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version_of(config))
-        self._is_early, self._start_timeout_s = port.is_replaced, server.start_timeout_s
+        self._has_only_others, self._start_timeout_s = port.has_only_others, server.start_timeout_s
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
         apis = None if server.api_replicas == 1 else ApiReplicas()
@@ -111,7 +111,7 @@ class Ingress:
     async def _alive(self, app: FastAPI) -> AsyncIterator[None]:
         # In a redeploy with another model the API of the old one goes when this one is up: not before there is an engine for it.
         deadline_s = time.monotonic() + self._start_timeout_s
-        while await self._is_early() and time.monotonic() < deadline_s:
+        while await self._has_only_others() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
         async with contextlib.AsyncExitStack() as parts:
             if self._tracing is not None:

@@ -293,7 +293,7 @@ class HandleEngine:
             message = "the model is being replaced, and this API with it: ask again"
         raise ApiError(503, message, code="model_replaced", headers={"Retry-After": "1"})
 
-    async def is_replaced(self) -> bool:
+    async def has_only_others(self) -> bool:
         """Whether replicas of other versions answer, and none of this one."""
         versions = {answer.version for answer in await self._answering()}
         return bool(versions) and self._version not in versions

@@ -12,11 +12,11 @@ from decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, ch
 from decoding.drafters.recycling import RecyclingDrafter
 from decoding.request import Request
 from decoding.sources.history import Histories
+from decoding.sources.successors import MAX_TENANTS
 from decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
 from decoding.tree import SOURCES, DraftTree
 
 _SOURCE = SOURCES.index("suffix")
-_MOST_TENANTS = 64  # whose outputs are kept, those served last
 OCCURRENCES = ("mixed", "latest", "earliest")
 
 
@@ -147,8 +147,8 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
     Example: after ``1 2 3 1 2 4 1 2`` the end ``1 2`` stands three times, itself among them, so that 3 and 4 have 1/3 each: both
     are drafted with a score of 2/3.
 
-    Outputs of a tenant's requests are kept when they end, in the order of ending; a request without a tenant leaves none and gets
-    none. Where texts of a tenant are deleted, all of them go.
+    Outputs of a tenant's requests are kept when they end, in the order of ending, of the ``MAX_TENANTS`` tenants served last; a
+    request without a tenant leaves none and gets none. Where texts of a tenant are deleted, all of them go.
 
     Departures: of equally likely tokens the one nearest to the root, then the more frequent one comes first, where the published
     order is the heap's; the tenant's outputs do not hold running ones, which the request's own texts do; the oldest half of the
@@ -240,7 +240,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
         if kept is None or kept.edition is not history.edition:
             kept = self._outputs[request.memory] = _Outputs(self._depth, self._capacity, history.edition)
         self._outputs.move_to_end(request.memory)
-        while len(self._outputs) > _MOST_TENANTS:
+        if len(self._outputs) > MAX_TENANTS:
             self._outputs.popitem(last=False)
         return kept
 
@@ -255,7 +255,7 @@ class SuffixDecodingDrafter(RequestDrafter[CountedAutomaton]):
                 return
             for token, follower in automaton.following(state):
                 own = share * counts[follower] / counts[state]
-                if token >= 0 and own >= self._least and own > 0.0:
+                if token >= 0 and own >= self._least:
                     heapq.heappush(open_rows, (-own, depth, -counts[follower], token, parent, follower))
 
         offer(0, end, 1.0, 1)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gzip
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,12 +25,7 @@ from decoding.drafters.base import Drafter
 from decoding.replay import replay_workload
 from decoding.sources.text_keys import output_key
 from experiments.bench.run import Bench, Results, Run
-
-
-def read_corpus(folder: Path, cutter: TextTokenizer) -> list[list[int]]:
-    """The token ids of the field ``text`` of all records in ``train-*.jsonl.gz``."""
-    packed = (path.read_bytes() for path in sorted(folder.glob("train-*.jsonl.gz")))
-    return cutter.encode([json.loads(line)["text"] for data in packed for line in gzip.decompress(data).splitlines()])
+from experiments.training.data import read_records
 
 
 def _with_public(choice: StrategyChoice, texts: Sequence[Sequence[int]]) -> Drafter:
@@ -51,7 +44,8 @@ def measure(args: argparse.Namespace, run: Run) -> Results:
     choices = [choice for choice in chosen_strategies(args.strategy) if not choice.build().needs_logits]
     cutter = TextTokenizer(args.tokenizer)
     texts = {path.stem: read_known_texts(path, cutter, None) for path in args.workloads}
-    public = [] if args.corpus is None else read_corpus(args.corpus, cutter)
+    shards = [] if args.corpus is None else sorted(args.corpus.glob("train-*.jsonl.gz"))
+    public = cutter.encode([record["text"] for record in read_records(shards)])
     results: Results = {}
     for choice, ranks in itertools.product(choices, args.world_size):
         label = choice.label if args.world_size == [1] else f"{choice.label}, {ranks} ranks"
