@@ -19,7 +19,7 @@ import numpy as np
 
 from actors.description import GroupState
 from actors.lookahead.executor import LookaheadParallelExecutor, StepTimes
-from actors.lookahead.link import connect
+from actors.lookahead.link import connect, readable
 from actors.lookahead.rank import RankServer
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.budget.latency import StepLoad
@@ -234,6 +234,12 @@ class TinyGroup:
     def leave(self, rank: int) -> None:
         """A rank goes, in good order."""
         self.executor.remove_rank(rank)
+
+    def catch_up(self) -> None:
+        """Waits until the ranks that are refilled have answered. No step waits for them: on a busy machine all would be over before."""
+        for rank_state in self.executor._membership.rank_states.copy().values():
+            if rank_state.refilling and rank_state.unanswered:
+                readable([rank_state.link], CONNECT_S)
 
     @property
     def state(self) -> GroupState:

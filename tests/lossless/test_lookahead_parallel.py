@@ -219,6 +219,7 @@ def test_ranks_that_join_late_take_part(strategy: str) -> None:
         ranks.join(1)
 
         def between(step: int) -> None:
+            ranks.catch_up()
             if step == 3:
                 ranks.join(2)
 
@@ -237,6 +238,7 @@ def test_ranks_may_leave_and_come_back(strategy: str) -> None:
     with group(strategy, 4) as ranks:
 
         def between(step: int) -> None:
+            ranks.catch_up()
             seen.append(ranks.state.ready)
             if step == 3:
                 ranks.leave(2)
