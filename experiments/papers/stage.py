@@ -35,6 +35,7 @@ BEST = "best"  # a label under which measurements stand a second time
 TENANT = "local"  # of all requests
 
 Quality = Callable[[Prompt, Sequence[Sequence[int]]], tuple[float, int]]  # outputs of a prompt -> nats and tokens of all
+Score = Callable[[Prompt, Sequence[int]], float]  # of one output of a prompt; more is better
 Measures = dict[str, dict[str, dict[str, Figure]]]  # dataset -> label -> metric -> mean and spread over repeats
 MakeContestant = Callable[[Callable[[], Engine]], EngineContestant]
 FOLLOWS = "target-guided: forwards of this model, committed tokens of the files' known outputs (arXiv 2304.04487, 3.2)"
@@ -143,6 +144,7 @@ def race(
     contestant: MakeContestant | None = None,
     warm: Mapping[str, int] | None = None,
     quality: Quality | None = None,
+    scores: Mapping[str, Score] | None = None,
 ) -> dict[str, dict[str, Figure]]:
     """Strategies in turns on the same prompts, plain decoding first.
 
@@ -158,12 +160,13 @@ def race(
         contestant: makes one of an engine; one that decodes greedily when absent.
         warm: label -> of how many of ``before`` it remembers; of all where nothing is said.
         quality: says how likely outputs are; see ``Returns``.
+        scores: metric -> what says how good an output is.
 
     Returns:
         Label -> metric -> figure: ``tokens/s`` and ``speedup`` of whole requests, as the papers have them; ``decode speedup``
         after the first tokens, which in batches tells little, since one request's prefill is in another's steps;
         ``tokens_per_step``, ``drafted_per_step``, ``differing`` (outputs that are not those of plain decoding), and with a
-        ``quality`` ``perplexity``.
+        ``quality`` ``perplexity``, and each of ``scores``.
 
     Raises:
         OutOfTimeError: the hours of the command are over.
@@ -178,10 +181,16 @@ def race(
     stage.progress.say(f"{name}: {len(runners)} strategies on {len(prompts)} prompts")
     _, tallies = compete(runners, prompts, repeats, batch_size, stage.progress, outputs or None)
     rows = {label: _row(tally, tallies[PLAIN], [prompt.id for prompt in prompts], repeats) for label, tally in tallies.items()}
-    for runner in runners if quality is not None else ():
-        assert quality is not None
+    for runner in runners:
         texts = [[runner.outputs[repeat + 1, prompt.id] for repeat in range(repeats)] for prompt in prompts]
-        rows[runner.name]["perplexity"] = _perplexity([quality(*each) for each in zip(prompts, texts, strict=True)])
+        if quality is not None:
+            rows[runner.name]["perplexity"] = _perplexity([quality(*each) for each in zip(prompts, texts, strict=True)])
+        for metric, score in (scores or {}).items():
+            of_each = [
+                statistics.fmean(score(prompt, output) for output in outputs)
+                for prompt, outputs in zip(prompts, texts, strict=True)
+            ]
+            rows[runner.name][metric] = Figure(statistics.fmean(of_each), samples=figure_of(of_each).samples)
     return rows
 
 

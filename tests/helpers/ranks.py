@@ -236,7 +236,7 @@ class TinyGroup:
         self.executor.remove_rank(rank)
 
     def catch_up(self) -> None:
-        """Waits until the ranks that are refilled have answered. No step waits for them: on a busy machine all would be over before."""
+        """Waits until the ranks that are refilled have answered, as no step does: on a busy machine all would be over before."""
         for rank_state in self.executor._membership.rank_states.copy().values():
             if rank_state.refilling and rank_state.unanswered:
                 readable([rank_state.link], CONNECT_S)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import build_drafter, build_drafters
 from decoding.request import PLAIN, FinishReason, Request, SamplingParams
+from decoding.strategy_choice import parse_strategy
 from engine.engine import Engine
 from engine.forward.runner import ModelRunner
 from engine.loading.draft_model import LocalDraftModel
@@ -55,10 +56,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def load(folders: Folders, strategy: str, draft: str = "near", batch: int = 3, dtype: str = "float64", **more: object) -> Engine:
-    name, _, options = strategy.partition(":")
-    pairs = [pair.split("=") for pair in options.split(",") if pair]
-    values = {key: value if value.isalpha() else float(value) if "." in value else int(value) for key, value in pairs}
-    speculation = SpeculationOptions(name, 16, values, draft_model=folders[draft], exact=False)
+    choice = parse_strategy(strategy)
+    speculation = SpeculationOptions(choice.name, 16, dict(choice.options), draft_model=folders[draft], exact=False)
     options_of = EngineOptions(max_running=batch, **more)  # type: ignore[arg-type]
     return Engine.load(ModelOptions(folders["target"], dtype=dtype), options_of, speculation)  # type: ignore[arg-type]
 
@@ -121,7 +120,14 @@ def test_the_text_is_the_seeds(folders: Folders, plain: dict[str, list[list[int]
 
 
 @pytest.mark.parametrize(
-    "strategy", ["speculative", "speculative:sampling=rejection", "spectr:sequences=1", "mjsd:joint_law=warped"]
+    "strategy",
+    [
+        "speculative",
+        "speculative:sampling=rejection",
+        "spectr:sequences=1",
+        "mjsd:joint_law=warped",
+        "mjsd:joint_law=warped,do_sample=true",
+    ],
 )
 def test_a_draft_model_that_is_the_target_is_always_right(folders: Folders, strategy: str) -> None:
     engine = load(folders, strategy, "target")

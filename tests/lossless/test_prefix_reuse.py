@@ -252,7 +252,12 @@ def test_a_rank_that_joins_late_has_nothing_to_reuse_and_still_agrees() -> None:
         ranks.join(2)
         requests = [ask(prompts[name], name) for name in ("1", "2", "3")]
         slow = ask(prompts["0"], "0", priority=1)
-        assert ranks.run([slow, *requests], lambda step: ranks.catch_up()) == [answers["0"], answers["1"], answers["2"], answers["3"]]
+        assert ranks.run([slow, *requests], lambda step: ranks.catch_up()) == [
+            answers["0"],
+            answers["1"],
+            answers["2"],
+            answers["3"],
+        ]
         assert min(cached(*requests)) >= len(SYSTEM) * 2 and ranks.state.ready == (0, 1, 2)
         assert ranks.state.losses == ranks.state.disagreements == 0
 

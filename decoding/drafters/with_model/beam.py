@@ -13,6 +13,7 @@ from decoding.sources.branches import tree_of
 
 # (request, n chains behind it, [n, vocab] logits after them) -> [n, vocab] log-probabilities by which beams are scored.
 Score = Callable[[Request, Sequence[Sequence[int]], torch.Tensor], torch.Tensor]
+Noise = Callable[[Request, int, int], torch.Tensor]  # (request, level, n) -> [n] standard Gumbel noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,13 @@ def raw_score(request: Request, chains: Sequence[Sequence[int]], logits: torch.T
 
 
 def beam_search(
-    model: DraftModel, requests: Sequence[Request], depths: Sequence[int], beams: int, score: Score = raw_score, source: int = 0
+    model: DraftModel,
+    requests: Sequence[Request],
+    depths: Sequence[int],
+    beams: int,
+    score: Score = raw_score,
+    source: int = 0,
+    noise: Noise | None = None,
 ) -> list[Beam]:
     """The best continuation of each request, one forward a level for all of them.
 
@@ -48,9 +55,11 @@ def beam_search(
         beams: kept at each level.
         score: what beams are scored by; excluded tokens have -inf, and a beam all of whose continuations are excluded ends there.
         source: id of the drafter, for the rows that are computed.
+        noise: with it the beams of a level are drawn, without replacement, from the softmax of the scores of all continuations
+            (``num_beams`` and ``do_sample`` of ``transformers``): the ``beams`` largest after noise was added are such a draw.
 
     Returns:
-        One a request, of as many tokens as asked for, or fewer where every continuation is excluded.
+        One a request, the likeliest that is left, of as many tokens as asked for, or fewer where every continuation is excluded.
     """
     alive = [[Beam((), ())] for _ in requests]
     for level in range(max(depths)):
@@ -67,25 +76,27 @@ def beam_search(
             logprobs = score(
                 requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves, device=logits.device)]
             )
-            alive[at] = _extended(alive[at], logprobs, beams) or alive[at]
+            added = None if noise is None else noise(requests[at], level, logprobs.numel()).to(logprobs)
+            alive[at] = _extended(alive[at], logprobs, beams, added) or alive[at]
     return [beams_of[0] for beams_of in alive]
 
 
-def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int) -> list[Beam]:
+def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: torch.Tensor | None = None) -> list[Beam]:
     """The best continuations by one token, the best first, of equals those of earlier beams; fewer where others are excluded.
 
     Args:
         logprobs: [beams, vocab] of the next token.
+        noise: [beams * vocab] by which they are drawn.
     """
     scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype, device=logprobs.device)[:, None]
-    best = torch.topk(scores.flatten(), min(count, scores.numel()))
+    best = torch.topk(scores.flatten() if noise is None else scores.flatten() + noise, min(count, scores.numel()))
     owns = logprobs.flatten()[best.indices].tolist()
     found = []
     for value, own, at in zip(best.values.tolist(), owns, best.indices.tolist(), strict=True):
         if value > float("-inf"):
             beam, token = alive[at // logprobs.shape[1]], at % logprobs.shape[1]
             found.append(Beam((*beam.tokens, token), (*beam.logprobs, own), beam.score + own))
-    return found
+    return found if noise is None else sorted(found, key=lambda beam: -beam.score)
 
 
 def _row_of(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int]) -> int:

@@ -8,8 +8,9 @@ import torch
 
 from decoding.request import Request
 from decoding.sampling.penalties import LogitRules
+from decoding.sampling.philox import raw_stream
 from decoding.sampling.probabilities import DRAFT, Float64Array, pick, uniform
-from decoding.sampling.sampler import choose
+from decoding.sampling.sampler import choose, gumbel
 from decoding.verify.target_probabilities import request_distribution
 
 
@@ -91,3 +92,7 @@ class DraftDistributions:
     def pick(self, request: Request, depth: int, probs: Float64Array, sequence: int = 0) -> int:
         """A token with the distribution ``probs``, ``depth`` drafted tokens behind the request's own; see ``draw``."""
         return pick(probs, uniform(request.params.seed, request.num_tokens + depth, DRAFT + sequence))
+
+    def noise(self, request: Request, depth: int, count: int) -> torch.Tensor:
+        """[count] standard Gumbel noise, float64, for what is drawn ``depth`` drafted tokens behind the request's own."""
+        return torch.from_numpy(gumbel(raw_stream(request.params.seed, request.num_tokens + depth, count, DRAFT)))

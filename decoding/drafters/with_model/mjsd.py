@@ -28,13 +28,21 @@ class MjsdDrafter(ModelDrafter):
 
     Example: see ``decoding.drafters.with_model.beam.beam_search`` and ``MjsdRule``.
 
-    Departures from the published code, which samples its beams and compares with the probability that a place in the beam was
-    drawn: beams are searched for, as the paper says, and the draft model's probability is that of the tokens.
+    Departures from the published code, which draws its beams and compares with the probability that a place among them was
+    drawn: beams are searched for, as the paper says, and drawn where ``do_sample`` asks for it; they begin with one beam, so that
+    all are different; and the draft model's probability is that of the tokens.
     """
 
     own_rules = True
 
-    def __init__(self, num_draft_tokens: int = 4, beams: int = 8, threshold: float = 0.1, joint_law: str = "raw") -> None:
+    def __init__(
+        self,
+        num_draft_tokens: int = 4,
+        beams: int = 8,
+        threshold: float = 0.1,
+        joint_law: str = "raw",
+        do_sample: bool = False,
+    ) -> None:
         """
         Args:
             num_draft_tokens: length of a beam, at least 1.
@@ -42,6 +50,7 @@ class MjsdDrafter(ModelDrafter):
             threshold: of the ratio of joint probabilities; below 0 everything is kept.
             joint_law: what both models' probabilities are in beam search and test: ``raw``, before temperature and truncation,
                 or ``warped``, what the request would draw from. Bias, minimum length and penalties are in both.
+            do_sample: beams are drawn by this law, with the request's seed, instead of searched for.
 
         Raises:
             ValueError: a value that is not one of these.
@@ -52,6 +61,7 @@ class MjsdDrafter(ModelDrafter):
         self.draft_rows = max(1, beams * (num_draft_tokens - 1))  # all beams, sharing nothing; the last tokens are not computed
         self._beams, self._threshold = beams, threshold
         self._joint_law = cast(Literal["raw", "warped"], joint_law)
+        self._do_sample = do_sample
 
     def draft(self, requests: Sequence[Request], depths: Sequence[int], budgets: Sequence[int]) -> list[DraftTree]:
         """See ``ModelDrafter``."""
@@ -59,7 +69,8 @@ class MjsdDrafter(ModelDrafter):
         from decoding.verify.rules import MjsdRule
 
         score = self._raw_score if self._joint_law == "raw" else self._warped_score
-        beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE)
+        noise = self.distributions.noise if self._do_sample else None
+        beams = beam_search(self.model, requests, depths, self._beams, score, SOURCE, noise)
         trees = [DraftTree.chain(request.root, beam.tokens, SOURCE) for request, beam in zip(requests, beams, strict=True)]
         for tree, beam in zip(trees, beams, strict=True):
             tree.rule = MjsdRule(beam.logprobs, self._threshold, self._joint_law)

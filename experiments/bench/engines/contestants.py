@@ -24,6 +24,7 @@ class Prompt:
     ids: list[int]
     references: list[list[int]]
     known: list[int] | None = None  # the output to follow, in guided runs
+    answer: str | None = None  # the file's output, with which those of the model are compared
 
     @classmethod
     def of(cls, text: KnownText) -> Prompt:

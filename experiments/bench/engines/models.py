@@ -68,6 +68,7 @@ def chat_workload(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int | N
             record.id,
             prompt_ids(record, tokenizer),
             [tokenizer.encode(text, add_special_tokens=False) for text in record.references],
+            answer=record.output,
         )
         for record in read_prompts(path)[:limit]
     ]

@@ -1,4 +1,4 @@
-"""MJSD's tables 2 and 3, its figure 4 and the blocks of section 3.1: speed and perplexity of methods that draft with a model."""
+"""MJSD's tables 2 and 3 and its figures 1 and 4: speed, perplexity and ROUGE-L of methods that draft with a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from experiments.papers.draft_models.methods import BEAMS, THRESHOLDS, mjsd_text
 from experiments.papers.draft_models.mjgd import joint_greedy, over_target
 from experiments.papers.draft_models.quality import output_nats, until_end
 from experiments.papers.jacobi import SampledContestant
-from experiments.papers.numbers.mjsd import ABLATED, METHODS, SETTINGS, beams, block, threshold
-from experiments.papers.numbers.published import Figure, Value
-from experiments.papers.stage import PLAIN, Stage, race
+from experiments.papers.numbers.mjsd import ABLATED, BLOCKS, DRAWN, METHODS, ROUGE, SETTINGS, TASK, beams, block, threshold
+from experiments.papers.numbers.published import Figure
+from experiments.papers.stage import PLAIN, Score, Stage, race
 
 LENGTHS = (1, 2, 4, 8)  # tokens of a draft, of MJSD
-BLOCKS = (1, 2, 4)  # of multi-token joint greedy decoding
 _GAMMA, _BEAMS, _THRESHOLD = 4, 8, 0.1
 _SHOWN = ("tokens/s", "perplexity", "tokens_per_step")
 
@@ -64,23 +63,30 @@ def methods() -> dict[str, str]:
 
 
 def variants() -> dict[str, str]:
-    """MJSD with other beams, thresholds and lengths, and blocks of the target itself (``mjgd``)."""
+    """MJSD with other beams, drawn ones among them, thresholds and lengths, and blocks of the target itself (``mjgd``)."""
     found = {beams(count): mjsd_text(_GAMMA, count, _THRESHOLD) for count in BEAMS}
     found |= {threshold(value): mjsd_text(_GAMMA, _BEAMS, value) for value in THRESHOLDS}
     found |= {f"drafts of {length}": mjsd_text(length, _BEAMS, _THRESHOLD) for length in LENGTHS}
-    return found | {block(length): PLAIN for length in BLOCKS}
+    found[DRAWN] = mjsd_text(_GAMMA, _BEAMS, _THRESHOLD) + ",joint_law=warped,do_sample=true"
+    return found | blocks()
+
+
+def blocks() -> dict[str, str]:
+    """Blocks of the target itself (``mjgd``)."""
+    return {block(length): PLAIN for length in BLOCKS}
 
 
 def runs(sizes: Mapping[str, int], repeats: int) -> int:
     """How many there are, by records of each dataset."""
-    return len(METHODS) * repeats * sum(sizes.values()) + (1 + len(variants())) * sizes.get(ABLATED, 0)
+    return sum((len(METHODS) * repeats + (1 + len(_SWEPT[name]) if name in _SWEPT else 0)) * n for name, n in sizes.items())
 
 
 def measure(stage: Stage, found: Found) -> None:
-    """Table 2 on each dataset, and the rest on one."""
+    """Table 2 on each dataset, figure 1 on two, and the rest on one."""
     found.notes += [
         "sampled with temperature 1, top-k 20 and top-p 0.9; each prompt with a seed of its own, another in each repeat",
-        "perplexity is of the outputs, by the target's own law; the beams are searched for, where the published code draws them",
+        "perplexity is of the outputs, by the target's own law; the beams are searched for, and drawn where a label says so",
+        f"{ROUGE} is the F-measure, words stemmed, of an output beside its file's known one, of a human or another model",
         "mjgd takes the likeliest blocks of the target itself and draws nothing; it is run once",
     ]
     table = found.tables.setdefault("table 2", {})
@@ -88,30 +94,58 @@ def measure(stage: Stage, found: Found) -> None:
     rows = max(choice.build().draft_rows for choice in known if choice.name in WITH_DRAFT_MODEL)
     shared = stage.shared(SpeculationOptions().most_draft_tokens, draft_model=stage.draft(rows))
     for name, prompts in stage.datasets.items():
-        measured = found.measures[name] = _race(stage, shared, name, prompts, methods())
-        for metric in _SHOWN:
+        scores = _scores(stage, name, prompts, found)
+        measured = found.measures[name] = _race(stage, shared, name, prompts, methods(), scores)
+        for metric in (*_SHOWN, *scores):
             table[f"{name}, {metric}"] = {label: row[metric] for label, row in measured.items()}
         line = {name: {label: row["perplexity"].mean for label, row in measured.items()}}
         found.figures[f"table 2, {name}"] = panel("bars", "by the target", "", "perplexity", line)
-    if ABLATED in stage.datasets:
-        measured = _race(stage, shared, "variants", stage.datasets[ABLATED], variants(), repeats=1)
-        found.measures[ABLATED] |= {label: row for label, row in measured.items() if label != PLAIN}
-        for name, labels in _SWEEPS.items():
-            found.tables[name] = {metric: _of(measured, labels, metric) for metric in _SHOWN}
-            line = {metric: {label: measured[label][metric].mean for label in labels} for metric in _SHOWN[1:]}
-            found.figures[name] = panel("lines", name, "", "", line)
+    for dataset, texts in _SWEPT.items():
+        if dataset in stage.datasets:
+            prompts = stage.datasets[dataset]
+            scores = _scores(stage, dataset, prompts, found)
+            measured = _race(stage, shared, f"{dataset}, variants", prompts, texts, scores, repeats=1)
+            found.measures[dataset] |= {label: row for label, row in measured.items() if label != PLAIN}
+            for name, labels in _SWEEPS.items():
+                if set(labels) <= measured.keys():
+                    shown = name if dataset == ABLATED else f"{name}, {dataset}"
+                    _sweep(found, shown, {label: measured[label] for label in labels}, (*_SHOWN, *scores))
 
 
+_SWEPT = {ABLATED: variants(), TASK: blocks()}
 _SWEEPS = {
     "table 3": [beams(count) for count in BEAMS],
     "figure 4": [threshold(value) for value in THRESHOLDS],
     "drafts by length": [f"drafts of {length}" for length in LENGTHS],
-    "section 3.1": [block(length) for length in BLOCKS],
+    "beams": [beams(_BEAMS), DRAWN],
+    "figure 1": [block(length) for length in BLOCKS],
 }
 
 
-def _of(measured: Mapping[str, Mapping[str, Figure]], labels: Sequence[str], metric: str) -> dict[str, Value]:
-    return {label: measured[label][metric] for label in labels}
+def _sweep(found: Found, name: str, rows: Mapping[str, Mapping[str, Figure]], metrics: Sequence[str]) -> None:
+    found.tables[name] = {metric: {label: row[metric] for label, row in rows.items()} for metric in metrics}
+    line = {metric: {label: row[metric].mean for label, row in rows.items()} for metric in metrics[1:]}
+    found.figures[name] = panel("lines", name, "", "", line)
+
+
+def _scores(stage: Stage, name: str, prompts: Sequence[Prompt], found: Found) -> dict[str, Score]:
+    """ROUGE-L, where the package is installed and the file has outputs; else a note says what is missing."""
+    answers = {prompt.id: prompt.answer for prompt in prompts if prompt.answer is not None}
+    if len(answers) < len(prompts):
+        found.notes.append(f"{ROUGE} of {name} is not measured: a record of its file has no string `output`")
+        return {}
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        found.notes.append(f"{ROUGE} is not measured: pip install 'outrider[papers]'")
+        return {}
+    scorer, ends, tokenizer = RougeScorer(["rougeL"], use_stemmer=True), stage.loaded.eos_token_ids, stage.loaded.tokenizer
+
+    def score(prompt: Prompt, output: Sequence[int]) -> float:
+        text = tokenizer.decode(until_end(output, ends), skip_special_tokens=True)
+        return float(scorer.score(answers[prompt.id], text)["rougeL"].fmeasure)
+
+    return {ROUGE: score}
 
 
 def _race(
@@ -120,23 +154,24 @@ def _race(
     name: str,
     prompts: Sequence[Prompt],
     texts: Mapping[str, str],
+    scores: Mapping[str, Score],
     repeats: int | None = None,
 ) -> dict[str, dict[str, Figure]]:
-    blocks = {label: length for length in BLOCKS if (label := block(length)) in texts}
+    lengths = {label: length for length in BLOCKS if (label := block(length)) in texts}
     plain = StrategyChoice(PLAIN, "autoregressive", {})
-    choices = {label: plain if label in blocks else parse_strategy(text) for label, text in texts.items()}
+    choices = {label: plain if label in lengths else parse_strategy(text) for label, text in texts.items()}
     ends = stage.loaded.eos_token_ids
 
     def contestant(make: Callable[[], Engine]) -> EngineContestant:
         label = make().info.strategy
-        if label in blocks:
-            model = over_target(stage.loaded, blocks[label], _BEAMS, EngineOptions().max_step_tokens)
-            return JointContestant(make, stage.max_tokens, model, blocks[label], ends)
+        if label in lengths:
+            model = over_target(stage.loaded, lengths[label], _BEAMS, EngineOptions().max_step_tokens)
+            return JointContestant(make, stage.max_tokens, model, lengths[label], ends)
         return SampledContestant(make, SamplingParams(stage.max_tokens, 1.0, top_k=20, top_p=0.9), reseeded=True)
 
     def quality(prompt: Prompt, outputs: Sequence[Sequence[int]]) -> tuple[float, int]:
         nats = [output_nats(shared.runner, prompt.ids, until_end(output, ends)) for output in outputs]
         return float(sum(each.sum() for each in nats)), sum(map(len, nats))
 
-    measured = race(stage, name, shared, prompts, choices, repeats, contestant=contestant, quality=quality)
+    measured = race(stage, name, shared, prompts, choices, repeats, contestant=contestant, quality=quality, scores=scores)
     return {label: {metric: row[metric] for metric in row if metric != "differing"} for label, row in measured.items()}

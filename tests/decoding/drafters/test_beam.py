@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -112,3 +113,33 @@ def test_excluded_tokens_are_in_no_beam() -> None:
     (cut,) = beam_search(model, [one], [4], 2, ending)
     assert len(cut.tokens) == 2
     assert beam_search(model, [one], [2], 2, lambda asked, chains, logits: torch.full_like(logits, -torch.inf)) == [Beam((), ())]
+
+
+def test_drawn_beams_have_the_law_of_draws_without_replacement() -> None:
+    """One beam of one token is a draw from the softmax; of two, the likelier one of a pair drawn one after the other."""
+    distributions, model, trials = DraftDistributions(), TableModel(3), 4000
+    probs = torch.softmax(model.after([1, 2]), -1).tolist()
+    for beams in (1, 2):
+        asked = [request(1, 2, seed=seed) for seed in range(trials)]
+        found = beam_search(model, asked, [1] * trials, beams, noise=distributions.noise)
+        law = dict.fromkeys(range(VOCAB), 0.0)
+        for drawn in permutations(range(VOCAB), beams):
+            chance, left = 1.0, 1.0
+            for token in drawn:
+                chance, left = chance * probs[token] / left, left - probs[token]
+            law[max(drawn, key=probs.__getitem__)] += chance
+        counts = Counter(beam.tokens[0] for beam in found)
+        for token, chance in law.items():
+            assert abs(counts[token] - trials * chance) < 5 * (trials * chance * (1 - chance)) ** 0.5 + 1, (beams, token)
+
+
+def test_drawn_beams_are_the_requests_own_and_with_room_for_all_the_likeliest() -> None:
+    distributions, model = DraftDistributions(), TableModel(4)
+    several = [request(1, 2, seed=seed) for seed in range(30)]
+    found = beam_search(model, several, [4] * 30, 2, noise=distributions.noise)
+    assert found == [beam_search(model, [one], [4], 2, noise=distributions.noise)[0] for one in several]
+    assert len({beam.tokens for beam in found}) > 5
+    for one, beam in zip(several, found, strict=True):
+        assert beam.logprobs == pytest.approx(joint(model, one, beam.tokens), abs=1e-12)
+    (all_of,) = beam_search(model, several[:1], [3], VOCAB**3, noise=distributions.noise)
+    assert all_of == beam_search(model, several[:1], [3], VOCAB**3)[0]
