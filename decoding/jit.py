@@ -6,6 +6,7 @@ processor with the very same features.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -29,12 +30,19 @@ NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 _AVX2 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # Kinds of processors, the best first: LLVM's name of the processor that is compiled for, and its features.
+_BF16 = (*_AVX512, "avx512bf16", "avx512vnni")
+_TILES = ("amx-tile", "amx-bf16")
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "avx512bf16": ("x86-64-v4", (*_AVX512, "avx512bf16", "avx512vnni")),
+    "amx": ("x86-64-v4", (*_BF16, *_TILES)),
+    "avx512bf16": ("x86-64-v4", _BF16),
     "avx512": ("x86-64-v4", _AVX512),
     "avx2": ("x86-64-v3", _AVX2),
 }
-_AS_LINUX_NAMES = {"bmi": "bmi1", "lzcnt": "abm", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+_AS_LINUX_NAMES = {
+    "bmi": "bmi1", "lzcnt": "abm", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+}  # fmt: skip
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux: a system call, its request, and what is asked for
 
 
 def compiled(function: F) -> F:
@@ -111,18 +119,34 @@ def kinds_of_processor(flags: str | None = None) -> list[str]:
     """Which of ``KINDS`` the processor is, the best first; none where it is no x86-64, or where that is not told.
 
     Args:
-        flags: its features as Linux tells them; those of this machine when absent.
+        flags: its features as Linux tells them; those of this machine that this process may use when absent.
     """
-    if flags is None:
-        if platform.machine() != "x86_64":
-            return []
-        try:
-            lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-        except OSError:
-            return []
-        flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
-    has = set(flags.split())
+    has = _flags() if flags is None else set(flags.split())
+    if flags is None and not has.isdisjoint(_TILE_FLAGS) and not _may_use_tiles():
+        has = has - _TILE_FLAGS
     return [kind for kind, (_, needs) in KINDS.items() if has.issuperset(_AS_LINUX_NAMES.get(each, each) for each in needs)]
+
+
+_TILE_FLAGS = {_AS_LINUX_NAMES[each] for each in _TILES}
+
+
+@cache
+def _flags() -> set[str]:
+    """The processor's features as Linux tells them; none where it is no x86-64."""
+    if platform.machine() != "x86_64":
+        return set()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Asks Linux for the registers of AMX, which no process has that has not asked."""
+    system_call: Any = ctypes.CDLL(None).syscall
+    return bool(system_call(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0)
 
 
 def compile_for(kind: str) -> dict[str, str]:
@@ -138,17 +162,19 @@ def _brought() -> Path | None:
 
     None where there is none for the best of its kinds: code for a lesser one would be there sooner, and be slower ever after.
     """
-    kinds = kinds_of_processor() if NATIVE and IMAGE.is_dir() else []
-    if not kinds or not (IMAGE / kinds[0]).is_dir():
-        return None
-    wanted = compile_for(kinds[0])
+    kinds = kinds_of_processor() if NATIVE else []
+    wanted = compile_for(kinds[0]) if kinds else {}
     if any(os.environ.get(name, value) != value for name, value in wanted.items()):
         return None  # who set them decides
+    folder = IMAGE / kinds[0] if kinds and (IMAGE / kinds[0]).is_dir() else None
+    refused = kinds and kinds[0] != "amx" and _flags() >= _TILE_FLAGS  # and numba by itself compiles for all there is
+    if folder is None and not refused:
+        return None
     os.environ.update(wanted)
     if "numba" in sys.modules:  # it has read them already
         settings: Any = sys.modules["numba"].config
         settings.CPU_NAME, settings.CPU_FEATURES = wanted[NAME_VARIABLE], wanted[FEATURES_VARIABLE]
-    return IMAGE / kinds[0]
+    return folder
 
 
 BROUGHT = _brought()

@@ -182,8 +182,27 @@ def test_the_kind_of_a_processor_is_the_best_that_it_has_all_features_of() -> No
     assert jit.kinds_of_processor(skylake) == ["avx512", "avx2"]
     assert jit.kinds_of_processor(f"{skylake} avx512_bf16") == ["avx512", "avx2"]
     assert jit.kinds_of_processor(f"{skylake} avx512_bf16 avx512_vnni") == ["avx512bf16", "avx512", "avx2"]
+    sapphire = f"{skylake} avx512_bf16 avx512_vnni amx_tile amx_bf16"
+    assert jit.kinds_of_processor(sapphire) == ["amx", "avx512bf16", "avx512", "avx2"]
     assert jit.kinds_of_processor(rome.replace("fma ", "")) == [] == jit.kinds_of_processor("")
     assert "+avx512bf16" in jit.compile_for("avx512bf16")[jit.FEATURES_VARIABLE].split(",")
+
+
+def test_tiles_are_used_where_the_kernel_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else numba is told of a processor without: it would compile for what would end the process."""
+    flags = "abm avx2 bmi1 bmi2 f16c fma movbe popcnt avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 avx512_vnni"
+    monkeypatch.setattr(jit, "_flags", lambda: {*flags.split(), "amx_tile", "amx_bf16"})
+    for name in (jit.NAME_VARIABLE, jit.FEATURES_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    numba = pytest.importorskip("numba")
+    for name in ("CPU_NAME", "CPU_FEATURES"):
+        monkeypatch.setattr(numba.config, name, None)
+    monkeypatch.setattr(jit, "_may_use_tiles", lambda: True)
+    assert jit.kinds_of_processor()[0] == "amx" and jit._brought() is None and numba.config.CPU_NAME is None
+    monkeypatch.setattr(jit, "_may_use_tiles", lambda: False)
+    assert jit.kinds_of_processor()[0] == "avx512bf16" and jit._brought() is None
+    assert numba.config.CPU_NAME == "x86-64-v4" and "amx" not in numba.config.CPU_FEATURES
 
 
 def arrays_let_go(source: str) -> list[str]:

@@ -24,12 +24,16 @@ WIDTH = 16
 FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))  # of the processor that is compiled for
 TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
 PAIRS = "+avx512bf16" in FEATURES  # it multiplies pairs of bfloat16, and rounds to it
+TILES = PAIRS and {"+amx-tile", "+amx-bf16"} <= FEATURES  # it multiplies tiles of such pairs, of up to 16 rows
 
 FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
 HALVES, FLOAT16S = ir.VectorType(ir.IntType(16), WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 TYPES = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}  # a value of each type, by torch's name
 _SPINS = 4096
+# Where what is asked for goes. In AMD's processors, those with pairs and no tiles, past the caches with what is done between
+# steps; in Intel's that is three times as slow as the memory.
+_LOCALITY = 0 if PAIRS and not TILES else 3
 
 
 class LanesType(types.Type):
@@ -125,10 +129,10 @@ def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks for a line that is read once: it passes by the caches that hold what is done between steps."""
+    """Asks for a line that is read once."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
-    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(0), INT(1)))
+    builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(_LOCALITY), INT(1)))
 
 
 @primitive(types.int64, LIKE)

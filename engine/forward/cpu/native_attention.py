@@ -22,6 +22,7 @@ from engine.forward.cpu.lanes import (
     FLOATS,
     LIKE,
     LONG,
+    TILE_ROWS,
     TYPES,
     WIDTH,
     absolute,
@@ -49,7 +50,7 @@ from engine.forward.cpu.lanes import (
     subtract,
     wait_for,
 )
-from engine.forward.cpu.products.native_linear import TILE_ROWS, piece_of, products
+from engine.forward.cpu.products.native_linear import MOST_ROWS, piece_of, products, rows_at_once
 from engine.forward.cpu.products.row_linear import PANEL
 
 BLOCK = 16  # rows that go through the keys together
@@ -265,8 +266,8 @@ def _score_all(queries: Any, sums: Any, keys: int, num_keys: int, scores: Any, s
     count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
     stride = size * bytes_of(like)
     for key in range(0, num_keys, PANEL):
-        for place in range(0, count, TILE_ROWS):
-            here = min(TILE_ROWS, count - place)
+        for place in range(0, count, rows_at_once(like)):
+            here = min(rows_at_once(like), count - place)
             panel, ahead = keys + key * stride, keys + (key + PANEL) * stride
             products(here, queries.ctypes.data + place * stride, stride, panel, size, sums.ctypes.data, ahead, 0, like)
             for own in range(here):
@@ -315,7 +316,7 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
     queries, mixed = np.empty((count, layer.head_dim), np.float32), np.zeros((count, layer.value_dim), np.float32)
     scores, shares = scratch[: count * wide].reshape((count, wide)), np.empty(count, np.float32)
     _read(queries, count, layer, rows, head, first, like)
-    sums = np.empty(TILE_ROWS * PANEL, np.float32)
+    sums = np.empty(MOST_ROWS * PANEL, np.float32)
     _score_all(queries, sums, layer.keys + entry * layer.head_dim, num_keys, scores, np.float32(layer.scale), like)
     if layer.softcap:
         _bound(scores, np.float32(layer.softcap))

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from decoding.jit import compile_for, kinds_of_processor
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cpu.products.row_linear import PanelWeight, TurnedWeight, has_kernels, linear, row_linears
@@ -206,19 +207,19 @@ def test_torch_in_its_place_is_noticed(dtype: torch.dtype, size: int, monkeypatc
 
 @pytest.mark.slow
 @bfloat16_only
-@pytest.mark.parametrize(
-    ("features", "dtypes"),
-    [("+avx2,+fma,+f16c", ("bfloat16", "float16", "float32")), ("+sse2", ("bfloat16", "float32"))],
-)
-def test_processors_with_narrower_registers(tmp_path: Path, features: str, dtypes: tuple[str, ...]) -> None:
-    if "x86" not in os.uname().machine:
-        pytest.skip("these are names of x86's features")
+@pytest.mark.parametrize("kind", ["avx512bf16", "avx512", "avx2", "sse2"])
+def test_processors_with_less(tmp_path: Path, kind: str) -> None:
+    """With as much as this one has, the other tests are."""
+    if kind != "sse2" and kind not in kinds_of_processor():
+        pytest.skip("this processor has less itself")
+    dtypes = ("bfloat16", "float32") if kind == "sse2" else ("bfloat16", "float16", "float32")
+    wide = kind.startswith("avx512")
     code = f"""
 import torch
 from engine.forward.cpu.products import native_linear as native
 from engine.forward.cpu.products.row_linear import has_kernels
 from tests.engine.forward import test_row_linear as tests
-assert native.TILE_ROWS == 2 and not native.PAIRS
+assert native.TILE_ROWS == {8 if wide else 2} and native.PAIRS == {kind == "avx512bf16"} and not native.TILES
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     assert has_kernels(torch.device("cpu"), dtype) == (str(dtype).split(".")[1] in {dtypes})
     if str(dtype).split(".")[1] in {dtypes}:
@@ -228,10 +229,8 @@ for dtype in (torch.bfloat16, torch.float16, torch.float32):
             tests.test_a_row_has_the_same_bits_in_any_company(dtype, *sizes, None)
 print("all the same")
 """
-    environment = os.environ | {
-        "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "XDG_CACHE_HOME": str(tmp_path),
-        "PYTHONPATH": str(REPOSITORY),
-    }  # fmt: skip
+    chosen = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse2"} if kind == "sse2" else compile_for(kind)
+    environment = os.environ | chosen | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
     assert found.stdout.endswith("all the same\n"), found.stderr[-3000:]

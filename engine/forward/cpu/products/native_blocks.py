@@ -27,6 +27,7 @@ from engine.forward.cpu.lanes import (
     LIKE,
     LONG,
     PAIRS,
+    TILES,
     TYPES,
     WIDTH,
     by_count,
@@ -249,8 +250,8 @@ def unpack(builder: Any, forms: Any, number: Any, source: Any, target: Any, size
 
 @primitive(types.int64, LIKE, LIKE)
 def packed_rows(builder: Any, forms: Any, like: Any) -> Any:
-    """Rows for which there are ``packed_products``; it takes no longer to unpack a panel first for more."""
-    return LONG(_PACKED_ROWS if forms.names and like == types.uint16 and PAIRS else 0)
+    """Rows for which there are ``packed_products``; it takes no longer to unpack a panel first for more, or for tiles."""
+    return LONG(_PACKED_ROWS if forms.names and like == types.uint16 and PAIRS and not TILES else 0)
 
 
 @primitive(types.void, LIKE, *[types.int64] * 7, LIKE)
@@ -258,7 +259,7 @@ def packed_products(
     builder: Any, forms: Any, number: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, like: Any
 ) -> None:
     """As ``native_linear.products``, of one to ``_PACKED_ROWS`` rows with a packed panel, in pairs of bfloat16."""
-    if like != types.uint16 or not PAIRS:
+    if like != types.uint16 or not PAIRS or TILES:
         return
     _by_form(
         builder, forms, number,

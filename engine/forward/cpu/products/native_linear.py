@@ -5,7 +5,8 @@ one lane of a register, to which the products are added one after another in the
 tile decides only how often a weight is loaded.
 
 Weights lie in panels of ``PANEL`` outputs, [outputs / PANEL, size, PANEL], so that they are read as they lie. In bfloat16 two
-numbers of an output lie side by side, [outputs / PANEL, size / 2, PANEL, 2]: processors with AVX512-BF16 multiply such pairs.
+numbers of an output lie side by side, [outputs / PANEL, size / 2, PANEL, 2]: processors with AVX512-BF16 multiply such pairs,
+and those with AMX tiles of them, sixteen rows with sixteen outputs, whose every output is added up by itself as well.
 
 Types: bfloat16 and float16, both with sums in float32, and float32.
 """
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, from_dtype, types
+from numba.core import cgutils
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    BYTE,
     FLOAT,
     FLOATS,
     INT,
@@ -30,6 +33,7 @@ from engine.forward.cpu.lanes import (
     LONG,
     PAIRS,
     TILE_ROWS,
+    TILES,
     TYPES,
     WIDTH,
     add,
@@ -53,6 +57,8 @@ from engine.forward.cpu.products.row_linear import COUNTER, PANEL, STEPS
 
 _AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
+MOST_ROWS = 32 if TILES else TILE_ROWS  # of ``rows_at_once``, whatever the type
+_TILE = 32  # bfloat16 numbers of a row in a tile
 _FLOAT = np.float32(0)  # names the type
 
 
@@ -157,19 +163,94 @@ def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[A
     return addend
 
 
+def _emit_tiles(
+    b: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, blocks: int
+) -> None:
+    """Code for ``products`` of one to sixteen rows, or of more in two blocks of sixteen and less; ``size`` is a multiple of
+    ``_TILE``.
+
+    Tiles 0 and 1 are either half of the panel; of each block a tile is its rows, and two are their sums with the halves. A row's
+    products with a tile are added to its sum together: the even ones' sum and the odd ones', whatever rows are beside it.
+    """
+    nothing, pointer = ir.VoidType(), BYTE.as_pointer()
+
+    def call(name: str, *given: Any) -> None:
+        kind = ir.FunctionType(nothing, [each.type for each in given])
+        b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", fnty=kind), given)
+
+    def at(address: Any) -> Any:
+        return b.inttoptr(address, pointer)
+
+    # What the tiles are: palette 1, bytes in their rows as 16 bits, and how many rows as 8: sixteen pairs of numbers of a half.
+    with b.goto_entry_block():
+        shape = b.alloca(ir.ArrayType(LONG, 8))
+    counts = LONG(0x1010)
+    for block in range(blocks):
+        own = LONG(16) if block < blocks - 1 else b.sub(rows, LONG(16 * block))
+        counts = b.add(counts, b.mul(own, LONG(0x010101 << 16 + 24 * block)))
+    tiles = 2 + 3 * blocks
+    wide = [sum(64 << 16 * tile for tile in range(max(0, min(4, tiles - first)))) for first in (0, 4)]
+    for place, value in enumerate((LONG(1), LONG(0), LONG(wide[0]), LONG(wide[1]), LONG(0), LONG(0), counts, LONG(0))):
+        b.store(value, b.gep(shape, [INT(0), INT(place)]))
+    call("ldtilecfg", b.bitcast(shape, pointer))  # makes all tiles 0
+    with cgutils.for_range(b, b.lshr(size, LONG(_TILE.bit_length() - 1)), intp=LONG) as loop:
+        weight = b.add(panel, b.mul(loop.index, LONG(_TILE * PANEL * 2)))
+        number = b.add(input, b.mul(loop.index, LONG(_TILE * 2)))
+        later = b.add(ahead, b.mul(b.mul(loop.index, LONG(_TILE // 2)), ahead_step))
+        for half in range(2):
+            call("tileloadd64", BYTE(half), at(b.add(weight, LONG(half * 64))), LONG(PANEL * 4))
+            for _ in range(_TILE // 4):
+                for line in range(0, PANEL * 4, 64):
+                    prefetch(b, b.add(later, LONG(line)))
+                later = b.add(later, ahead_step)
+        for block in range(blocks):
+            first = 2 + 3 * block
+            call("tileloadd64", BYTE(first), at(b.add(number, b.mul(stride, LONG(16 * block)))), stride)
+            for half in range(2):
+                call("tdpbf16ps", BYTE(first + 1 + half), BYTE(first), BYTE(half))
+    for block in range(blocks):
+        for half in range(2):
+            target = b.add(sums, LONG(16 * block * _PANEL_BYTES + half * 64))
+            call("tilestored64", BYTE(3 + 3 * block + half), at(target), LONG(_PANEL_BYTES))
+    call("tilerelease")
+
+
 @primitive(types.void, *[types.int64] * 8, LIKE)
 def products(
     builder: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, like: Any
 ) -> None:
-    """Products of one to ``TILE_ROWS`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
+    """Products of up to ``rows_at_once`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
 
     What comes later is asked for beside them: ``ahead`` and, with each step, ``ahead_step`` bytes on.
     """
-    steps = builder.lshr(size, LONG(int(like == types.uint16)))
-    by_count(
-        builder, rows, TILE_ROWS,
-        lambda number: _emit_products(builder, number, input, stride, panel, steps, sums, ahead, ahead_step, like),
-    )  # fmt: skip
+    b = builder
+    steps = b.lshr(size, LONG(int(like == types.uint16)))
+
+    def by_rows(count: Any, first: Any) -> None:
+        source, target = b.add(input, b.mul(first, stride)), b.add(sums, b.mul(first, LONG(_PANEL_BYTES)))
+        by_count(
+            b, count, TILE_ROWS,
+            lambda number: _emit_products(b, number, source, stride, panel, steps, target, ahead, ahead_step, like),
+        )  # fmt: skip
+
+    if not TILES or like != types.uint16:
+        by_rows(rows, LONG(0))
+        return
+    with b.if_else(b.icmp_unsigned("==", b.and_(size, LONG(_TILE - 1)), LONG(0))) as (tiles, rest):
+        with tiles:
+            filled = b.lshr(b.add(rows, LONG(15)), LONG(4))  # none where there are no rows
+            for blocks in (1, 2):
+                with b.if_then(b.icmp_unsigned("==", filled, LONG(blocks))):
+                    _emit_tiles(b, rows, input, stride, panel, size, sums, ahead, ahead_step, blocks)
+        with rest, cgutils.for_range_slice(b, LONG(0), rows, LONG(TILE_ROWS), intp=LONG) as (first, _):
+            left = b.sub(rows, first)
+            by_rows(b.select(b.icmp_signed("<", left, LONG(TILE_ROWS)), left, LONG(TILE_ROWS)), first)
+
+
+@primitive(types.int64, LIKE)
+def rows_at_once(builder: Any, like: Any) -> Any:
+    """Rows that ``products`` takes at most."""
+    return LONG(MOST_ROWS if like == types.uint16 else TILE_ROWS)
 
 
 @primitive(types.int64, LIKE)
@@ -223,15 +304,15 @@ def panels(job: Any) -> int:
 @compiled
 def multiply_rows(job: Any, rows: int, thread: int, threads: int, taken: int, forms: Any, like: Any) -> int:
     """What every thread does: its own part of the panels, then what is left of the others'; returns how many it computed."""
-    return _take_panels(job, rows, thread, threads, taken, np.empty(2 * TILE_ROWS * PANEL, np.float32), forms, like)
+    return _take_panels(job, rows, thread, threads, taken, np.empty(2 * MOST_ROWS * PANEL, np.float32), forms, like)
 
 
 @compiled
 def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scratch: Any, forms: Any, like: Any) -> int:
     """See ``multiply_rows``. An array lives as long as a call that has it; who takes its address and no more loses it."""
     count, done, sums = panels(job), 0, scratch.ctypes.data
-    ups = sums + TILE_ROWS * _PANEL_BYTES
-    blocks, room = max(1, (rows + TILE_ROWS - 1) // TILE_ROWS), job.size * PANEL * bytes_of(like)
+    ups, most = sums + MOST_ROWS * _PANEL_BYTES, rows_at_once(like)
+    blocks, room = max(1, (rows + most - 1) // most), job.size * PANEL * bytes_of(like)
     unpacked = job.scratch + 2 * thread * room
     at_once = rows <= packed_rows(forms, like)
     weight_bytes, up_bytes = _panel_bytes(job.form, job.size, forms, like), _panel_bytes(job.up_form, job.size, forms, like)
