@@ -122,7 +122,7 @@ def kinds_of_processor(flags: str | None = None) -> list[str]:
         flags: its features as Linux tells them; those of this machine that this process may use when absent.
     """
     has = _flags() if flags is None else set(flags.split())
-    if flags is None and not has.isdisjoint(_TILE_FLAGS) and not _may_use_tiles():
+    if flags is None and tiles_are_refused():
         has = has - _TILE_FLAGS
     return [kind for kind, (_, needs) in KINDS.items() if has.issuperset(_AS_LINUX_NAMES.get(each, each) for each in needs)]
 
@@ -140,6 +140,11 @@ def _flags() -> set[str]:
     except OSError:
         return set()
     return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def tiles_are_refused() -> bool:
+    """Whether the processor has AMX's tiles and Linux, or what this process runs in, does not let it use them."""
+    return _flags() >= _TILE_FLAGS and not _may_use_tiles()
 
 
 @cache
@@ -167,8 +172,7 @@ def _brought() -> Path | None:
     if any(os.environ.get(name, value) != value for name, value in wanted.items()):
         return None  # who set them decides
     folder = IMAGE / kinds[0] if kinds and (IMAGE / kinds[0]).is_dir() else None
-    refused = kinds and kinds[0] != "amx" and _flags() >= _TILE_FLAGS  # and numba by itself compiles for all there is
-    if folder is None and not refused:
+    if folder is None and not (kinds and tiles_are_refused()):  # numba by itself compiles for all that the processor has
         return None
     os.environ.update(wanted)
     if "numba" in sys.modules:  # it has read them already

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,7 @@ def examine() -> list[Finding]:
         lambda: _triton(bool(gpus)),
         lambda: _exact(bool(gpus)),
         _compiled_code,
+        _tiles,
         _energy,
         lambda: _deepspeed(bool(gpus)),
         lambda: _package("accelerate", "pip install accelerate (.gguf files)", needed=False),
@@ -180,7 +182,9 @@ def lacks(device: str, mode: str) -> str:
     """
     has_gpu = device.startswith("cuda")
     found = [_compiled_code()]
-    if has_gpu:
+    if not has_gpu:
+        found.append(_tiles())
+    else:
         found += [_flash_attention(), _triton(has_gpu), _energy()]
     if mode == "tensor":
         found.append(_deepspeed(has_gpu))
@@ -296,6 +300,14 @@ def _compiled_code() -> Finding:
     if jit.compiles_first():
         return Finding("compiled code", "optional", "none yet: the first start compiles", _COMPILE)
     return Finding("compiled code", "ok", f"kept in {jit.cache_folder()}")
+
+
+def _tiles() -> Finding:
+    """Of a processor: what multiplies."""
+    if jit.tiles_are_refused():
+        remedy = "allow the system call arch_prctl; all replicas must have them, or none: their sums round otherwise"
+        return Finding("processor", "optional", "it has AMX, and its tiles are refused to this process", remedy)
+    return Finding("processor", "ok", next(iter(jit.kinds_of_processor()), platform.machine()))
 
 
 def _energy() -> Finding:
