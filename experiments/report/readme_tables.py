@@ -152,7 +152,7 @@ _PAPERS = {
     "trie": "2026-11-26-bench-paper-trie.json",
     "ngrammys": "2026-11-26-bench-paper-ngrammys.json",
     "jacobi": "2026-11-25-bench-paper-jacobi.json",
-    "mjsd": "2026-11-25-bench-paper-mjsd.json",
+    "mjsd": "2026-11-26-bench-paper-mjsd.json",
 }
 PAPERS: dict[str, Source] = {
     "papers": Source(tuple(_PAPERS.values()), directions),
