@@ -21,7 +21,8 @@ from numba.extending import intrinsic, models, register_model
 from decoding.jit import compiled
 
 WIDTH = 16
-FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))  # of the processor that is compiled for
+_, _NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()  # of the processor that is compiled for
+FEATURES = set(_FEATURES.split(","))
 TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
 PAIRS = "+avx512bf16" in FEATURES  # it multiplies pairs of bfloat16, and rounds to it
 TILES = PAIRS and {"+amx-tile", "+amx-bf16"} <= FEATURES  # it multiplies tiles of such pairs, of up to 16 rows
@@ -31,9 +32,9 @@ FLOATS, INTS = ir.VectorType(FLOAT, WIDTH), ir.VectorType(INT, WIDTH)
 HALVES, FLOAT16S = ir.VectorType(ir.IntType(16), WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 TYPES = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}  # a value of each type, by torch's name
 _SPINS = 4096
-# Where what is asked for goes. In AMD's processors, those with pairs and no tiles, past the caches with what is done between
-# steps; in Intel's that is three times as slow as the memory.
-_LOCALITY = 0 if PAIRS and not TILES else 3
+# Where what is asked for goes: in AMD's processors past the caches, which hold what is done between steps. In Intel's that is three
+# times as slow as the memory, so that code for kinds of processors does not.
+_LOCALITY = 0 if _NAME.startswith("znver") else 3
 
 
 class LanesType(types.Type):

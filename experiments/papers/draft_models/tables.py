@@ -93,23 +93,22 @@ def measure(stage: Stage, found: Found) -> None:
     known = [parse_strategy(text) for text in {**methods(), **variants()}.values() if text != PLAIN]
     rows = max(choice.build().draft_rows for choice in known if choice.name in WITH_DRAFT_MODEL)
     shared = stage.shared(SpeculationOptions().most_draft_tokens, draft_model=stage.draft(rows))
+    scores = {name: _scores(stage, name, prompts, found) for name, prompts in stage.datasets.items()}
     for name, prompts in stage.datasets.items():
-        scores = _scores(stage, name, prompts, found)
-        measured = found.measures[name] = _race(stage, shared, name, prompts, methods(), scores)
-        for metric in (*_SHOWN, *scores):
+        measured = found.measures[name] = _race(stage, shared, name, prompts, methods(), scores[name])
+        for metric in (*_SHOWN, *scores[name]):
             table[f"{name}, {metric}"] = {label: row[metric] for label, row in measured.items()}
         line = {name: {label: row["perplexity"].mean for label, row in measured.items()}}
         found.figures[f"table 2, {name}"] = panel("bars", "by the target", "", "perplexity", line)
     for dataset, texts in _SWEPT.items():
         if dataset in stage.datasets:
             prompts = stage.datasets[dataset]
-            scores = _scores(stage, dataset, prompts, found)
-            measured = _race(stage, shared, f"{dataset}, variants", prompts, texts, scores, repeats=1)
+            measured = _race(stage, shared, f"{dataset}, variants", prompts, texts, scores[dataset], repeats=1)
             found.measures[dataset] |= {label: row for label, row in measured.items() if label != PLAIN}
             for name, labels in _SWEEPS.items():
                 if set(labels) <= measured.keys():
                     shown = name if dataset == ABLATED else f"{name}, {dataset}"
-                    _sweep(found, shown, {label: measured[label] for label in labels}, (*_SHOWN, *scores))
+                    _sweep(found, shown, {label: measured[label] for label in labels}, (*_SHOWN, *scores[dataset]))
 
 
 _SWEPT = {ABLATED: variants(), TASK: blocks()}
