@@ -48,7 +48,7 @@ LIBRARIES: dict[str, set[str]] = {
         "opentelemetry",
     },
     "experiments": (_SERVING - {"ray"})
-    | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"}
+    | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe", "rouge_score"}
     | {"langchain_core", "langchain_openai", "langchain_postgres", "langchain_qdrant", "langchain_text_splitters"}
     | {"llama_index", "qdrant_client", "sqlalchemy"},
 }
