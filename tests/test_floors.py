@@ -48,9 +48,9 @@ LIBRARIES: dict[str, set[str]] = {
         "opentelemetry",
     },
     "experiments": (_SERVING - {"ray"})
-    | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe", "rouge_score"}
+    | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"}
     | {"langchain_core", "langchain_openai", "langchain_postgres", "langchain_qdrant", "langchain_text_splitters"}
-    | {"llama_index", "qdrant_client", "sqlalchemy"},
+    | {"llama_index", "qdrant_client", "sqlalchemy", "rouge_score"},
 }
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}
