@@ -42,6 +42,7 @@ _AS_LINUX_NAMES = {
     "bmi": "bmi1", "lzcnt": "abm", "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile",
     "amx-bf16": "amx_bf16",
 }  # fmt: skip
+_TILE_FLAGS = {_AS_LINUX_NAMES[each] for each in _TILES}
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # Linux: a system call, its request, and what is asked for
 
 
@@ -125,9 +126,6 @@ def kinds_of_processor(flags: str | None = None) -> list[str]:
     if flags is None and tiles_are_refused():
         has = has - _TILE_FLAGS
     return [kind for kind, (_, needs) in KINDS.items() if has.issuperset(_AS_LINUX_NAMES.get(each, each) for each in needs)]
-
-
-_TILE_FLAGS = {_AS_LINUX_NAMES[each] for each in _TILES}
 
 
 @cache
