@@ -33,8 +33,8 @@ HALVES, FLOAT16S = ir.VectorType(ir.IntType(16), WIDTH), ir.VectorType(ir.HalfTy
 TYPES = {"bfloat16": np.uint16(0), "float16": np.int16(0), "float32": np.float32(0)}  # a value of each type, by torch's name
 _SPINS = 4096
 # Where what is asked for goes: in AMD's processors past the caches, which hold what is done between steps. In Intel's that is
-# three times as slow as the memory, so that code for kinds of processors does not.
-_LOCALITY = 0 if _NAME.startswith("znver") else 3
+# three times as slow as the memory, so that there, and in code for kinds of processors, it goes into the second cache.
+_LOCALITY = 0 if _NAME.startswith("znver") else 2
 
 
 class LanesType(types.Type):

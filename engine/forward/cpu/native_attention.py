@@ -50,7 +50,7 @@ from engine.forward.cpu.lanes import (
     subtract,
     wait_for,
 )
-from engine.forward.cpu.products.native_linear import MOST_ROWS, piece_of, products, rows_at_once
+from engine.forward.cpu.products.native_linear import piece_of, products, release_tiles, rows_at_once, shape_tiles
 from engine.forward.cpu.products.row_linear import PANEL
 
 BLOCK = 16  # rows that go through the keys together
@@ -115,6 +115,7 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 
 _MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS == 8 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
+_MIX_KEYS = 64  # whose values are in the first cache
 
 
 def _emit_mixed(
@@ -175,20 +176,43 @@ def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, lik
 
 
 @compiled
+def _room(size: int) -> Any:
+    """So many float32 that begin with a cache line: a vector across two lines is read twice."""
+    made = np.empty(size + WIDTH, np.float32)
+    return made[(-made.ctypes.data >> 2) % WIDTH :][:size]
+
+
+@compiled
 def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> None:
-    """Adds up the weighted values of each row."""
+    """Adds up the weighted values of each row: some keys at a time, whose values are made float32 once for all rows."""
     count, size = mixed.shape
-    stride, wide = size * bytes_of(like), scores.shape[1] * 4
+    weights, wide, stride = scores.ctypes.data, scores.shape[1] * 4, size * bytes_of(like)
+    if count <= _MIX_ROWS:
+        _mix_some(weights, wide, values, num_keys, mixed, like)
+        return
+    numbers = _room(_MIX_KEYS * size).reshape((_MIX_KEYS, size))
+    for first in range(0, num_keys, _MIX_KEYS):
+        here, source = min(_MIX_KEYS, num_keys - first), values + first * stride
+        for number in range(0, here * size, WIDTH):
+            store(numbers.ctypes.data + number * 4, load(source + number * bytes_of(like), like), _FLOAT)
+        _mix_some(weights + first * 4, wide, numbers.ctypes.data, here, mixed, _FLOAT)
+
+
+@compiled
+def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, like: Any) -> None:
+    """The weighted values of some keys, added to what is there."""
+    count, size = mixed.shape
+    stride = size * bytes_of(like)
     for first in range(0, size // _MIX_WIDE * _MIX_WIDE, _MIX_WIDE):
         for place in range(0, count, _MIX_ROWS):
             _mixed(
-                min(_MIX_ROWS, count - place), scores.ctypes.data + place * wide, wide, values + first * bytes_of(like), stride,
+                min(_MIX_ROWS, count - place), weights + place * wide, wide, values + first * bytes_of(like), stride,
                 num_keys, mixed.ctypes.data + (place * size + first) * 4, size * 4, like,
             )  # fmt: skip
     for first in range(size // _MIX_WIDE * _MIX_WIDE, size, WIDTH):
         for place in range(count):
-            weights, into = scores.ctypes.data + place * wide, mixed.ctypes.data + (place * size + first) * 4
-            _mix_one(weights, values + first * bytes_of(like), stride, num_keys, into, like)
+            into = mixed.ctypes.data + (place * size + first) * 4
+            _mix_one(weights + place * wide, values + first * bytes_of(like), stride, num_keys, into, like)
 
 
 @compiled
@@ -261,19 +285,19 @@ def _read(queries: Any, count: int, layer: Any, rows: Any, head: int, first: int
 
 
 @compiled
-def _score_all(queries: Any, sums: Any, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
-    """Scaled products of each query with each key, a panel of keys at a time."""
+def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.float32, like: Any) -> None:
+    """Scaled products of each query with each key, whole panels of keys."""
     count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
-    stride = size * bytes_of(like)
-    for key in range(0, num_keys, PANEL):
-        for place in range(0, count, rows_at_once(like)):
-            here = min(rows_at_once(like), count - place)
-            panel, ahead = keys + key * stride, keys + (key + PANEL) * stride
-            products(here, queries.ctypes.data + place * stride, stride, panel, size, sums.ctypes.data, ahead, 0, like)
-            for own in range(here):
-                into = scores.ctypes.data + ((place + own) * scores.shape[1] + key) * 4
-                for half in range(0, PANEL * 4, WIDTH * 4):
-                    store(into + half, multiply(load(sums.ctypes.data + own * PANEL * 4 + half, _FLOAT), scales), _FLOAT)
+    stride, wide, panels = size * bytes_of(like), scores.shape[1] * 4, (num_keys + PANEL - 1) // PANEL
+    ahead = keys + PANEL * stride
+    for place in range(0, count, rows_at_once(like)):
+        here, into = min(rows_at_once(like), count - place), scores.ctypes.data + place * wide
+        shape_tiles(here, like)
+        products(here, queries.ctypes.data + place * stride, stride, keys, panels, size, into, wide, ahead, 0, like)
+        for row in range(here):
+            for at in range(into + row * wide, into + row * wide + panels * PANEL * 4, WIDTH * 4):
+                store(at, multiply(load(at, _FLOAT), scales), _FLOAT)
+    release_tiles(like)
 
 
 @compiled
@@ -313,11 +337,12 @@ def _attend(layer: Any, rows: Any, head: int, first: int, count: int, scratch: A
     num_keys = rows.start + own - low
     padded = (num_keys + PANEL - 1) // PANEL * PANEL
     wide = padded + WIDTH if layer.sinks else padded  # a sink is one more score
-    queries, mixed = np.empty((count, layer.head_dim), np.float32), np.zeros((count, layer.value_dim), np.float32)
+    queries, mixed = _room(count * layer.head_dim), _room(count * layer.value_dim)
+    queries, mixed = queries.reshape((count, layer.head_dim)), mixed.reshape((count, layer.value_dim))
+    mixed[:] = 0.0
     scores, shares = scratch[: count * wide].reshape((count, wide)), np.empty(count, np.float32)
     _read(queries, count, layer, rows, head, first, like)
-    sums = np.empty(MOST_ROWS * PANEL, np.float32)
-    _score_all(queries, sums, layer.keys + entry * layer.head_dim, num_keys, scores, np.float32(layer.scale), like)
+    _score_all(queries, layer.keys + entry * layer.head_dim, num_keys, scores, np.float32(layer.scale), like)
     if layer.softcap:
         _bound(scores, np.float32(layer.softcap))
     for place in range(count):
@@ -393,7 +418,7 @@ def attend_blocks(layer: Any, requests: Any, taken: int, like: Any) -> int:
     for request in range(len(requests)):
         rows = requests[request]
         longest = max(longest, rows.start + rows.before + rows.rows)
-    scratch = np.empty(BLOCK * (longest + 2 * PANEL), np.float32)
+    scratch = _room(BLOCK * (longest + 2 * PANEL))
     block, request, begun = claim(taken), 0, 0  # the blocks before those of ``request``
     while request < len(requests):
         rows = requests[request]

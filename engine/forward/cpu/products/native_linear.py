@@ -88,9 +88,10 @@ class Linear(ctypes.Structure):
 
 
 def _emit_products(
-    b: Any, rows: int, input: Any, stride: Any, panel: Any, steps: Any, sums_at: Any, ahead_at: Any, ahead_step: Any, like: Any
-) -> None:
-    """Code for ``products`` of so many rows."""
+    b: Any, rows: int, input: Any, stride: Any, panel: Any, steps: Any, sums_at: Any, sums_stride: Any, ahead_at: Any,
+    ahead_step: Any, like: Any,
+) -> None:  # fmt: skip
+    """Code for ``products`` of so many rows with one panel."""
     step_bytes, wide = PANEL * (2 if like == types.int16 else 4), 4 if like != types.int16 else 2
     before, head, loop = b.block, b.append_basic_block("head"), b.append_basic_block("products")
     after = b.append_basic_block("after")
@@ -123,7 +124,8 @@ def _emit_products(
     b.branch(head)
     b.position_at_end(after)
     for place, total in enumerate(sums):
-        b.store(total, b.inttoptr(b.add(sums_at, LONG(place * WIDTH * 4)), FLOATS.as_pointer()), align=4)
+        target = b.add(b.add(sums_at, b.mul(sums_stride, LONG(place // 2))), LONG(place % 2 * WIDTH * 4))
+        b.store(total, b.inttoptr(target, FLOATS.as_pointer()), align=4)
 
 
 def _weights(builder: Any, like: Any, address: Any) -> tuple[Any, ...]:
@@ -163,75 +165,110 @@ def _multiply_add(builder: Any, like: Any, left: tuple[Any, ...], right: tuple[A
     return addend
 
 
-def _emit_tiles(
-    b: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, blocks: int
-) -> None:
-    """Code for ``products`` of one to sixteen rows, or of more in two blocks of sixteen and less; ``size`` is a multiple of
-    ``_TILE``.
+def _call(b: Any, name: str, *given: Any) -> None:
+    """Calls an instruction of the processor's tiles."""
+    kind = ir.FunctionType(ir.VoidType(), [each.type for each in given])
+    b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", fnty=kind), given)
 
-    Tiles 0 and 1 are either half of the panel; of each block a tile is its rows, and two are their sums with the halves. A row's
-    products with a tile are added to its sum together: the even ones' sum and the odd ones', whatever rows are beside it.
+
+@primitive(types.void, types.int64, LIKE)
+def shape_tiles(builder: Any, rows: Any, like: Any) -> None:
+    """Before ``products`` of so many rows, up to ``rows_at_once``: what tiles hold, which takes as long as a panel's products.
+
+    Tiles 0 and 1 are either half of a panel; of each sixteen rows a tile is the rows, and two are their sums with the halves.
     """
-    nothing, pointer = ir.VoidType(), BYTE.as_pointer()
-
-    def call(name: str, *given: Any) -> None:
-        kind = ir.FunctionType(nothing, [each.type for each in given])
-        b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", fnty=kind), given)
-
-    def at(address: Any) -> Any:
-        return b.inttoptr(address, pointer)
-
-    # What the tiles are: palette 1, bytes in their rows as 16 bits, and how many rows as 8: sixteen pairs of numbers of a half.
+    if not TILES or like != types.uint16:
+        return
+    b, most = builder, LONG(16)
     with b.goto_entry_block():
         shape = b.alloca(ir.ArrayType(LONG, 8))
-    counts = LONG(0x1010)
-    for block in range(blocks):
-        own = LONG(16) if block < blocks - 1 else b.sub(rows, LONG(16 * block))
-        counts = b.add(counts, b.mul(own, LONG(0x010101 << 16 + 24 * block)))
-    tiles = 2 + 3 * blocks
-    wide = [sum(64 << 16 * tile for tile in range(max(0, min(4, tiles - first)))) for first in (0, 4)]
-    for place, value in enumerate((LONG(1), LONG(0), LONG(wide[0]), LONG(wide[1]), LONG(0), LONG(0), counts, LONG(0))):
+    # Palette 1, bytes in the rows of each tile as 16 bits, and how many rows as 8: sixteen pairs of numbers of a half.
+    first = b.select(b.icmp_unsigned("<", rows, most), rows, most)
+    counts = b.add(LONG(0x1010), b.mul(first, LONG(0x010101 << 16)))
+    counts = b.add(counts, b.mul(b.sub(rows, first), LONG(0x010101 << 40)))
+    many = b.icmp_unsigned(">", rows, most)
+    lines = LONG(0x0040004000400040)
+    for place, value in enumerate(
+        (LONG(1), LONG(0), lines, b.select(many, lines, LONG(0x40)), LONG(0), LONG(0), counts, LONG(0))
+    ):
         b.store(value, b.gep(shape, [INT(0), INT(place)]))
-    call("ldtilecfg", b.bitcast(shape, pointer))  # makes all tiles 0
-    with cgutils.for_range(b, b.lshr(size, LONG(_TILE.bit_length() - 1)), intp=LONG) as loop:
-        weight = b.add(panel, b.mul(loop.index, LONG(_TILE * PANEL * 2)))
-        number = b.add(input, b.mul(loop.index, LONG(_TILE * 2)))
-        later = b.add(ahead, b.mul(b.mul(loop.index, LONG(_TILE // 2)), ahead_step))
-        for half in range(2):
-            call("tileloadd64", BYTE(half), at(b.add(weight, LONG(half * 64))), LONG(PANEL * 4))
-            for _ in range(_TILE // 4):
-                for line in range(0, PANEL * 4, 64):
-                    prefetch(b, b.add(later, LONG(line)))
-                later = b.add(later, ahead_step)
-        for block in range(blocks):
-            first = 2 + 3 * block
-            call("tileloadd64", BYTE(first), at(b.add(number, b.mul(stride, LONG(16 * block)))), stride)
+    _call(b, "ldtilecfg", b.bitcast(shape, BYTE.as_pointer()))
+
+
+@primitive(types.void, LIKE)
+def release_tiles(builder: Any, like: Any) -> None:
+    """After the last ``products``."""
+    if TILES and like == types.uint16:
+        _call(builder, "tilerelease")
+
+
+def _emit_tiles(
+    b: Any, input: Any, stride: Any, panel: Any, panels: Any, size: Any, sums: Any, sums_stride: Any, ahead: Any,
+    ahead_step: Any, blocks: int,
+) -> None:  # fmt: skip
+    """Code for ``products`` of one to sixteen rows, or of more in two blocks of sixteen and less; ``size`` is a multiple of
+    ``_TILE``. A row's products with a tile are added to its sum together: the even ones' sum and the odd ones', whatever rows
+    are beside it.
+    """
+
+    def call(name: str, *given: Any) -> None:
+        _call(b, name, *given)
+
+    def at(address: Any) -> Any:
+        return b.inttoptr(address, BYTE.as_pointer())
+
+    halves = [(block, half) for block in range(blocks) for half in range(2)]
+    with cgutils.for_range(b, panels, intp=LONG) as each:
+        before = b.mul(each.index, b.mul(size, LONG(PANEL * 2)))
+        own_panel, own_ahead = b.add(panel, before), b.add(ahead, before)
+        for block, half in halves:
+            call("tilezero", BYTE(3 + 3 * block + half))
+        with cgutils.for_range(b, b.lshr(size, LONG(_TILE.bit_length() - 1)), intp=LONG) as loop:
+            weight = b.add(own_panel, b.mul(loop.index, LONG(_TILE * PANEL * 2)))
+            number = b.add(input, b.mul(loop.index, LONG(_TILE * 2)))
+            later = b.add(own_ahead, b.mul(b.mul(loop.index, LONG(_TILE // 2)), ahead_step))
             for half in range(2):
-                call("tdpbf16ps", BYTE(first + 1 + half), BYTE(first), BYTE(half))
-    for block in range(blocks):
-        for half in range(2):
-            target = b.add(sums, LONG(16 * block * _PANEL_BYTES + half * 64))
-            call("tilestored64", BYTE(3 + 3 * block + half), at(target), LONG(_PANEL_BYTES))
-    call("tilerelease")
+                call("tileloadd64", BYTE(half), at(b.add(weight, LONG(half * 64))), LONG(PANEL * 4))
+                for _ in range(_TILE // 4):
+                    for line in range(0, PANEL * 4, 64):
+                        prefetch(b, b.add(later, LONG(line)))
+                    later = b.add(later, ahead_step)
+            for block in range(blocks):
+                first = 2 + 3 * block
+                call("tileloadd64", BYTE(first), at(b.add(number, b.mul(stride, LONG(16 * block)))), stride)
+                for half in range(2):
+                    call("tdpbf16ps", BYTE(first + 1 + half), BYTE(first), BYTE(half))
+        target = b.add(sums, b.mul(each.index, LONG(_PANEL_BYTES)))
+        for block, half in halves:
+            place = b.add(b.add(target, b.mul(sums_stride, LONG(16 * block))), LONG(half * 64))
+            call("tilestored64", BYTE(3 + 3 * block + half), at(place), sums_stride)
 
 
-@primitive(types.void, *[types.int64] * 8, LIKE)
+@primitive(types.void, *[types.int64] * 10, LIKE)
 def products(
-    builder: Any, rows: Any, input: Any, stride: Any, panel: Any, size: Any, sums: Any, ahead: Any, ahead_step: Any, like: Any
-) -> None:
-    """Products of up to ``rows_at_once`` rows with a panel, [rows, ``PANEL``] float32 at ``sums``.
+    builder: Any, rows: Any, input: Any, stride: Any, panel: Any, panels: Any, size: Any, sums: Any, sums_stride: Any, ahead: Any,
+    ahead_step: Any, like: Any,
+) -> None:  # fmt: skip
+    """Products of up to ``rows_at_once`` rows with panels that lie one behind another, [rows, panels * ``PANEL``] float32 at
+    ``sums``, whose rows are ``sums_stride`` bytes apart. ``shape_tiles`` is called before.
 
     What comes later is asked for beside them: ``ahead`` and, with each step, ``ahead_step`` bytes on.
     """
-    b = builder
+    b, taken = builder, LONG(PANEL * (4 if like == types.float32 else 2))
     steps = b.lshr(size, LONG(int(like == types.uint16)))
 
     def by_rows(count: Any, first: Any) -> None:
-        source, target = b.add(input, b.mul(first, stride)), b.add(sums, b.mul(first, LONG(_PANEL_BYTES)))
-        by_count(
-            b, count, TILE_ROWS,
-            lambda number: _emit_products(b, number, source, stride, panel, steps, target, ahead, ahead_step, like),
-        )  # fmt: skip
+        source, into = b.add(input, b.mul(first, stride)), b.add(sums, b.mul(first, sums_stride))
+        with cgutils.for_range(b, panels, intp=LONG) as each:
+            before = b.mul(each.index, b.mul(size, taken))
+            own_panel, own_ahead = b.add(panel, before), b.add(ahead, before)
+            target = b.add(into, b.mul(each.index, LONG(_PANEL_BYTES)))
+            by_count(
+                b, count, TILE_ROWS,
+                lambda number: _emit_products(
+                    b, number, source, stride, own_panel, steps, target, sums_stride, own_ahead, ahead_step, like
+                ),
+            )  # fmt: skip
 
     if not TILES or like != types.uint16:
         by_rows(rows, LONG(0))
@@ -241,7 +278,7 @@ def products(
             filled = b.lshr(b.add(rows, LONG(15)), LONG(4))  # none where there are no rows
             for blocks in (1, 2):
                 with b.if_then(b.icmp_unsigned("==", filled, LONG(blocks))):
-                    _emit_tiles(b, rows, input, stride, panel, size, sums, ahead, ahead_step, blocks)
+                    _emit_tiles(b, input, stride, panel, panels, size, sums, sums_stride, ahead, ahead_step, blocks)
         with rest, cgutils.for_range_slice(b, LONG(0), rows, LONG(TILE_ROWS), intp=LONG) as (first, _):
             left = b.sub(rows, first)
             by_rows(b.select(b.icmp_signed("<", left, LONG(TILE_ROWS)), left, LONG(TILE_ROWS)), first)
@@ -314,7 +351,7 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
     ups, most = sums + MOST_ROWS * _PANEL_BYTES, rows_at_once(like)
     blocks, room = max(1, (rows + most - 1) // most), job.size * PANEL * bytes_of(like)
     unpacked = job.scratch + 2 * thread * room
-    at_once = rows <= packed_rows(forms, like)
+    at_once, shaped = rows <= packed_rows(forms, like), 0
     weight_bytes, up_bytes = _panel_bytes(job.form, job.size, forms, like), _panel_bytes(job.up_form, job.size, forms, like)
     for turn in range(threads):
         part = (thread + turn) % threads
@@ -332,6 +369,9 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
             for block in range(blocks):
                 row, end = block * rows // blocks, (block + 1) * rows // blocks
                 source, own = job.input + row * job.input_stride, end - row
+                if own != shaped:
+                    shape_tiles(own, like)
+                    shaped = own
                 _products_of(
                     job, weight, job.form, weight_bytes, source, own, block, blocks, unpacked, at_once, sums, forms, like
                 )
@@ -341,6 +381,7 @@ def _take_panels(job: Any, rows: int, thread: int, threads: int, taken: int, scr
                     )
                 _finish(job, row, own, panel * PANEL, sums, ups, like)
             done += 1
+    release_tiles(like)
     return done
 
 
@@ -362,7 +403,7 @@ def _products_of(
     further = _AHEAD if blocks == 1 and not form else panel_bytes + block * panel_bytes // blocks
     ahead_step = panel_bytes * piece_of(like) // (job.size * bytes_of(like)) // blocks
     lies = unpacked if form else panel
-    products(rows, source, job.input_stride, lies, job.size, sums, panel + further, ahead_step, like)
+    products(rows, source, job.input_stride, lies, 1, job.size, sums, _PANEL_BYTES, panel + further, ahead_step, like)
 
 
 @compiled
