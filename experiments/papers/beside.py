@@ -57,7 +57,8 @@ def judged(
     Args:
         claims: statements of a paper.
         measures: dataset -> label -> metric -> figure.
-        device: it ran on. On a CPU nothing is concluded of a statement that is ``beyond`` one.
+        device: it ran on. On a CPU nothing is concluded of a statement that is ``beyond`` one, unless what a CPU lacks speaks
+            ``against`` it and its direction holds all the same.
 
     Returns:
         For each ``here``, both values, None where they were not measured; ``ratio``, how many times better the preferred one is;
@@ -103,8 +104,9 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
         if claim.size is not None:
             nearest = min(max(ratio, claim.size[0]), claim.size[1])
             row["size"] = {"paper": list(claim.size), "of_paper": round(ratio / nearest, 4), "within": within}
-    if claim.beyond and device == "cpu":
-        row["verdict"], row["why"] = NOT_TESTABLE, claim.beyond
+    lacking = claim.beyond if device == "cpu" else ""
+    if lacking and not (claim.against and direction):
+        row["verdict"], row["why"] = NOT_TESTABLE, lacking
     elif direction is None:
         row["verdict"], row["why"] = UNDECIDED, _UNTOLD if math.isfinite(apart.error) else _NO_SAMPLES
     elif not direction:
@@ -114,7 +116,8 @@ def _judged(claim: Claim, labels: Mapping[str, Mapping[str, Figure]], device: st
     elif within or claim.equal:
         row["verdict"] = HELD
     else:
-        row["verdict"], row["why"] = DIRECTION_ONLY, claim.otherwise or (_NO_SIZE if claim.size is None else _OTHER_SIZE)
+        row["verdict"] = DIRECTION_ONLY
+        row["why"] = claim.otherwise or (_NO_SIZE if claim.size is None else lacking or _OTHER_SIZE)
     return row
 
 

@@ -28,8 +28,9 @@ PRESETS: dict[str, dict[str, Any]] = {  # what holds where nothing else is said;
     "full": {"repeats": 3, "max_tokens": None, "records": {"llma": 10, "trie": 16, "ngrammys": 4, "jacobi": 6, "mjsd": 10}},
     "short": {"repeats": 1, "max_tokens": 48, "records": {"llma": 6, "trie": 12, "ngrammys": 3, "jacobi": 4, "mjsd": 4}},
 }
+_CONTEXT = 256  # tokens before the step whose rows are timed
 WORKLOADS = {  # the file of a folder of workloads that stands for a dataset
-    "llma": {"retrieval": "llma_rag", "cache": "cag_llama31"},
+    "llma": {"retrieval": "llma_rag", "cache": "text2sql_human"},
     "trie": {"antrag": "specbench_rag", "dolly": "specbench_qa"},
     "ngrammys": {"mt_bench": "mtbench_gpt4", "human_eval": "humaneval_human", "gsm8k": "gsm8k_human"},
     "jacobi": {
@@ -137,6 +138,7 @@ def measure(key: str, args: argparse.Namespace, run: Run) -> Results:
     """Runs a paper's tables, and puts them beside the paper's own."""
     from experiments.bench.engines.models import calm
     from experiments.papers.beside import Found, beside
+    from experiments.papers.devices import step_ms
     from experiments.papers.kept import KeptRuns, OutOfTimeError
     from experiments.papers.stage import load_stage, ran
 
@@ -147,7 +149,11 @@ def measure(key: str, args: argparse.Namespace, run: Run) -> Results:
     shaping = {name: value for name, value in vars(args).items() if name not in ("out", "json", "hours", "kept")}
     planned = tables.runs({name: len(prompts) for name, prompts in stage.datasets.items()}, args.repeats)
     of = portable({"paper": key} | shaping | {"git": git_state(ROOT)})
-    runs, found = KeptRuns(args.kept, of, args.hours, planned), Found()
+    runs, found, rows = KeptRuns(args.kept, of, args.hours, planned), Found(), PAPERS[key].rows
+    times = step_ms(stage.loaded, [(1, _CONTEXT), (rows, _CONTEXT)])
+    if len(times) == 2:
+        ratio = times[rows, _CONTEXT] / times[1, _CONTEXT]
+        found.notes.append(f"a step of {rows} rows behind {_CONTEXT} tokens takes {ratio:.2f} times one of one row here")
     run.progress.left = runs.left
     try:
         tables.measure(replace(stage, runs=runs), found)

@@ -16,7 +16,7 @@ from experiments.bench.engines.contestants import Prompt
 from experiments.bench.figure import panel
 from experiments.papers.beside import Found
 from experiments.papers.numbers.published import Figure, Value, figure_of
-from experiments.papers.stage import BEST, PLAIN, Stage, best, race
+from experiments.papers.stage import BEST, PLAIN, SESSIONS, Stage, best, race
 
 MATCH_LENGTHS = (1, 2, 4)
 COPY_LENGTHS = (2, 5, 10, 15, 20)
@@ -63,6 +63,8 @@ def measure(stage: Stage, found: Found) -> None:
         "speeds are of whole requests, the prefill included, as the paper's; the decode speed-up is of tokens after the first",
         "n and k were chosen on the same records that tables 3 and 4 are of; the paper has a dev set of its own",
     ]
+    if stage.options is not None:
+        found.notes.append(f"the references of cached sessions are outputs of the {SESSIONS} most similar others of the file")
     shared = stage.shared(max(COPY_LENGTHS))
     vocab_size: int = stage.loaded.model.config.get_text_config().vocab_size
     grid = {(n, k): f"n={n} k={k}" for n in MATCH_LENGTHS for k in COPY_LENGTHS}

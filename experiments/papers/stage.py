@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from experiments.papers.numbers.published import Figure, figure_of
 PLAIN = "plain"  # decoding token by token: what speed-ups are relative to
 BEST = "best"  # a label under which measurements stand a second time
 TENANT = "local"  # of all requests
+SESSIONS = 4  # earlier requests whose answers are the references of a dataset of cached sessions
+_CACHED = "cache"  # the dataset
 
 Quality = Callable[[Prompt, Sequence[Sequence[int]]], tuple[float, int]]  # outputs of a prompt -> nats and tokens of all
 Score = Callable[[Prompt, Sequence[int]], float]  # of one output of a prompt; more is better
@@ -107,14 +110,39 @@ def load_stage(args: argparse.Namespace, guided: bool, progress: Progress) -> St
 
 
 def _followed(workload: Workload, path: Path, loaded: LoadedModel, args: argparse.Namespace) -> Workload:
-    """With the known outputs of the file, which end as the model ends."""
-    prompts = []
-    for prompt, record in zip(workload.prompts, read_prompts(path)[: args.records], strict=True):
+    """With the known outputs of the file, which end as the model ends; those of cached sessions are its references there."""
+    records, outputs = read_prompts(path), []
+    for record in records:
         if record.output is None:
             raise PromptFileError(f"{path}: record {record.id} has no string `output`, which is followed here")
-        output: list[int] = loaded.tokenizer.encode(record.output, add_special_tokens=False)
-        prompts.append(replace(prompt, known=[*output, *loaded.eos_token_ids[:1]][: args.max_tokens]))
+        outputs.append([*loaded.tokenizer.encode(record.output, add_special_tokens=False), *loaded.eos_token_ids[:1]])
+    prompts = [replace(prompt, known=own[: args.max_tokens]) for prompt, own in zip(workload.prompts, outputs, strict=False)]
+    if path in args.prompts.get(_CACHED, ()):
+        alike = similar([loaded.tokenizer.encode(record.prompt, add_special_tokens=False) for record in records], SESSIONS)
+        prompts = [
+            replace(prompt, references=[outputs[other] for other in others])
+            for prompt, others in zip(prompts, alike, strict=False)
+        ]
     return replace(workload, prompts=prompts)
+
+
+def similar(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The places of the others that are most similar to each text, the most similar first.
+
+    They share most tokens: each counts ``log(texts / texts that have it)``, over what both have together.
+    """
+    sets = [set(text) for text in texts]
+    having = Counter(token for own in sets for token in own)
+    weight = {token: math.log(len(sets) / number) for token, number in having.items()}
+
+    def likeness(one: set[int], other: set[int]) -> float:
+        return sum(weight[token] for token in one & other) / (sum(weight[token] for token in one | other) or 1.0)
+
+    found = []
+    for own in sets:
+        alike = [-likeness(own, other) if other is not own else math.inf for other in sets]
+        found.append(sorted(range(len(sets)), key=lambda place: alike[place])[: min(count, len(sets) - 1)])
+    return found
 
 
 def written(stage: Stage) -> Stage:

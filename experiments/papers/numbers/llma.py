@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from experiments.papers.numbers.published import Claim, Paper, PaperTable, by_column
 
 _SPEED_COLUMNS = ("plain tokens/s", "LLMA tokens/s", "plain s", "LLMA s", "speed-up")
@@ -31,10 +33,11 @@ _SPEEDS = tuple(
         )),
     )
 )  # fmt: skip
-_ROWS_COST = "rejected tokens take time where a device has no arithmetic to spare, as a CPU has none"
+_ROWS_COST = "rejected tokens take time on a CPU: see the note on a step of 16 rows"
 
 
 def _claims(dataset: str, table: str, size: tuple[float, float]) -> tuple[Claim, ...]:
+    cost: dict[str, Any] = {"beyond": _ROWS_COST, "against": True}
     few, many = "n=1 k=15", "n=4 k=15"
     short, long = "n=1 k=5", "n=1 k=20"
     faster = (
@@ -51,11 +54,9 @@ def _claims(dataset: str, table: str, size: tuple[float, float]) -> tuple[Claim,
     )
     plateau = "the gains plateaued when k grows past 15"
     return (
-        Claim(
-            table, dataset, "speedup", "best", "plain", "2 to 3 times speed-up over the baseline", size=size, beyond=_ROWS_COST
-        ),
-        *(Claim("figure 3", dataset, "speedup", better, worse, words, beyond=_ROWS_COST) for better, worse, words in faster),
-        Claim("figure 3", dataset, "speedup", long, few, plateau, equal=True, tolerance=0.05, beyond=_ROWS_COST),
+        Claim(table, dataset, "speedup", "best", "plain", "2 to 3 times speed-up over the baseline", size=size, **cost),
+        *(Claim("figure 3", dataset, "speedup", better, worse, words, **cost) for better, worse, words in faster),
+        Claim("figure 3", dataset, "speedup", long, few, plateau, equal=True, tolerance=0.05, **cost),
         *(Claim("figure 4", dataset, metric, few, worse, words, lower=lower) for metric, worse, words, lower in counted),
     )
 
@@ -71,4 +72,5 @@ PAPER = Paper(
     },
     (_LENGTHS, _BEST, *_SPEEDS),
     (*_claims("retrieval", "table 3", (2.22, 2.49)), *_claims("cache", "table 4", (2.19, 3.06))),
+    rows=16,
 )

@@ -47,7 +47,7 @@ def _words(size: tuple[float, float]) -> str:
     return f"{size[0]:.2f} to {size[1]:.2f}"
 
 
-_ROWS_COST = "rows take time where a device has no arithmetic to spare, as a CPU has none: see figure 1; tokens per call compare"
+_ROWS_COST = "rows take time on a CPU: see figure 1 of this run; tokens per call compare"
 _SMALL_MODEL = "a model of few parameters says after one token alone nearly what it says after a text, or repeats itself"
 _OTHER_CASE = "the paper reports the same of its 3B model, which never was compute-bound"
 
@@ -57,7 +57,17 @@ def _claims(name: str) -> tuple[Claim, ...]:
     calls, fast = (_range(f"{name} {column}") for column in ("tok/call", "speed-up"))
     return (
         Claim("table 1", name, "tokens_per_step", "k=10 w=10", "plain", f"{_words(calls)} tokens per call", size=calls),
-        Claim("table 1", name, "speedup", "k=10 w=10", "plain", f"{_words(fast)} times as fast", size=fast, beyond=_ROWS_COST),
+        Claim(
+            "table 1",
+            name,
+            "speedup",
+            "k=10 w=10",
+            "plain",
+            f"{_words(fast)} times as fast",
+            size=fast,
+            beyond=_ROWS_COST,
+            against=True,
+        ),
         Claim("figure 5", name, "tokens_per_step", wide, narrow, "tokens per call increase with either k or w"),
         Claim("figure 3", name, "speedup", "best", wide, "the largest block is not the fastest (7B, 13B)", beyond=_OTHER_CASE),
         Claim(
@@ -115,4 +125,5 @@ PAPER = Paper(
             )
         ),
     ),
+    rows=101,
 )

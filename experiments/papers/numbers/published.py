@@ -71,7 +71,8 @@ class Claim:
     tolerance: float = 0.02  # share by which two that are the same may be apart
     size: tuple[float, float] | None = None  # lowest and highest in the paper, how many times better; None where it gives none
     otherwise: str = ""  # what is known to lead elsewhere
-    beyond: str = ""  # why a CPU cannot show it, whatever it measures; where it is one, nothing is concluded
+    beyond: str = ""  # why a CPU cannot show it; where it is one, nothing is concluded
+    against: bool = False  # what a CPU lacks speaks against it: where it is so all the same, that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Paper:
     datasets: Mapping[str, str]  # name -> what it is in the paper
     tables: tuple[PaperTable, ...]
     claims: tuple[Claim, ...]
+    rows: int = 1  # of a step with its setting
 
     def number(self, table: str, row: str, column: str) -> float:
         """A number of a table, or a mean."""

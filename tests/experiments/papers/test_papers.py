@@ -13,10 +13,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from cluster.cli.generate.prompt_file import read_prompts
 from decoding.request import Acceptance
 from decoding.tree import DraftTree
 from experiments.bench.__main__ import main
 from experiments.bench.engines.contestants import Prompt, Run
+from experiments.bench.progress import Progress
 from experiments.bench.run import arguments
 from experiments.papers.beside import (
     DIRECTION_ONLY,
@@ -36,6 +38,7 @@ from experiments.papers.kept import KeptContestant, KeptRuns
 from experiments.papers.llma import counted
 from experiments.papers.ngrammys import Seen, shares
 from experiments.papers.numbers.published import Claim, Figure, Paper, PaperTable, figure_of
+from experiments.papers.stage import load_stage, similar
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 
@@ -126,6 +129,12 @@ def test_equal_counts_and_what_a_cpu_cannot_show() -> None:
     here, there = (one_judged(*same, device, equal=True, beyond="no GPU") for device in ("cpu", "cuda"))
     assert (here["verdict"], here["why"], there["verdict"]) == (NOT_TESTABLE, "no GPU", HELD)
     assert here["interval"] == there["interval"]  # it is shown, and nothing is concluded
+    twice, half = (of(2.0, 2.2, 1.9), of(1.0, 1.0, 1.0)), (of(0.5, 0.6, 0.5), of(1.0, 1.0, 1.0))
+    for sides, size, verdict, why in (  # where it is so although the device speaks against it, that counts
+        (twice, (2.0, 2.5), HELD, None), (twice, (4.0, 5.0), DIRECTION_ONLY, "rows"), (half, (2.0, 2.5), NOT_TESTABLE, "rows"),
+    ):  # fmt: skip
+        row = one_judged(*sides, size=size, beyond="rows", against=True)
+        assert (row["verdict"], row.get("why")) == (verdict, why)
     (absent,) = judged([Claim("table 1", "d", "m", "a", "b", "words")], {"d": {"a": {"m": Figure(1.0)}}})
     assert absent["here"] is None and absent["verdict"] == NOT_MEASURED
 
@@ -276,6 +285,18 @@ def test_each_paper_runs_from_end_to_end(
     assert 0.9 * runs.planned <= runs.measured <= runs.planned  # what the time left is told by
 
 
+def test_references_of_a_cached_session_are_the_answers_to_the_most_similar_others(
+    tiny_model: Path, files: list[Path], tmp_path: Path
+) -> None:
+    assert similar([[1, 2, 3], [1, 2, 4], [1, 9], [1, 2, 3, 4], [1, 8], [1, 7]], 4)[0][:2] == [3, 1]
+    assert similar([[1, 2], [1, 2], [1, 2]], 4) == [[1, 2], [0, 2], [0, 1]] and similar([[1]], 4) == [[]]
+    args = arguments(bench_of("llma"), small("llma", tiny_model, files, tmp_path, "--records", "1")[2:])
+    stage = load_stage(args, True, Progress())
+    tokenizer, (_, other) = stage.loaded.tokenizer, read_prompts(files[1])
+    (prompt,) = stage.datasets["cache"]  # of the whole file, however many are measured
+    assert prompt.references == [[*tokenizer.encode(other.output, add_special_tokens=False), stage.loaded.eos_token_ids[0]]]
+
+
 def test_known_outputs_are_followed_by_a_model_of_random_weights(tiny_model: Path, files: list[Path], tmp_path: Path) -> None:
     random = ("--random-model", "tiny", "--tokenizer", str(tiny_model))
     assert main(small("llma", tiny_model, files, tmp_path, *random)) == 0
@@ -348,7 +369,7 @@ def test_what_a_drafter_remembers_is_taught_again_to_one_that_goes_on() -> None:
 
 def test_workloads_are_taken_from_a_folder_and_a_preset_fills_what_is_not_given(tmp_path: Path) -> None:
     args = arguments(bench_of("llma"), ["--workloads", str(tmp_path), "--preset", "short", "--records", "2"])
-    assert args.prompts == {"retrieval": [tmp_path / "llma_rag.jsonl"], "cache": [tmp_path / "cag_llama31.jsonl"]}
+    assert args.prompts == {"retrieval": [tmp_path / "llma_rag.jsonl"], "cache": [tmp_path / "text2sql_human.jsonl"]}
     assert (args.records, args.repeats, args.max_tokens) == (2, 1, 48)
     full = arguments(bench_of("mjsd"), ["--prompts", "cnn=a.jsonl"])
     assert (full.records, full.repeats, full.max_tokens) == (10, 3, None)
