@@ -148,10 +148,10 @@ BENCHMARKS: dict[str, Source] = {
     "rank-faults": Source(("2026-11-21-rank-faults.json",), rank_faults),
 }
 _PAPERS = {
-    "llma": "2026-11-25-bench-paper-llma.json",
-    "trie": "2026-11-26-bench-paper-trie.json",
+    "llma": "2026-11-26-bench-paper-llma.json",
+    "trie": "2026-11-26-bench-paper-trie-2.json",
     "ngrammys": "2026-11-26-bench-paper-ngrammys.json",
-    "jacobi": "2026-11-25-bench-paper-jacobi.json",
+    "jacobi": "2026-11-26-bench-paper-jacobi.json",
     "mjsd": "2026-11-26-bench-paper-mjsd.json",
 }
 PAPERS: dict[str, Source] = {
