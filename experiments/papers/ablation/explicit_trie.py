@@ -27,6 +27,7 @@ _EVERYBODY = "everybody"  # owns the prompts where none is eliminated
 _NEVER = 1 << 62  # changed trees before a pruning
 BRANCH_LENGTH = 12
 DECODING_LENGTH = 64
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +153,33 @@ def ablate(
         say: is told what runs.
     """
     bare = [replace(text, references=()) for text in texts]
-
-    def run(label: str, parts: TrieParts) -> Reached:
-        say(f"the explicit trie, {label}")
-        drafter = ExplicitTrieDrafter(parts, DECODING_LENGTH, BRANCH_LENGTH)
-        drafter.warm([text.output_ids for text in before])
-        # The processor's time: what else runs on the machine does not count.
-        laps = []
-        for number, text in enumerate(bare):
-            counts = replay_workload(
-                [text], lambda: drafter, DECODING_LENGTH - 1, vocab_size, time.thread_time, id_prefix=f"{number}-"
-            )
-            spent = sum(counts.propose_s) + sum(counts.observe_s) + sum(counts.finish_s)
-            laps.append((counts.tokens, counts.steps, spent))
-        tokens, steps, spent = map(sum, zip(*laps, strict=True))
-        return Reached(tokens / steps, spent / steps, tuple(laps))
-
     sized = {f"capacity {capacity}x": TrieParts(capacity=capacity) for capacity in CAPACITIES}
-    return {label: run(label, parts) for label, parts in PARTS.items()}, {
-        label: run(label, parts) for label, parts in sized.items()
-    }
+    found: dict[str, list[tuple[int, int, float]]] = {}
+    for number in range(_ROUNDS):  # in turns, of which the shortest count: the first to run at all takes longer
+        for label, parts in (PARTS | sized).items():
+            say(f"the explicit trie, {label}, {number + 1} of {_ROUNDS}")
+            laps = _replayed(parts, before, bare, vocab_size)
+            found[label] = [min(pair) for pair in zip(found.get(label, laps), laps, strict=True)]
+    by_part, by_size = ({label: _reached(found[label]) for label in labels} for labels in (PARTS, sized))
+    return by_part, by_size
+
+
+def _replayed(
+    parts: TrieParts, before: Sequence[KnownText], texts: Sequence[KnownText], vocab_size: int
+) -> list[tuple[int, int, float]]:
+    """Tokens, steps and seconds of the trie, of each text."""
+    drafter, laps = ExplicitTrieDrafter(parts, DECODING_LENGTH, BRANCH_LENGTH), []
+    drafter.warm([text.output_ids for text in before])
+    # The processor's time: what else runs on the machine does not count.
+    for number, text in enumerate(texts):
+        counts = replay_workload(
+            [text], lambda: drafter, DECODING_LENGTH - 1, vocab_size, time.thread_time, id_prefix=f"{number}-"
+        )
+        spent = sum(counts.propose_s) + sum(counts.observe_s) + sum(counts.finish_s)
+        laps.append((counts.tokens, counts.steps, spent))
+    return laps
+
+
+def _reached(laps: Sequence[tuple[int, int, float]]) -> Reached:
+    tokens, steps, spent = map(sum, zip(*laps, strict=True))
+    return Reached(tokens / steps, spent / steps, tuple(laps))

@@ -80,4 +80,4 @@ def test_every_part_and_capacity_is_replayed() -> None:
     assert parts["without output branches"].tokens_per_step < parts[FULL].tokens_per_step  # what outputs share is in no prompt
     assert capacities["capacity 16x"].tokens_per_step == parts[FULL].tokens_per_step
     assert all(reached.trie_s > 0 for reached in (*parts.values(), *capacities.values()))
-    assert len(said) == len(PARTS) + len(CAPACITIES)
+    assert len(said) == 3 * (len(PARTS) + len(CAPACITIES))  # in turns
