@@ -178,7 +178,11 @@ def _mix_one(weights: int, values: int, stride: int, count: int, mixed: int, lik
 @compiled
 def _room(size: int) -> Any:
     """So many float32 that begin with a cache line: a vector across two lines is read twice."""
-    made = np.empty(size + WIDTH, np.float32)
+    return _from_line(np.empty(size + WIDTH, np.float32), size)
+
+
+@compiled
+def _from_line(made: Any, size: int) -> Any:
     return made[(-made.ctypes.data >> 2) % WIDTH :][:size]
 
 
@@ -186,16 +190,21 @@ def _room(size: int) -> Any:
 def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> None:
     """Adds up the weighted values of each row: some keys at a time, whose values are made float32 once for all rows."""
     count, size = mixed.shape
-    weights, wide, stride = scores.ctypes.data, scores.shape[1] * 4, size * bytes_of(like)
-    if count <= _MIX_ROWS:
-        _mix_some(weights, wide, values, num_keys, mixed, like)
-        return
-    numbers = _room(_MIX_KEYS * size).reshape((_MIX_KEYS, size))
+    if count > _MIX_ROWS:
+        _mix_parts(scores, values, num_keys, mixed, _room(_MIX_KEYS * size), like)
+    else:
+        _mix_some(scores.ctypes.data, scores.shape[1] * 4, values, num_keys, mixed, like)
+
+
+@compiled
+def _mix_parts(scores: Any, values: int, num_keys: int, mixed: Any, numbers: Any, like: Any) -> None:
+    """See ``_mix_all``, with room for the values of some keys."""
+    size, into = mixed.shape[1], numbers.ctypes.data
     for first in range(0, num_keys, _MIX_KEYS):
-        here, source = min(_MIX_KEYS, num_keys - first), values + first * stride
+        here, source = min(_MIX_KEYS, num_keys - first), values + first * size * bytes_of(like)
         for number in range(0, here * size, WIDTH):
-            store(numbers.ctypes.data + number * 4, load(source + number * bytes_of(like), like), _FLOAT)
-        _mix_some(weights + first * 4, wide, numbers.ctypes.data, here, mixed, _FLOAT)
+            store(into + number * 4, load(source + number * bytes_of(like), like), _FLOAT)
+        _mix_some(scores.ctypes.data + first * 4, scores.shape[1] * 4, into, here, mixed, _FLOAT)
 
 
 @compiled
