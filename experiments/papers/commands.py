@@ -52,7 +52,8 @@ has not measured then is "not measured" in its record. The file goes when all is
 """
 _FOLLOWS = """
 The runs are target-guided (LLMA, arXiv 2304.04487, section 3.2): forwards are the model's, committed tokens are the known
-outputs of the files, so that any model will do, one of random weights (--random-model) included.
+outputs of the files, so that any model will do, one of random weights (--random-model) included. The references of `cache` are
+the known outputs of the most similar other prompts of its file, in place of the file's own, which --random-model keeps.
 """
 _WRITTEN = """
 The model writes its own outputs greedily, and each strategy follows them. With --random-model the known outputs of the files are
