@@ -248,7 +248,7 @@ class LocalExecutor:
                 outcomes.append(None)
                 continue
             assert work.tree is not None, work.request.request_id
-            target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first, highest)
+            target = TargetRows(greedy[first : first + len(work.tree.tokens)], logits, None, first, highest, self.runner.hidden)
             outcome = self._verify(work, target, roots.get(first))
             if outcome.acceptance.rows:  # entries behind ``end - 1``: the root's, then the tree's rows in order
                 self._cache.compact(segment.slot, work.end - 1, (0, *outcome.acceptance.rows))

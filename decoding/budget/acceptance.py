@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from decoding.budget.candidates import Float64Array
 from decoding.budget.features import (
+    ALONE,
     BIGRAM,
     COPY,
     COPY_FRESH,
     HISTORY,
     HISTORY_FRESH,
     KIND_FEATURES,
-    LESS,
     LEVELS,
     LIKELY,
     MATCH_BUCKETS,
@@ -35,15 +35,16 @@ Float32Array = npt.NDArray[np.float32]
 
 # Rounded from replays of retrieval, summary, code and chat texts. They only order the first steps: counts replace them.
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
-_MATCH = np.array([0.5, 0.72, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
-_HISTORY_MATCH = np.array([0.2, 0.5, 0.7, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.95, 0.97])
+_MATCH = np.array([0.35, 0.65, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
+_HISTORY_MATCH = np.array([0.1, 0.35, 0.5, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.95, 0.97])
 _SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # what goes on for long is a copy
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens
 _UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
-_RECYCLING = np.array([0.45, 0.36, 0.32, 0.28, 0.25, 0.18, 0.13, 0.08, 0.05, 0.03, 0.02, 0.01])  # by likelihood bucket
-_RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.55, 0.4, 0.3, 0.2, 0.15, 0.1])
-_LESS = 0.5  # of what was ranked behind fewer tokens, where something was behind more of them
-_UNRANKED, _LIKELY = 0.75, 0.4  # of the chance of an occurrence, and of what it lacks of 1, by what the target ranked
+_RECYCLING = np.array([0.97, 0.93, 0.85, 0.72, 0.57, 0.42, 0.17, 0.07, 0.03, 0.012, 0.01, 0.005])  # by likelihood bucket
+_DISTANCE = np.array([1.0, 1.0, 0.95, 0.82, 0.68, 0.42, 0.2, 0.25])  # by distance bucket, the last one of an unknown distance
+_RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # of what was ranked behind a token alone
+_UNRANKED = 0.5  # of the chance of an occurrence that the target did not rank
+_LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # of what an occurrence that it found likely lacks of 1
 _BIGRAM = 0.25 / (1.0 + np.arange(MATCH_BUCKETS)) ** 1.3
 _PRIOR_WEIGHT = 4.0  # observations that the prior counts for
 _HALVE_AT = 4096.0  # observations of one feature after which the older ones count half
@@ -58,11 +59,11 @@ def prior() -> Float64Array:
     """[NUM_FEATURES] chance of a child given its parent, before anything was observed."""
     table = np.empty((NUM_KINDS, MATCH_BUCKETS, SHARE_BUCKETS, LEVELS))
     table[[COPY, COPY_FRESH]] = _leveled(_MATCH[:, None] * _SHARE)
-    table[[HISTORY, HISTORY_FRESH]] = _leveled(_HISTORY_MATCH[:, None] * _SHARE)
+    table[[HISTORY, HISTORY_FRESH]] = _leveled(_HISTORY_MATCH[:, None] * _SHARE, _HISTORY_LIKELY)
     table[[SIMILAR, SIMILAR_FRESH]] = _leveled(_MATCH[:, None] * np.maximum(_SHARE, _SIMILAR_MATCH[:, None] * (_SHARE > 0.2)))
     table[UNIGRAM] = (_UNIGRAM[:, None] * _CONTEXT)[:, :, None]
-    table[RECYCLING] = (_RECYCLING[:, None] * _RECYCLING_CONTEXT)[:, :, None]
-    table[RECYCLING, :, :, LESS] *= _LESS
+    table[RECYCLING] = (_RECYCLING[:, None] * _DISTANCE)[:, :, None]
+    table[RECYCLING, :, :, ALONE] = _RECYCLING[:, None] * _RECYCLING_CONTEXT
     table[BIGRAM] = (_BIGRAM[:, None] * _CONTEXT)[:, :, None]
     return table.ravel()
 
@@ -73,11 +74,11 @@ def _prior() -> Float64Array:
     return prior()
 
 
-def _leveled(chances: Float64Array) -> Float64Array:
+def _leveled(chances: Float64Array, likely: float = _LIKELY) -> Float64Array:
     """[match, share, level] of occurrences, whose chances rise and fall with what the target ranked."""
     leveled = np.repeat(chances[:, :, None], LEVELS, axis=2)
     leveled[:, :, UNRANKED] *= _UNRANKED
-    leveled[:, :, LIKELY] += (1.0 - chances) * _LIKELY
+    leveled[:, :, LIKELY] += (1.0 - chances) * likely
     return leveled
 
 

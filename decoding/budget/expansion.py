@@ -14,11 +14,11 @@ import numpy as np
 
 from decoding.budget.candidates import HASH_SLOTS, MAX_CHILDREN, Float64Array, clear_slots, pop, push, slot_of
 from decoding.budget.features import (
+    ALONE,
     BIGRAM,
     COPY_FRESH,
     EVEN,
     HISTORY,
-    LESS,
     LEVELS,
     LIKELY,
     MATCH_BUCKETS,
@@ -32,17 +32,19 @@ from decoding.budget.features import (
     UNKNOWN,
     UNRANKED,
     context_bucket,
+    distance_bucket,
     feature,
     match_bucket,
     share_bucket,
 )
 from decoding.jit import compiled
+from decoding.sources.contexts import WORDS, Contexts, PlainContexts, most_alike
 from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
-from decoding.sources.successors import context_key
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree
 MAX_OCCURRENCES = 8192
+_NEAR = 5  # bucket of distance up to which a context tells what occurrences are worth
 
 
 class Pool(NamedTuple):
@@ -66,6 +68,9 @@ class Pool(NamedTuple):
     factors: Float64Array  # [occurrences] what an occurrence weighs beside one in the request's own texts
     starts: Int32Array  # [occurrences] depth of the node at which it was found
     links: Int32Array  # [occurrences] next in the list of its node
+    above: Int64Array  # [WORDS] signs of the row before the one at hand
+    alike: Int32Array  # [rows] place of the computed row whose context is the most like that of a row of the tree, -1 for none
+    distances: Int32Array  # [rows] signs in which the contexts differ, along the path to the row
 
     @classmethod
     def empty(cls) -> Pool:
@@ -90,6 +95,9 @@ class Pool(NamedTuple):
             factors=np.empty(found),
             starts=np.empty(found, np.int32),
             links=np.empty(found, np.int32),
+            above=np.empty(WORDS, np.int64),
+            alike=np.empty(nodes + 1, np.int32),
+            distances=np.empty(nodes + 1, np.int32),
         )
 
 
@@ -100,8 +108,8 @@ class Ranked(NamedTuple):
     # [vocab, k] what the target ranked after each token when it last saw it, above ``TOKEN_BITS`` the buckets of likelihoods;
     # -1 for nothing, [0, 0] without.
     recycled: Int32Array
-    keys: Int32Array  # [slots] of contexts of two and three tokens (``context_key``); 0 for none
-    behind: Int32Array  # [slots, k] as ``recycled``, behind those
+    contexts: PlainContexts  # of rows that the target computed
+    above: Int64Array  # [WORDS] signs of the row before the root, see there
     bigrams: Int32Array  # [vocab, k] what the target ranks after each token alone; [0, 0] without
 
 
@@ -138,9 +146,10 @@ class Rows:
 # The same as plain tuples, which are passed to compiled code in a tenth of the time.
 PlainPool = tuple[
     Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, Float64Array, Float64Array, Float64Array, Int32Array,
-    Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array,
+    Int32Array, Int32Array, Int64Array, Int32Array, Int32Array, Float64Array, Int32Array, Int32Array, Int64Array,
+    Int32Array, Int32Array,
 ]  # fmt: skip
-PlainRanked = tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]
+PlainRanked = tuple[Int32Array, Int32Array, PlainContexts, Int64Array, Int32Array]
 # The request's own texts, those of requests that resemble it, the outputs of its tenant, and what every tenant drafts from.
 Logs = tuple[Log, Log, Log, Log]
 LogTokens = tuple[Int32Array, Int32Array, Int32Array, Int32Array]  # of those
@@ -297,51 +306,44 @@ def open_root(logs: Logs, measures: Measures, context: Int32Array, pool: Pool) -
 
 
 @compiled
-def slot_behind(ranked: Ranked, key: int) -> int:
-    """Where that stands which was ranked behind a context; -1 where nothing was."""
-    slot = key & (len(ranked.keys) - 1)
-    return slot if ranked.keys[slot] == key else -1
-
-
-@compiled
 def add_recycled(
-    ranked: Ranked, three: tuple[int, int, int], ends: int, row: int, depth: int, chance: float, table: Float64Array, begin: int,
-    count: int, pool: Pool,
+    ranked: Ranked, three: tuple[int, int, int], ends: int, row: int, parent: int, depth: int, chance: float,
+    table: Float64Array, begin: int, count: int, pool: Pool,
 ) -> int:  # fmt: skip
     """Sets the levels of the children that occurrences gave, and makes those that the target ranked; see ``open_node``."""
     two, one, token = three
-    third = second = -1
-    if one >= 0 and len(ranked.keys) > 1:
-        pair = context_key(one, token)
-        second = slot_behind(ranked, pair)
-        if two >= 0:
-            third = slot_behind(ranked, context_key(pair, two))
-    best = third if third >= 0 else second  # of the contexts of which something is known the longest
-    if best >= 0:
+    contexts = Contexts(*ranked.contexts)
+    for word in range(len(ranked.above)):
+        known = pool.alike[parent] if parent >= 0 else -1
+        signs = contexts.signs[known, word] if known >= 0 else 0
+        pool.above[word] = ranked.above[word] if parent < 0 else signs
+    place, distance, agreed = most_alike(contexts, token, one, two, pool.above)
+    if parent >= 0 and distance >= 0:
+        distance = distance + pool.distances[parent] if pool.distances[parent] >= 0 else -1
+    pool.alike[row], pool.distances[row] = place, distance
+    if place < 0:
+        return add_ranked(ranked.recycled[token], RECYCLING, ends, ALONE, row, depth, chance, table, begin, count, pool)
+    near = distance_bucket(distance)
+    entry = contexts.ranked[place]
+    if agreed > 1 or near <= _NEAR:
         for child in range(begin, count):
             pool.features[child] += UNRANKED
-        for rank in range(ranked.behind.shape[1]):
-            value = ranked.behind[best, rank]
-            if value >= 0:
-                child = pool.slots[slot_of(value & TOKEN_MASK, pool.slots, pool.tokens)]
+        for rank in range(len(entry)):
+            if entry[rank] >= 0:
+                child = pool.slots[slot_of(entry[rank] & TOKEN_MASK, pool.slots, pool.tokens)]
                 if child >= 0:
-                    level = LIKELY if value >> TOKEN_BITS <= EVEN else RANKED
+                    level = LIKELY if entry[rank] >> TOKEN_BITS <= EVEN else RANKED
                     pool.features[child] = pool.features[child] // LEVELS * LEVELS + level
         for child in range(begin, count):
             pool.chances[child] = chance * table[pool.features[child]]
-    if third >= 0:
-        count = add_ranked(ranked.behind[third], RECYCLING, ends, 3, row, depth, chance, table, begin, count, pool)
-    if second >= 0:
-        of_two = LESS if third >= 0 else 2
-        count = add_ranked(ranked.behind[second], RECYCLING, ends, of_two, row, depth, chance, table, begin, count, pool)
-    alone = LESS if best >= 0 else 1
-    return add_ranked(ranked.recycled[token], RECYCLING, ends, alone, row, depth, chance, table, begin, count, pool)
+    count = add_ranked(entry, RECYCLING, near, agreed, row, depth, chance, table, begin, count, pool)
+    return add_ranked(ranked.recycled[token], RECYCLING, ends, ALONE, row, depth, chance, table, begin, count, pool)
 
 
 @compiled
 def open_node(
     logs: LogTokens, ranked: Ranked, measures: Measures, first: int, three: tuple[int, int, int], depth: int, row: int,
-    chance: float, count: int, pool: Pool,
+    parent: int, chance: float, count: int, pool: Pool,
 ) -> int:  # fmt: skip
     """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its last tokens.
 
@@ -363,7 +365,7 @@ def open_node(
         pool.chances[child] = chance * table[pool.features[child]]
     ends = context_bucket(longest)
     if token < len(ranked.recycled):
-        count = add_recycled(ranked, three, ends, row, depth, chance, table, begin, count, pool)
+        count = add_recycled(ranked, three, ends, row, parent, depth, chance, table, begin, count, pool)
     if token < len(ranked.bigrams):
         count = add_ranked(ranked.bigrams[token], BIGRAM, ends, 0, row, depth, chance, table, begin, count, pool)
     if depth == 0:
@@ -398,6 +400,7 @@ def grow(
     budget, max_depth, least_chances = limits
     first, used = open_root(logs, measures, context, pool)
     count = size = grown = depth = row = 0
+    above = -1
     chance, token, least_chance = 1.0, context[-1], least_chances[0]
     before = context[-2] if len(context) > 1 else -1, context[-3] if len(context) > 2 else -1
     two, one = before[1], before[0]
@@ -405,7 +408,7 @@ def grow(
     while True:
         if depth < max_depth:
             begin = count
-            count = open_node(log_tokens, ranked, measures, first, (two, one, token), depth, row, chance, count, pool)
+            count = open_node(log_tokens, ranked, measures, first, (two, one, token), depth, row, above, chance, count, pool)
             for child in range(begin, count):
                 if pool.chances[child] >= least_chance:
                     size = push(pool.heap, size, pool.chances, child)

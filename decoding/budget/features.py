@@ -12,10 +12,10 @@ MATCH_BUCKETS, SHARE_BUCKETS, LEVELS = 12, 8, 4
 KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # those of one kind lie side by side
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES
 
-# Levels of an occurrence: what the target ranked behind the same two tokens or three, when it last computed them. The level of a
-# ranked token is the number of tokens that it was ranked behind; ``LESS`` where something was ranked behind more of them.
+# Levels of an occurrence: what the target ranked in a context that is alike, see ``decoding.sources.contexts``. The level of a
+# ranked token is the number of tokens that the contexts have in common, up to 3; ``ALONE`` where the context is not known.
 UNKNOWN, UNRANKED, RANKED, LIKELY = range(LEVELS)
-LESS = 0
+ALONE = 0
 
 # A ranked token stands with the bucket of its likelihood in the bits above it.
 TOKEN_BITS = 24
@@ -71,3 +71,13 @@ def likelihood_bucket(share: float) -> int:
 def feature(kind: int, match: int, share: int, level: int) -> int:
     """The entry of the table for a kind of feature, two buckets and a level."""
     return ((kind * MATCH_BUCKETS + match) * SHARE_BUCKETS + share) * LEVELS + level
+
+
+@compiled
+def distance_bucket(distance: int) -> int:
+    """In how many of ``decoding.sources.contexts.SIGNS`` signs two contexts differ in eight steps; the last one is unknown (-1)."""
+    if distance < 0:
+        return SHARE_BUCKETS - 1
+    if distance <= 32:
+        return 0 if distance <= 8 else (1 if distance <= 20 else 2)
+    return 3 if distance <= 44 else (4 if distance <= 58 else (5 if distance <= 76 else 6))

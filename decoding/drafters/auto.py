@@ -26,6 +26,7 @@ from decoding.budget.latency import StepLoad
 from decoding.budget.selection import ANY_CHANCE, Selection
 from decoding.drafters.base import Drafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request, SamplingParams
+from decoding.sources.contexts import NO_CONTEXTS, NO_SIGNS
 from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
@@ -51,7 +52,7 @@ _LEAST_CHANCE = 1e-4  # rows below it, by ranks, are not looked at: wide trees r
 _PROMPT_TELLING, _TOLD_TOGETHER = 4, 16  # among more requests, so many tokens of one are told to the others together
 _LEARNING_REQUESTS = 4  # among more of them, what the target ranks is kept of steps with a draft only
 _NOTHING, _NO_TOKENS = np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
-_UNRANKED = _NOTHING, np.zeros(1, np.int32), _NOTHING
+_UNRANKED = _NOTHING, NO_CONTEXTS[:]
 _ROOT_FEATURES = np.zeros(1, np.int32)
 _ANY = SamplingParams(max_tokens=8)
 
@@ -75,6 +76,7 @@ class _RequestState:
         self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
         self.backoff = Backoff()
         self.accepted = 0  # drafted tokens that the last step kept
+        self.above = NO_SIGNS  # of the row before the last token, see ``decoding.sources.contexts``
 
 
 class AutoDrafter(Drafter):
@@ -167,6 +169,8 @@ class AutoDrafter(Drafter):
         request = Request("", [0, 0], _ANY)
         self.propose([request], [4])
         AcceptanceTable().compile()
+        if self._recycled is not None:
+            self._recycled.compile()
         compile_recall()
         self.finish(request)
         compile_log()
@@ -217,8 +221,8 @@ class AutoDrafter(Drafter):
         rows = Rows.empty(budget)
         recycled = None if self._recycled is None or RECYCLING in aside else self._recycled.known(request, edition)
         frequent = _NO_TOKENS if UNIGRAM in aside else state.frequent[: self._num_frequent * self.ranks]
-        kept = _UNRANKED if recycled is None else (recycled.entries, recycled.keys, recycled.behind)
-        ranked = frequent, *kept, self._bigrams  # see ``Ranked``
+        kept = _UNRANKED if recycled is None else (recycled.entries, recycled.contexts[:])
+        ranked = frequent, *kept, state.above, self._bigrams  # see ``Ranked``
         logs = state.log.without(-1), similar.without(-1), tenant.without(owner), public.without(-1)
         caps = _CAPS + (self.ranks - 1) * _MORE if self.ranks > 1 else _CAPS
         measures = chances, self._weights, _HISTORY_WEIGHT, state.similarities, caps
@@ -291,13 +295,14 @@ class AutoDrafter(Drafter):
 
     def observe(self, request: Request, tree: DraftTree, target: TargetRows, acceptance: Acceptance) -> None:
         """Counts what was accepted, and keeps what the target ranked on the way."""
-        state, size = self._states.get(request.request_id), len(tree.tokens)
-        if state is not None:
-            state.accepted = len(acceptance.rows)
-            if size == len(state.features):
-                if self._selection is not None:
-                    self._selection.emitted(acceptance.count)
-                state.table.observe(tree.parents, state.features, acceptance.rows)
+        state, size = self._state(request), len(tree.tokens)
+        state.accepted = len(acceptance.rows)
+        if size == len(state.features):
+            if self._selection is not None:
+                self._selection.emitted(acceptance.count)
+            state.table.observe(tree.parents, state.features, acceptance.rows)
+        signs = target.signs
+        above, state.above = state.above, signs[acceptance.rows[-1] if acceptance.rows else 0]
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
@@ -305,8 +310,9 @@ class AutoDrafter(Drafter):
             history = self._history(request)
             table = self._recycled.of(request, None if history is None else history.edition)
             root = request.num_tokens - acceptance.count - 1
-            before = [-1, -1, *request.tokens[max(root - 2, 0) : root].tolist()][-2:]
-            table.learn_tree(tree, before, acceptance.rows, target.ranked(range(size), table.width))
+            before = np.array([*request.tokens[max(root - 2, 0) : root].tolist()[::-1], -1, -1][:2], np.int32)
+            ranked = target.ranked(range(size), table.width)
+            table.learn_tree(tree, before, above, acceptance.rows, signs, ranked)
 
     def held(self) -> Collection[str]:
         """See ``Drafter``."""

@@ -13,6 +13,7 @@ from decoding.budget.features import TOKEN_MASK
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.sources.branches import tree_of
+from decoding.sources.contexts import WORDS, Int64Array, signs_of
 from decoding.sources.history import Histories
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
@@ -50,7 +51,7 @@ def count_step(counts: StepCounts, tree: DraftTree, accepted: Sequence[int]) -> 
 class TargetRows:
     """What the target said below each row of a computed tree. Valid during ``observe`` only: it refers to the step's logits."""
 
-    __slots__ = ("_first", "_highest", "_logits", "_ranked", "ids")
+    __slots__ = ("_first", "_hidden", "_highest", "_logits", "_ranked", "ids")
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class TargetRows:
         ranked: Int32Array | None = None,
         first: int = 0,
         highest: SignedArray | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -70,16 +72,26 @@ class TargetRows:
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
             highest: of all logits, as ``decoding.sampling.ranking.argmax_rows`` fills it, where they were ranked with it.
+            hidden: [>= first + n, hidden size] what the output layer made the same rows of the logits from; None where it is not
+                at hand.
         """
         assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
         self.ids, self._logits, self._ranked, self._first, self._highest = ids, logits, ranked, first, highest
+        self._hidden = hidden
 
     @property
     def logits(self) -> torch.Tensor:
         """[n, vocab] of the rows, where they are."""
         assert self._logits is not None
         return self._logits[self._first : self._first + len(self.ids)]
+
+    @property
+    def signs(self) -> Int64Array:
+        """[n, WORDS] of the last hidden state of each row, see ``decoding.sources.contexts``; ``NO_SIGNS`` where it is unknown."""
+        if self._hidden is None:
+            return np.zeros((len(self.ids), WORDS), np.int64)
+        return signs_of(self._hidden[self._first : self._first + len(self.ids)])
 
     @property
     def has_logits(self) -> bool:

@@ -154,9 +154,9 @@ def _compare(
     return used
 
 
-def _popcount(bits: int) -> int:
-    """Ones among the bits of a number of 64 bits, from 0 on."""
-    return int(bits).bit_count()
+def popcount(bits: int) -> int:
+    """Ones among the bits of a number of 64 bits."""
+    return (int(bits) & (1 << 64) - 1).bit_count()
 
 
 if NATIVE:
@@ -164,7 +164,7 @@ if NATIVE:
     from numba.extending import intrinsic
 
     @intrinsic
-    def _popcount(context: Any, bits: Any) -> Any:
+    def popcount(context: Any, bits: Any) -> Any:
         """As above: one instruction of compiled code."""
         return types.int64(types.int64), lambda _context, builder, _signature, arguments: builder.ctpop(arguments[0])
 
@@ -191,7 +191,7 @@ def _nearest(wanted: Int64Array, words: Int64Array, added: int, places: Int32Arr
             continue
         distance = 0
         for at in range(1, len(wanted)):
-            distance += _popcount(words[place, at] ^ wanted[at])
+            distance += popcount(words[place, at] ^ wanted[at])
         if used == len(distances) and distance >= distances[used - 1]:
             continue
         used = min(used + 1, len(distances))

@@ -1,4 +1,4 @@
-"""Table of token recycling: the target's top-k after each token, and behind its last two and three, when last computed."""
+"""Table of token recycling: the target's top-k after each token when last computed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from decoding.jit import compiled
 from decoding.request import Request
+from decoding.sources.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, Int64Array, keep_tree
 from decoding.tree import DraftTree, Int32Array
 
 WIDTH = 8  # tokens kept after each
@@ -17,8 +18,6 @@ _PRIOR_TRIALS = 10.0
 PRIOR_RATES = tuple(hits / _PRIOR_TRIALS for hits in _PRIOR)  # how often each rank is right, before anything was counted
 MAX_TENANTS = 64  # tables of tenants that are kept
 _ZERO = np.zeros(1, np.int32)
-_CONTEXTS = 1 << 15  # of two and three tokens: places for what was ranked behind each
-_NO_KEYS, _NO_ENTRIES = np.zeros(1, np.int32), np.zeros((1, WIDTH), np.int32)
 _MAX_TRIALS = 4096.0  # then hits and trials are halved, so that the rates follow the traffic
 _USE_GAIN, _LEAST_USE, _SELDOM = 0.01, 0.01, 8  # below so many accepted recycled rows a step, one step of eight is learned from
 
@@ -32,56 +31,28 @@ def replace_entries(entries: Int32Array, tokens: Int32Array, successors: Int32Ar
 
 
 @compiled
-def context_key(before: int, token: int) -> int:
-    """Stands for a token behind another, or behind what another such key stands for: above 0 and below 2**31."""
-    key = ((int(before) + 1) * 1000003 + int(token)) & 0xFFFFFFFFFF
-    key = ((key ^ (key >> 17)) * 0x9E377) & 0xFFFFFFFFFF
-    return ((key ^ (key >> 21)) & 0x7FFFFFFF) | 1
+def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, successors: Int32Array) -> None:
+    """Writes what was ranked below each row of a tree over the entry of its token.
 
-
-@compiled
-def replace_all(
-    entries: Int32Array, keys: Int32Array, behind: Int32Array, tokens: Int32Array, parents: Int32Array, before: Int32Array,
-    accepted: Int32Array, successors: Int32Array,
-) -> None:  # fmt: skip
-    """Writes what was ranked below each row of a tree over the entries of its token, alone and behind one and two others.
-
-    Of rows that end alike an accepted one stays, then the one of the lowest number.
+    Of rows of one token an accepted one stays, then the one of the lowest number.
 
     Args:
         entries: [vocab, k].
-        keys: [slots] of the contexts of two and three tokens that are kept, 0 for none.
-        behind: [slots, k] what was ranked behind each.
-        tokens: [n] of the tree; with it ``parents``.
-        before: [2] the tokens before the root, the last one last, -1 where there is none.
+        tokens: [n] of the tree.
         accepted: [m] the root and the accepted rows.
         successors: [n, k].
     """
     size, kept = len(tokens), len(accepted)
     for place in range(size + kept):
         row = size - 1 - place if place < size else accepted[place - size]
-        token, parent = tokens[row], parents[row]
-        one = tokens[parent] if parent >= 0 else before[1]
-        two = before[0] if parent < 0 else (tokens[parents[parent]] if parents[parent] >= 0 else before[1])
-        pair = context_key(one, token)
-        triple = context_key(pair, two)
-        slot, other = pair & (len(keys) - 1), triple & (len(keys) - 1)
-        if one >= 0:
-            keys[slot] = pair
-        if two >= 0:
-            keys[other] = triple
         for rank in range(entries.shape[1]):
-            entries[token, rank] = successors[row, rank]
-            if one >= 0:
-                behind[slot, rank] = successors[row, rank]
-            if two >= 0:
-                behind[other, rank] = successors[row, rank]
+            entries[tokens[row], rank] = successors[row, rank]
 
 
 class SuccessorTable:
     """The tokens last seen as the target's most likely ones after each token, and how often each rank was right.
 
-    It takes vocab * 32 bytes, and 1.2 MB once trees are learned as a whole (``learn_tree``).
+    It takes vocab * 32 bytes, and vocab * 8 bytes and 4 MB once trees are learned as a whole (``learn_tree``).
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None) -> None:
@@ -92,7 +63,7 @@ class SuccessorTable:
         """
         self.width = min(WIDTH, vocab_size)
         self.entries: Int32Array = np.full((vocab_size, self.width), -1, np.int32)  # [vocab, width], -1 where nothing is known
-        self.keys, self.behind = _NO_KEYS, _NO_ENTRIES  # see ``replace_all``
+        self.contexts = NO_CONTEXTS  # of rows of trees
         self._first = first
         self._hits: npt.NDArray[np.float64] = np.array(_PRIOR[: self.width])
         self._trials = _PRIOR_TRIALS
@@ -115,20 +86,25 @@ class SuccessorTable:
         # Copies: an array that is read-only or has gaps would be a new type to the compiler, in the middle of a step.
         replace_entries(self.entries, tokens.astype(np.int32, order="C"), successors.astype(np.int32, order="C"))
 
-    def learn_tree(self, tree: DraftTree, before: Sequence[int], accepted: Sequence[int], successors: Int32Array) -> None:
-        """Replaces what was ranked after each row of a tree: behind its token alone, and with one and two tokens before it.
+    def learn_tree(
+        self, tree: DraftTree, before: Int32Array, above: Int64Array, accepted: Sequence[int], signs: Int64Array, successors: Int32Array
+    ) -> None:
+        """Replaces what was ranked after the token of each row of a tree, and keeps it with the row's context.
 
         Args:
             tree: that was computed.
-            before: the two tokens before the root, the last one last, -1 where there is none.
-            accepted: rows of the tree. Of rows that end alike an accepted one stays, then the one of the lowest number.
+            before: [2] the tokens before the root, the last one first, -1 where there is none.
+            above: [WORDS] signs of the row before the root, ``NO_SIGNS`` where it is not known.
+            accepted: rows of the tree. Of rows of one token an accepted one stays, then the one of the lowest number.
+            signs: [n, WORDS] of the last hidden state of each row, see ``decoding.sources.contexts``.
             successors: [n, width] the most likely tokens below each row, the most likely first.
         """
-        if self.keys is _NO_KEYS:
-            self.keys, self.behind = np.zeros(_CONTEXTS, np.int32), np.full((_CONTEXTS, self.width), -1, np.int32)
+        if self.contexts is NO_CONTEXTS:
+            self.contexts = Contexts.empty(len(self.entries), self.width)
         rows = np.array((0, *accepted), np.int32)
         tokens, parents, ranked = (values.astype(np.int32, order="C") for values in (tree.tokens, tree.parents, successors))
-        replace_all(self.entries, self.keys, self.behind, tokens, parents, np.array(before, np.int32), rows, ranked)
+        replace_tree(self.entries, tokens, rows, ranked)
+        keep_tree(self.contexts[:], tokens, parents, before, above, rows, signs, ranked)
 
     def count(self, token: int, follower: int) -> None:
         """Counts at which rank the entry of ``token`` held what the target then emitted."""
@@ -191,6 +167,12 @@ class SuccessorTables:
         self._requests: dict[str, SuccessorTable] = {}
         self._apart: set[str] = set()
         SuccessorTable(1).learn(_ZERO, _ZERO[:, None])  # compiled here, so that no request waits for it
+
+    @staticmethod
+    def compile() -> None:
+        """Calls what learning from trees compiles at its first call."""
+        tree, before, ranked = DraftTree.chain(0, ()), np.full(2, -1, np.int32), np.full((1, 1), -1, np.int32)
+        SuccessorTable(1).learn_tree(tree, before, NO_SIGNS, (), NO_SIGNS[None].copy(), ranked)
 
     def known(self, request: Request, edition: object = None) -> SuccessorTable | None:
         """The table that a request drafts from; None where nothing was learned for it."""

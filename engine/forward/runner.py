@@ -224,6 +224,12 @@ class ModelRunner:
             return logits
         return self._modules(batch)
 
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """[>= rows, hidden size] what the last forward's logits were made from, row by row, until the next forward; None where
+        the model is not computed by ``RowModel``."""
+        return None if self._whole is None else self._whole.hidden
+
     def _modules(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, by the modules of the model."""
         if self._adapters is None:

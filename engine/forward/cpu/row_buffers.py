@@ -29,6 +29,10 @@ class RowBuffers:
             self._buffers[name] = torch.empty(self.rows, size, dtype=dtype or self.dtype)
         assert self._buffers[name].shape[1] == size, (name, size)
 
+    def numbers(self, name: str) -> torch.Tensor:
+        """[rows, size], where they lie."""
+        return self._buffers[name]
+
     def at(self, name: str, first: int = 0) -> int:
         """The address of a number of the first row."""
         buffer = self._buffers[name]

@@ -119,6 +119,11 @@ class RowModel:
             states.finish()
         return logits if self._parts.divisor == 1 else logits.div_(self._parts.divisor)
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[>= rows, hidden size] what the output layer made the last forward's logits from, until the next one."""
+        return self._buffers.numbers("normed")
+
     def _make_room(self, rows: int) -> None:
         """Takes memory for what is between the layers of so many rows."""
         config, shape, model = self._model.config, self._cache.shape, self._model

@@ -1,0 +1,148 @@
+"""What the target ranked, by the context that it read: found again by the signs of its last hidden state.
+
+Behind the same token the target says next what it said where it had understood alike: the nearer the last hidden states of the
+rows before, the likelier. Of a hidden state the signs of its first numbers are kept, which tell as much as their cosine
+(``experiments/LOG.md``), and differ in few bits where states are near.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from decoding.jit import compiled
+from decoding.sources.similar import popcount
+from decoding.tree import Int32Array
+
+Int64Array = npt.NDArray[np.int64]
+
+SIGNS = 256  # of a hidden state
+WORDS = SIGNS // 64
+NO_SIGNS = np.zeros(WORDS, np.int64)  # where they are not known
+_PLACES = 1 << 15  # rows that are kept
+_LOOKED_AT = 32  # of a token's rows, the latest
+
+
+class Contexts(NamedTuple):
+    """Rows that the target computed, the latest ``_PLACES`` of them; each has a number, and a place by its lower bits."""
+
+    latest: Int64Array  # [vocab] number of the latest row of a token, 0 for none
+    numbers: Int64Array  # [1] of the next row, from 1 on
+    previous: Int64Array  # [places] number of the row of the same token before
+    before: Int32Array  # [places, 2] the token before, and the one before that; -1 where there was none
+    above: Int64Array  # [places, WORDS] signs of the row before
+    signs: Int64Array  # [places, WORDS] its own
+    ranked: Int32Array  # [places, k] what came next, as ``TargetRows.ranked``
+
+    @classmethod
+    def empty(cls, vocab_size: int, width: int) -> Contexts:
+        """Without rows. Memory is taken as they come."""
+        return cls(
+            np.zeros(vocab_size, np.int64), np.ones(1, np.int64), np.zeros(_PLACES, np.int64), np.zeros((_PLACES, 2), np.int32),
+            np.zeros((_PLACES, WORDS), np.int64), np.zeros((_PLACES, WORDS), np.int64), np.zeros((_PLACES, width), np.int32),
+        )  # fmt: skip
+
+
+def signs_of(hidden: torch.Tensor) -> Int64Array:
+    """[rows, WORDS] the signs of the first numbers of rows, a bit each, of those that are fewer with zeros behind them."""
+    bits = hidden[:, :SIGNS].view(torch.int32 if hidden.element_size() == 4 else torch.int16).numpy() < 0
+    if bits.shape[1] < SIGNS:
+        bits = np.pad(bits, ((0, 0), (0, SIGNS - bits.shape[1])))
+    return np.packbits(bits, axis=1).view(np.int64)
+
+
+NO_CONTEXTS = Contexts(*(each[:0] for each in Contexts.empty(1, 1)))
+PlainContexts = tuple[Int64Array, Int64Array, Int64Array, Int32Array, Int64Array, Int64Array, Int32Array]
+
+
+@compiled
+def most_alike(contexts: Contexts, token: int, one: int, two: int, above: Int64Array) -> tuple[int, int, int]:
+    """The row of a token whose context is the most like another.
+
+    Args:
+        contexts: to look in.
+        token: of the row.
+        one: the token before it, -1 where there is none.
+        two: the token before that one.
+        above: [WORDS] the signs of the row before, all 0 where they are not known.
+
+    Returns:
+        Its place, -1 for none; in how many signs it differs, -1 where none are known; and how many of its last tokens are the
+        same, 1 to 3. Of several that differ as little one that agrees for longer, of those the latest.
+    """
+    best, least, agreed, nearest = -1, 1 << 30, 0, -1
+    if token >= len(contexts.latest):
+        return best, nearest, agreed
+    places = len(contexts.previous)
+    number, oldest = contexts.latest[token], contexts.numbers[0] - places
+    known = False
+    for word in range(WORDS):
+        known = known or above[word] != 0
+    for _ in range(_LOOKED_AT):
+        if number <= 0 or number < oldest:
+            break
+        place = number & (places - 1)
+        distance = 0
+        if known:
+            for word in range(WORDS):
+                distance += popcount(contexts.above[place, word] ^ above[word])
+        agrees = 1
+        if one >= 0 and contexts.before[place, 0] == one:
+            agrees = 3 if two >= 0 and contexts.before[place, 1] == two else 2
+        cost = 4 * distance - agrees
+        if cost < least:
+            best, least, agreed, nearest = place, cost, agrees, distance if known else -1
+        number = contexts.previous[place]
+    return best, nearest, agreed
+
+
+@compiled
+def keep_row(
+    contexts: Contexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, row: int, signs: Int64Array,
+    ranked: Int32Array,
+) -> None:  # fmt: skip
+    """Keeps a row of a tree; see ``keep_tree``."""
+    token, parent, number = tokens[row], parents[row], contexts.numbers[0]
+    place = number & (len(contexts.previous) - 1)
+    contexts.numbers[0] += 1
+    contexts.previous[place], contexts.latest[token] = contexts.latest[token], number
+    contexts.before[place, 0] = tokens[parent] if parent >= 0 else before[0]
+    if parent < 0:
+        contexts.before[place, 1] = before[1]
+    else:
+        contexts.before[place, 1] = tokens[parents[parent]] if parents[parent] >= 0 else before[0]
+    for word in range(WORDS):
+        contexts.above[place, word] = signs[parent, word] if parent >= 0 else above[word]
+        contexts.signs[place, word] = signs[row, word]
+    for rank in range(ranked.shape[1]):
+        contexts.ranked[place, rank] = ranked[row, rank]
+
+
+@compiled
+def keep_tree(
+    plain: PlainContexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, accepted: Int32Array,
+    signs: Int64Array, ranked: Int32Array,
+) -> None:  # fmt: skip
+    """Keeps all rows of a tree; accepted ones are found first, then those of the lowest numbers.
+
+    Args:
+        plain: see ``Contexts``.
+        tokens: [n] of the tree; with it ``parents``.
+        before: [2] the tokens before the root, the last one first, -1 where there is none.
+        above: [WORDS] of the row before the root, ``NO_SIGNS`` where it is not known.
+        accepted: [m] the root and the accepted rows.
+        signs: [n, WORDS].
+        ranked: [n, k].
+    """
+    contexts = Contexts(*plain)
+    for row in range(len(tokens) - 1, -1, -1):
+        was_accepted = False
+        for at in range(len(accepted)):
+            was_accepted = was_accepted or accepted[at] == row
+        if not was_accepted:
+            keep_row(contexts, tokens, parents, before, above, row, signs, ranked)
+    for at in range(len(accepted)):
+        keep_row(contexts, tokens, parents, before, above, accepted[at], signs, ranked)
