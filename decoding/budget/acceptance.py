@@ -35,7 +35,7 @@ Float32Array = npt.NDArray[np.float32]
 
 # Rounded from replays of retrieval, summary, code and chat texts. They only order the first steps: counts replace them.
 _SHARE = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.85, 1.0])  # by share bucket
-_MATCH = np.array([0.35, 0.65, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
+_MATCH = np.array([0.5, 0.65, 0.8, 0.83, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.97, 0.99])  # by match bucket
 _HISTORY_MATCH = np.array([0.1, 0.35, 0.5, 0.82, 0.85, 0.87, 0.88, 0.89, 0.9, 0.93, 0.95, 0.97])
 _SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])  # what goes on for long is a copy
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens

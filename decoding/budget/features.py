@@ -75,7 +75,7 @@ def feature(kind: int, match: int, share: int, level: int) -> int:
 
 @compiled
 def distance_bucket(distance: int) -> int:
-    """In how many of ``decoding.sources.contexts.SIGNS`` signs two contexts differ in eight steps; the last one is unknown (-1)."""
+    """In how many signs contexts differ (``decoding.sources.contexts``) in eight steps; the last one is not known, -1."""
     if distance < 0:
         return SHARE_BUCKETS - 1
     if distance <= 32:

@@ -60,7 +60,7 @@ class TargetRows:
         ranked: Int32Array | None = None,
         first: int = 0,
         highest: SignedArray | None = None,
-        hidden: torch.Tensor | None = None,
+        hidden: SignedArray | None = None,
     ) -> None:
         """
         Args:
@@ -72,8 +72,8 @@ class TargetRows:
                 computed them were asked for those (see ``Drafter.top_k``). Logits go before them.
             first: the root's row of the logits.
             highest: of all logits, as ``decoding.sampling.ranking.argmax_rows`` fills it, where they were ranked with it.
-            hidden: [>= first + n, hidden size] what the output layer made the same rows of the logits from; None where it is not
-                at hand.
+            hidden: [>= first + n, hidden size] the bits of what the output layer made the same rows of the logits from; None
+                where it is not at hand.
         """
         assert logits is None or first + len(ids) <= logits.shape[0], (first, len(ids), logits.shape)
         assert ranked is None or len(ids) == len(ranked), (len(ids), len(ranked))
@@ -88,10 +88,10 @@ class TargetRows:
 
     @property
     def signs(self) -> Int64Array:
-        """[n, WORDS] of the last hidden state of each row, see ``decoding.sources.contexts``; ``NO_SIGNS`` where it is unknown."""
+        """[n, WORDS] of each row's last hidden state (``decoding.sources.contexts``), ``NO_SIGNS`` where it is not known."""
         if self._hidden is None:
             return np.zeros((len(self.ids), WORDS), np.int64)
-        return signs_of(self._hidden[self._first : self._first + len(self.ids)])
+        return signs_of(self._hidden, self._first, len(self.ids))
 
     @property
     def has_logits(self) -> bool:

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from decoding.jit import compiled
 from decoding.sources.similar import popcount
 from decoding.tree import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
+SignedArray = npt.NDArray[np.int16] | npt.NDArray[np.int32]
 
 SIGNS = 256  # of a hidden state
 WORDS = SIGNS // 64
 NO_SIGNS = np.zeros(WORDS, np.int64)  # where they are not known
 _PLACES = 1 << 15  # rows that are kept
-_LOOKED_AT = 32  # of a token's rows, the latest
+_LOOKED_AT = 16  # of a token's rows, the latest
 
 
 class Contexts(NamedTuple):
@@ -38,23 +38,31 @@ class Contexts(NamedTuple):
     ranked: Int32Array  # [places, k] what came next, as ``TargetRows.ranked``
 
     @classmethod
-    def empty(cls, vocab_size: int, width: int) -> Contexts:
+    def empty(cls, vocab_size: int, width: int, places: int = _PLACES) -> Contexts:
         """Without rows. Memory is taken as they come."""
         return cls(
-            np.zeros(vocab_size, np.int64), np.ones(1, np.int64), np.zeros(_PLACES, np.int64), np.zeros((_PLACES, 2), np.int32),
-            np.zeros((_PLACES, WORDS), np.int64), np.zeros((_PLACES, WORDS), np.int64), np.zeros((_PLACES, width), np.int32),
+            np.zeros(vocab_size, np.int64), np.ones(1, np.int64), np.zeros(places, np.int64), np.zeros((places, 2), np.int32),
+            np.zeros((places, WORDS), np.int64), np.zeros((places, WORDS), np.int64), np.zeros((places, width), np.int32),
         )  # fmt: skip
 
 
-def signs_of(hidden: torch.Tensor) -> Int64Array:
-    """[rows, WORDS] the signs of the first numbers of rows, a bit each, of those that are fewer with zeros behind them."""
-    bits = hidden[:, :SIGNS].view(torch.int32 if hidden.element_size() == 4 else torch.int16).numpy() < 0
-    if bits.shape[1] < SIGNS:
-        bits = np.pad(bits, ((0, 0), (0, SIGNS - bits.shape[1])))
-    return np.packbits(bits, axis=1).view(np.int64)
+@compiled
+def signs_of(hidden: SignedArray, first: int, count: int) -> Int64Array:
+    """[count, WORDS] the signs of hidden states, a bit each, 0 where there are fewer numbers.
+
+    Args:
+        hidden: [rows, size] the bits of their numbers.
+        first: row.
+        count: of rows.
+    """
+    signs = np.zeros((count, WORDS), np.int64)
+    for row in range(count):
+        for at in range(min(SIGNS, hidden.shape[1])):
+            signs[row, at // 64] |= np.int64(hidden[first + row, at] < 0) << np.int64(at % 64)
+    return signs
 
 
-NO_CONTEXTS = Contexts(*(each[:0] for each in Contexts.empty(1, 1)))
+NO_CONTEXTS = Contexts.empty(0, 1, 0)
 PlainContexts = tuple[Int64Array, Int64Array, Int64Array, Int32Array, Int64Array, Int64Array, Int32Array]
 
 
@@ -101,8 +109,8 @@ def most_alike(contexts: Contexts, token: int, one: int, two: int, above: Int64A
 
 @compiled
 def keep_row(
-    contexts: Contexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, row: int, signs: Int64Array,
-    ranked: Int32Array,
+    contexts: Contexts, tokens: Int32Array, parents: Int32Array, before: Int32Array, above: Int64Array, row: int,
+    signs: Int64Array, ranked: Int32Array,
 ) -> None:  # fmt: skip
     """Keeps a row of a tree; see ``keep_tree``."""
     token, parent, number = tokens[row], parents[row], contexts.numbers[0]

@@ -87,7 +87,13 @@ class SuccessorTable:
         replace_entries(self.entries, tokens.astype(np.int32, order="C"), successors.astype(np.int32, order="C"))
 
     def learn_tree(
-        self, tree: DraftTree, before: Int32Array, above: Int64Array, accepted: Sequence[int], signs: Int64Array, successors: Int32Array
+        self,
+        tree: DraftTree,
+        before: Int32Array,
+        above: Int64Array,
+        accepted: Sequence[int],
+        signs: Int64Array,
+        successors: Int32Array,
     ) -> None:
         """Replaces what was ranked after the token of each row of a tree, and keeps it with the row's context.
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from decoding.sources.contexts import SignedArray
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
 from engine.forward.batch import Batch, Segment, adapters_of, cut
@@ -225,9 +226,9 @@ class ModelRunner:
         return self._modules(batch)
 
     @property
-    def hidden(self) -> torch.Tensor | None:
-        """[>= rows, hidden size] what the last forward's logits were made from, row by row, until the next forward; None where
-        the model is not computed by ``RowModel``."""
+    def hidden(self) -> SignedArray | None:
+        """[>= rows, hidden size] the bits of what the last forward's logits were made from, row by row, until the next forward;
+        None where the model is not computed by ``RowModel``."""
         return None if self._whole is None else self._whole.hidden
 
     def _modules(self, batch: Batch) -> torch.Tensor:

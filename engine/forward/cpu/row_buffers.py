@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from decoding.sources.contexts import SignedArray
 from engine.forward.cpu.products.row_linear import PANEL, filled_up, unpacked_numbers, where_it_lies
 
 if TYPE_CHECKING:  # it imports numba
@@ -29,9 +30,11 @@ class RowBuffers:
             self._buffers[name] = torch.empty(self.rows, size, dtype=dtype or self.dtype)
         assert self._buffers[name].shape[1] == size, (name, size)
 
-    def numbers(self, name: str) -> torch.Tensor:
-        """[rows, size], where they lie."""
-        return self._buffers[name]
+    def bits(self, name: str) -> SignedArray:
+        """[rows, size] of all rows, where they lie, as whole numbers of the same width."""
+        buffer = self._buffers[name]
+        bits: SignedArray = buffer.view(torch.int32 if buffer.element_size() == 4 else torch.int16).numpy()
+        return bits
 
     def at(self, name: str, first: int = 0) -> int:
         """The address of a number of the first row."""

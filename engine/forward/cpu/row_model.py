@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from decoding.sources.contexts import SignedArray
 from engine.forward.batch import Batch, adapters_of
 from engine.forward.cpu.products.low_rank import Adapters
 from engine.forward.cpu.products.packed_weight import PackedWeight
@@ -119,11 +120,6 @@ class RowModel:
             states.finish()
         return logits if self._parts.divisor == 1 else logits.div_(self._parts.divisor)
 
-    @property
-    def hidden(self) -> torch.Tensor:
-        """[>= rows, hidden size] what the output layer made the last forward's logits from, until the next one."""
-        return self._buffers.numbers("normed")
-
     def _make_room(self, rows: int) -> None:
         """Takes memory for what is between the layers of so many rows."""
         config, shape, model = self._model.config, self._cache.shape, self._model
@@ -142,6 +138,8 @@ class RowModel:
         if self._adapters is not None:
             for part in range(3):  # query, key and value at once
                 self._buffers.make(f"scratch {part}", self._adapters.scratch_size(), torch.float32)
+        # The bits of what the output layer makes the logits from: those of the last forward, until the next one.
+        self.hidden: SignedArray = self._buffers.bits("normed")
         self._prepared: dict[tuple[int, bool, int], ctypes.Array[Operation]] = {}
         self._head = self._buffers.linear(model.lm_head, "normed", "normed")  # its output is set in each forward
         self._head.output_stride = self._vocab * model.dtype.itemsize

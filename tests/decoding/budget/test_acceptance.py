@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from decoding.budget.acceptance import AcceptanceTable, AcceptanceTables, prior
 from decoding.budget.features import (
+    ALONE,
     COPY,
     HISTORY,
     KIND_FEATURES,
@@ -108,7 +109,9 @@ def test_the_prior_orders_evidence() -> None:
         np.diff(base[:UNIGRAM], axis=2) >= 0
     ).all()  # longer, and a larger share
     assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=1) < 0).all()  # of ranks the first
-    assert (np.diff(base[[UNIGRAM, RECYCLING]], axis=2) < 0).all()  # where occurrences agree, they know better
+    assert (np.diff(base[UNIGRAM], axis=1) < 0).all()  # where occurrences agree, they know better
+    assert (np.diff(base[RECYCLING, ..., ALONE], axis=1) < 0).all()
+    assert (np.diff(base[RECYCLING, :, :-1, ALONE + 1 :], axis=1) <= 0).all()  # the nearer the context
 
 
 def tell(table: AcceptanceTable, entry: int, hit: bool, times: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from decoding.budget.candidates import HASH_SLOTS, Float64Array, pop, push
 from decoding.budget.expansion import Pool, Ranked, Rows, grow
 from decoding.budget.features import (
+    ALONE,
     BIGRAM,
     COPY,
     COPY_FRESH,
@@ -21,7 +22,6 @@ from decoding.budget.features import (
     HISTORY,
     HISTORY_FRESH,
     KIND_FEATURES,
-    LESS,
     LEVELS,
     LIKELY,
     MATCH_BUCKETS,
@@ -38,14 +38,15 @@ from decoding.budget.features import (
     UNKNOWN,
     UNRANKED,
     context_bucket,
+    distance_bucket,
     feature,
     likelihood_bucket,
     match_bucket,
     share_bucket,
 )
+from decoding.sources.contexts import NO_CONTEXTS, WORDS, Contexts, Int64Array, keep_tree
 from decoding.sources.log.chains import MAX_MATCH
 from decoding.sources.log.token_log import TokenLog
-from decoding.sources.successors import context_key
 from decoding.tree import Int32Array
 
 Path = tuple[int, ...]
@@ -62,6 +63,18 @@ def table() -> Float64Array:
     return np.random.default_rng(0).uniform(0.05, 1.0, NUM_FEATURES)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A row that the target computed before."""
+
+    two: int  # the tokens before it, -1 for none
+    one: int
+    token: int
+    above: int  # signs of the row before, as the bits of a number; 0 where they are not known
+    signs: int  # its own
+    ranked: tuple[int, ...]
+
+
 @dataclass
 class Known:
     """What a tree can be grown from."""
@@ -75,7 +88,8 @@ class Known:
     recycled: list[list[int]]  # by token
     bigrams: list[list[int]]
     frequent: list[int]
-    behind: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # as ``recycled``, by two tokens and by three
+    computed: list[Computed] = field(default_factory=list)
+    above: int = 0  # signs of the row before the root
 
     @property
     def public_texts(self) -> list[list[int]]:
@@ -99,8 +113,15 @@ RANKS = st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), m
 LIKELIHOODS = st.integers(0, MATCH_BUCKETS - 1).map(lambda bucket: bucket << TOKEN_BITS)
 RANKED_TOKENS = st.just(-1) | st.builds(int.__or__, TOKENS, LIKELIHOODS)
 RECYCLED = st.lists(st.lists(RANKED_TOKENS, min_size=3, max_size=3), min_size=VOCAB, max_size=VOCAB)
-BEHIND = st.dictionaries(
-    st.lists(TOKENS, min_size=2, max_size=3).map(tuple), st.lists(RANKED_TOKENS, min_size=3, max_size=3), max_size=30
+SIGN_SETS = st.builds(lambda first, count: ((1 << count) - 1) << first, st.integers(0, 90), st.integers(0, 90))
+COMPUTED = st.builds(
+    Computed,
+    TOKENS | st.just(-1),
+    TOKENS,
+    TOKENS,
+    SIGN_SETS,
+    SIGN_SETS,
+    st.lists(RANKED_TOKENS, min_size=3, max_size=3).map(tuple),
 )
 KNOWN = st.builds(
     Known,
@@ -113,7 +134,8 @@ KNOWN = st.builds(
     recycled=st.just([]) | RECYCLED,
     bigrams=st.just([]) | RANKS,
     frequent=st.lists(TOKENS, max_size=4, unique=True),
-    behind=BEHIND,
+    computed=st.lists(COMPUTED, max_size=40),
+    above=SIGN_SETS,
 )
 
 
@@ -136,21 +158,19 @@ def ranks(lists: Sequence[Sequence[int]]) -> Int32Array:
     return np.array(lists, np.int32) if len(lists) else NOTHING
 
 
-def contexts(known: dict[tuple[int, ...], list[int]]) -> tuple[Int32Array, Int32Array]:
-    """What is ranked behind two tokens and three, as ``SuccessorTable`` keeps it; of two that share a slot the last one stays."""
-    keys, behind = np.zeros(256, np.int32), np.full((256, 3), -1, np.int32)
-    for tokens, ranked in known.items():
-        key = key_of(tokens)
-        keys[key % 256], behind[key % 256] = key, ranked
-    for tokens in [*known]:
-        if keys[key_of(tokens) % 256] != key_of(tokens):
-            del known[tokens]
-    return keys, behind
+def words(signs: int) -> Int64Array:
+    return np.frombuffer(signs.to_bytes(8 * WORDS, "little"), np.int64).copy()
 
 
-def key_of(tokens: Sequence[int]) -> int:
-    pair = context_key(tokens[-2], tokens[-1])
-    return pair if len(tokens) == 2 else context_key(pair, tokens[0])
+def contexts(computed: Sequence[Computed]) -> Contexts:
+    """Them as ``SuccessorTable`` keeps them, the last one to be found first."""
+    if not computed:
+        return NO_CONTEXTS
+    kept, root = Contexts.empty(VOCAB, 3), np.full(1, -1, np.int32)
+    for row in computed:
+        tokens, before, ranked = (np.array(each, np.int32) for each in ([row.token], [row.one, row.two], [row.ranked]))
+        keep_tree(kept[:], tokens, root, before, words(row.above), np.zeros(1, np.int32), words(row.signs)[None].copy(), ranked)
+    return kept
 
 
 def grown(
@@ -160,7 +180,8 @@ def grown(
     """Grows a tree, and checks what holds for all of them."""
     own, similar, shared, owner, public = logs(known)
     rows = Rows.empty(budget)
-    ranked = Ranked(np.array(known.frequent, np.int32), ranks(known.recycled), *contexts(known.behind), ranks(known.bigrams))
+    frequent, recycled, bigrams = np.array(known.frequent, np.int32), ranks(known.recycled), ranks(known.bigrams)
+    ranked = Ranked(frequent, recycled, contexts(known.computed)[:], words(known.above), bigrams)
     count = grow(
         (own.without(-1), similar.without(-1), shared.without(owner), public.without(-1)), np.array(known.context, np.int32),
         ranked[:], (table() if chances is None else chances, WEIGHTS, history, np.full(len(known.similar), SIMILARITY), caps),
@@ -222,42 +243,51 @@ class Naive:
                 elif length == matches[token]:
                     kinds[token].add(kind)
         found: dict[int, tuple[int, int]] = {}
+        alike, distance, agreed = self.most_alike(context, depth) if known.recycled else (None, -1, 0)
         for token in weights:
             kind = min(kinds[token])
             share = weights[token] / total * (SIMILARITY if kind in (SIMILAR, SIMILAR_FRESH) else 1.0)
             level = UNKNOWN
-            if known.recycled and (tail := self.longest(context)) is not None:
-                buckets = [value >> TOKEN_BITS for value in known.behind[tail] if value >= 0 and value & TOKEN_MASK == token]
+            if alike is not None and (agreed > 1 or distance_bucket(distance) <= 5):
+                buckets = [value >> TOKEN_BITS for value in alike.ranked if value >= 0 and value & TOKEN_MASK == token]
                 level = (LIKELY if buckets[-1] <= EVEN else RANKED) if buckets else UNRANKED
             found[token] = feature(kind, match_bucket(matches[token]), share_bucket(share), level), kind
         ends_in = context_bucket(longest)
-        for kind, level, values in self.ranked(context, depth):
+        lists: list[tuple[int, int, int, Sequence[int]]] = []  # kind, bucket, level, ranked tokens
+        if alike is not None:
+            lists.append((RECYCLING, distance_bucket(distance), agreed, alike.ranked))
+        if known.recycled:
+            lists.append((RECYCLING, ends_in, ALONE, known.recycled[context[-1]]))
+        if known.bigrams:
+            lists.append((BIGRAM, ends_in, 0, known.bigrams[context[-1]]))
+        if depth == 0:
+            lists.append((UNIGRAM, ends_in, 0, known.frequent))
+        for kind, share_of, level, values in lists:
             for rank, value in enumerate(values):
                 token, bucket = value & TOKEN_MASK, rank // 2 if kind == UNIGRAM else rank
-                entry = feature(kind, value >> TOKEN_BITS if kind == RECYCLING else bucket, ends_in, level)
+                entry = feature(kind, value >> TOKEN_BITS if kind == RECYCLING else bucket, share_of, level)
                 if value >= 0 and (token not in found or self._table[entry] > self._table[found[token][0]]):
                     found[token] = (entry, kind)
         return {(*path, token): (chance * self._table[entry], kind) for token, (entry, kind) in found.items()}
 
-    def longest(self, context: Path) -> tuple[int, ...] | None:
-        """The longest end of a context of two or three tokens behind which something was ranked."""
-        return next((context[-length:] for length in (3, 2) if self._is_known(context, length)), None)
-
-    def _is_known(self, context: Path, length: int) -> bool:
-        return len(context) >= length and context[-length:] in self._known.behind
-
-    def ranked(self, context: Path, depth: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Lists of ranked tokens, each with its kind and level."""
-        known, longest = self._known, self.longest(context)
-        if known.recycled:
-            for length in (3, 2):
-                if self._is_known(context, length):
-                    yield RECYCLING, length if len(longest or ()) == length else LESS, known.behind[context[-length:]]
-            yield RECYCLING, 1 if longest is None else LESS, known.recycled[context[-1]]
-        if known.bigrams:
-            yield BIGRAM, 0, known.bigrams[context[-1]]
-        if depth == 0:
-            yield UNIGRAM, 0, known.frequent
+    def most_alike(self, context: Path, depth: int) -> tuple[Computed | None, int, int]:
+        """Of the last rows of a node's token the one whose context is the most like its own, with the signs in which the contexts
+        on the way to it differ (-1: not known) and the number of last tokens that agree."""
+        above, apart = self._known.above, 0
+        if depth:
+            parent, apart, _ = self.most_alike(context[:-1], depth - 1)
+            above = 0 if parent is None else parent.signs
+        best: tuple[int, int, Computed] | None = None
+        for row in [row for row in self._known.computed[::-1] if row.token == context[-1]][:16]:
+            one, two = (*(-1, -1), *context)[-2], (*(-1, -1), *context)[-3]
+            agreed = 1 if one < 0 or row.one != one else (3 if two >= 0 and row.two == two else 2)
+            distance = (row.above ^ above).bit_count() if above else -1
+            if best is None or (distance, -agreed) < (best[0], -best[1]):
+                best = distance, agreed, row
+        if best is None:
+            return None, -1, 0
+        distance, agreed, row = best
+        return row, distance + apart if distance >= 0 and apart >= 0 else -1, agreed
 
     def best(self, budget: int, max_depth: int, least: float) -> dict[Path, float]:
         open_nodes = self.children((), 1.0) if max_depth else {}
@@ -361,7 +391,7 @@ def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
     by_path = dict(zip(got.paths, got.kinds, strict=True))
     assert by_path == {(2,): COPY, (3,): RECYCLING, (4,): BIGRAM, (5,): UNIGRAM}
     entries = dict(zip(got.paths, got.features, strict=True))
-    assert entries[(3,)] == feature(RECYCLING, 0, context_bucket(1), 1)
+    assert entries[(3,)] == feature(RECYCLING, 0, context_bucket(1), ALONE)
     assert entries[(4,)] == feature(BIGRAM, 1, context_bucket(1), 0)
     assert entries[(5,)] == feature(UNIGRAM, 1, context_bucket(1), 0)  # two ranks share a bucket
     got = grown(known([], [1], frequent=[4, 2, 5]), 9)  # with other chances
@@ -369,24 +399,35 @@ def test_ranked_tokens_fill_in_where_no_occurrence_gave_them() -> None:
     assert entries[(5,)] != got.features[got.paths.index((5,))] == feature(UNIGRAM, 1, 0, 0)
 
 
-def test_what_was_ranked_behind_more_tokens_goes_first_and_tells_of_copies() -> None:
+def test_what_was_ranked_in_the_context_most_alike_tells_of_copies() -> None:
     recycled = [[-1] * 3] * 6
     recycled[2] = [3 | 5 << TOKEN_BITS, -1, -1]  # neither likely nor unlikely
-    behind = {(1, 2): [4 | 1 << TOKEN_BITS, 5 | 9 << TOKEN_BITS, -1]}
+    near, far = (1 << 10) - 1, (1 << 60) - 1
+    computed = [
+        Computed(0, 1, 2, near, near, (4 | 1 << TOKEN_BITS, 5 | 9 << TOKEN_BITS, -1)),
+        Computed(0, 1, 2, far, far, (1, -1, -1)),
+        Computed(-1, 4, 4, near, near, (2, -1, -1)),
+    ]
     chances = np.full(NUM_FEATURES, 0.2)
 
-    def features(own: list[list[int]], context: list[int]) -> dict[Path, int]:
-        got = grown(known(own, context, recycled=recycled, behind=dict(behind)), 9, max_depth=1, chances=chances)
+    def features(own: list[list[int]], context: list[int], above: int, max_depth: int = 1) -> dict[Path, int]:
+        everything = known(own, context, recycled=recycled, computed=computed, above=above)
+        got = grown(everything, 9, max_depth=max_depth, chances=chances)
         return dict(zip(got.paths, got.features, strict=True))
 
-    alone = features([], [0, 2])
-    assert alone == {(3,): feature(RECYCLING, 5, 0, 1)}
-    ranked = {(4,): feature(RECYCLING, 1, 0, 2), (5,): feature(RECYCLING, 9, 0, 2), (3,): feature(RECYCLING, 5, 0, LESS)}
-    assert features([], [1, 2]) == ranked
+    alone = {(3,): feature(RECYCLING, 5, 0, ALONE)}
+    ranked = {(4,): feature(RECYCLING, 1, distance_bucket(3), 2), (5,): feature(RECYCLING, 9, distance_bucket(3), 2)}
+    assert features([], [1, 2], near >> 3) == ranked | alone
+    other = {(1,): feature(RECYCLING, 0, distance_bucket(1), 1)}
+    assert features([], [5, 2], far >> 1) == other | alone  # what agrees in fewer tokens may be nearer
+    unknown = {(1,): feature(RECYCLING, 0, distance_bucket(-1), 2)}
+    assert features([], [1, 2], 0) == unknown | alone  # the latest
     for token, level in ((4, LIKELY), (5, RANKED), (0, UNRANKED)):
-        assert features([[1, 2, token]], [1, 2])[(token,)] == feature(COPY, 1, share_bucket(1.0), level)
-    chances[feature(RECYCLING, 1, context_bucket(2), 2)] = 0.9
-    assert features([[1, 2, 4]], [1, 2])[(4,)] == feature(RECYCLING, 1, context_bucket(2), 2)  # what is likelier counts
+        assert features([[1, 2, token]], [1, 2], near)[(token,)] == feature(COPY, 1, share_bucket(1.0), level)
+    # Below 4 the context is what the row that it was ranked by read, and as far off as that was.
+    assert features([], [1, 2], near >> 9, 2)[(4, 2)] == feature(RECYCLING, 0, distance_bucket(9), 1)
+    chances[feature(RECYCLING, 1, distance_bucket(0), 2)] = 0.9
+    assert features([[1, 2, 4]], [1, 2], near)[(4,)] == feature(RECYCLING, 1, distance_bucket(0), 2)  # what is likelier counts
 
 
 def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
@@ -418,7 +459,7 @@ def test_a_pool_that_is_full_grows_what_it_can(known: Known, nodes: int, found: 
     sizes = dict.fromkeys(Pool._fields, nodes) | dict.fromkeys(
         ("positions", "lengths", "sources", "factors", "starts", "links"), found
     )
-    sizes |= {"heap": nodes + 1, "slots": HASH_SLOTS}
+    sizes |= {"heap": nodes + 1, "alike": nodes + 1, "distances": nodes + 1, "slots": HASH_SLOTS, "above": WORDS}
     # Compiled code checks no bounds: what stands behind each array must not change.
     backing = {name: np.full(sizes[name] + 16, -1, array.dtype) for name, array in Pool.empty()._asdict().items()}
     views = {name: array[:-16] for name, array in backing.items()}
@@ -434,7 +475,8 @@ def test_thousands_of_occurrences_and_ranked_tokens() -> None:
     own, shared = TokenLog(65536), TokenLog(65536)
     own.add(text)
     shared.add(text[::-1])
-    ranked = Ranked(np.arange(60_000, dtype=np.int32), np.arange(800, dtype=np.int32).reshape(8, 100), *contexts({}), NOTHING)
+    recycled = np.arange(800, dtype=np.int32).reshape(8, 100)
+    ranked = Ranked(np.arange(60_000, dtype=np.int32), recycled, NO_CONTEXTS[:], words(0), NOTHING)
     rows = Rows.empty(2000)
     context = np.array(text[-33:-2], np.int32)
     measures = np.ones(NUM_FEATURES), WEIGHTS, 0.5, np.ones(1), np.full(4, 5000, np.int64)

@@ -282,11 +282,11 @@ def test_what_is_right_comes_first() -> None:
             drafter.observe(asking, tree, TargetRows(np.full(len(tree), 50, np.int32), None), Acceptance((row,), 50))
             drafter.finish(asking)
 
-    assert order() == [(10,), (20,)]  # at first the copy
-    always(20, 15)
-    assert order() == [(20,), (10,)]  # then what was recycled
-    always(10, 40)
-    assert order() == [(10,), (20,)]
+    assert order() == [(20,), (10,)]  # at first what was recycled
+    always(10, 15)
+    assert order() == [(10,), (20,)]  # then the copy
+    always(20, 40)
+    assert order() == [(20,), (10,)]
 
 
 def test_a_source_that_always_fails_is_drafted_no_more() -> None:
@@ -368,10 +368,12 @@ def test_depth_ends_where_the_output_ends() -> None:
 def test_requests_that_were_never_proposed_for() -> None:
     drafter = prepared()
     drafter.finish(request("unseen", [1, 2, 3], output=[4]))
+    assert paths(propose(drafter, request("other", [1, 2, 3, 1]))) == paths(propose(prepared(), request("r", [1, 2, 3, 1])))
     seen = request("prefilled", [1, 2, 3], output=[4])
     drafter.observe(seen, DraftTree.chain(3, ()), TargetRows(np.array([4], np.int32), None), Acceptance((), 4))
     drafter.finish(seen)
-    assert paths(propose(drafter, request("other", [1, 2, 3, 1]))) == paths(propose(prepared(), request("r", [1, 2, 3, 1])))
+    assert not {seen.request_id, "unseen"} & set(drafter.held())
+    assert (4,) in paths(propose(drafter, request("next", [1, 2, 3, 1])))  # what it said is remembered
 
 
 @pytest.mark.parametrize(("name", "value"), [("frequent_tokens", 5000), ("bigrams", 5000)])

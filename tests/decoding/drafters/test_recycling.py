@@ -11,7 +11,8 @@ import torch
 from decoding.drafters.base import TargetRows
 from decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.successors import SuccessorTable, context_key
+from decoding.sources.contexts import NO_SIGNS, Contexts, Int64Array, most_alike, signs_of
+from decoding.sources.successors import SuccessorTable
 from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target
@@ -125,25 +126,53 @@ def test_ranks_that_prove_right_come_first() -> None:
     assert propose(drafter, 7, budget=1).tokens.tolist() == [7, 19]
 
 
-def test_a_tree_is_learned_behind_one_token_two_and_three() -> None:
-    table, behind = SuccessorTable(VOCAB, None), (5, 6)
+def test_a_tree_is_learned_with_the_context_of_each_row() -> None:
+    table, before = SuccessorTable(VOCAB, None), np.array([6, 5], np.int32)
     # Root 7 with 1 and 2, below 1 again 7: of what ends in 7 alone the root wins, which is accepted; 2 1 is in the tree twice.
     tree = DraftTree.of([7, 1, 2, 7, 1, 1], [-1, 0, 0, 1, 2, 2], 9)
     ranked = np.array([[row * 8 + rank for rank in range(8)] for row in range(6)], np.int32)
-    table.learn_tree(tree, behind, (2, 5), ranked)
+    signs = np.array([[1 << row, 0, 0, 0] for row in range(6)], np.int64)
+    above = np.array([1 << 40, 0, 0, 0], np.int64)
+    table.learn_tree(tree, before, above, (2, 5), signs, ranked)
 
-    def kept(*tokens: int) -> int | None:
-        key = context_key(tokens[-2], tokens[-1])
-        key = key if len(tokens) == 2 else context_key(key, tokens[0])
-        slot = key & (len(table.keys) - 1)
-        return int(table.behind[slot, 0]) // 8 if table.keys[slot] == key else None
+    def kept(*tokens: int, near: Int64Array) -> tuple[int, int, int]:
+        two, one, token = (-1, -1, *tokens)[-3:]
+        place, distance, agreed = most_alike(table.contexts, token, one, two, near)
+        return int(table.contexts.ranked[place, 0]) // 8, distance, agreed
 
     assert [table.entries[token, 0] // 8 for token in (7, 1, 2)] == [0, 5, 2]
-    assert [kept(6, 7), kept(5, 6, 7), kept(7, 1), kept(6, 7, 1), kept(7, 2), kept(1, 7), kept(7, 1, 7)] == [0, 0, 1, 1, 2, 3, 3]
-    assert kept(2, 1) == kept(7, 2, 1) == 5 and kept(6, 2) is None
+    assert kept(5, 6, 7, near=above) == (0, 0, 3) and kept(6, 7, near=above) == (0, 0, 2) and kept(9, 7, near=above) == (0, 0, 1)
+    assert kept(7, 1, 7, near=signs[1]) == (3, 0, 3) and kept(5, 6, 7, near=signs[1]) == (3, 0, 1)
+    assert kept(7, 2, 1, near=signs[2]) == (5, 0, 3)  # of two alike the accepted one
+    assert kept(6, 7, 1, near=signs[0]) == (1, 0, 3) and kept(6, 7, 1, near=signs[3]) == (1, 2, 3)
+    assert kept(6, 7, 1, near=NO_SIGNS) == (1, -1, 3) and kept(7, 1, near=NO_SIGNS) == (1, -1, 2)
+    assert most_alike(table.contexts, 3, 1, 1, above) == (-1, -1, 0)
     fresh = SuccessorTable(VOCAB, None)
-    fresh.learn_tree(DraftTree.chain(3, ()), (-1, -1), (), ranked[:1])  # a text of one token
-    assert fresh.entries[3, 0] == 0 and not fresh.keys.any()
+    fresh.learn_tree(DraftTree.chain(3, ()), np.full(2, -1, np.int32), NO_SIGNS, (), signs[:1], ranked[:1])  # a text of one token
+    assert fresh.entries[3, 0] == 0 and most_alike(fresh.contexts, 3, -1, -1, NO_SIGNS)[1:] == (-1, 1)
+
+
+def test_the_latest_rows_are_kept() -> None:
+    table, before, ranked = SuccessorTable(VOCAB, None), np.full(2, -1, np.int32), np.zeros((2, 8), np.int32)
+    places = len(Contexts.empty(1, 1).previous)
+    learned = [[number & 0xFF, 1 << 62, 0, 0] for number in range(places // 2 + 10)]
+    table.learn_tree(DraftTree.chain(30, ()), before, np.ones(4, np.int64), (), np.ones((1, 4), np.int64), ranked[:1])
+    assert most_alike(table.contexts, 30, -1, -1, np.ones(4, np.int64))[1] == 0
+    for signs in learned:
+        table.learn_tree(DraftTree.chain(1, [2]), before, np.array(signs), (1,), np.array([signs, signs]), ranked)
+    assert most_alike(table.contexts, 30, -1, -1, np.ones(4, np.int64))[0] == -1  # its place is another's
+    assert most_alike(table.contexts, 2, 1, -1, np.array(learned[-1]))[1:] == (0, 2)
+
+
+@pytest.mark.parametrize("size", [5, 256, 300])
+def test_signs_of_hidden_states(size: int) -> None:
+    hidden = np.random.default_rng(0).integers(-9, 9, (7, size)).astype(np.int16)
+    bits = np.zeros((7, 256), bool)
+    bits[:, :size] = hidden[:, :256] < 0
+    expected = np.packbits(bits, axis=1, bitorder="little").view(np.int64)
+    assert (signs_of(hidden, 2, 3) == expected[2:5]).all() and signs_of(hidden.astype(np.int32), 6, 1).tolist() == [
+        expected[6].tolist()
+    ]
 
 
 def test_rates_follow_the_traffic() -> None:
