@@ -17,7 +17,6 @@ from decoding.sampling.penalties import LogitRules
 from decoding.sampling.ranking import argmax_rows, blocks_of, compile_ranking
 from decoding.sampling.row_draw import compile_draws
 from decoding.sampling.sampler import choose, token_logprobs
-from decoding.sources.contexts import signs_of
 from decoding.tree import DraftTree
 from decoding.verify.exact import verify_exact
 from decoding.verify.rules import Rule
@@ -190,8 +189,6 @@ class LocalExecutor:
         compile_nucleus()
         compile_ranking(runner.model.dtype)
         compile_draws(runner.model.dtype)
-        if runner.hidden is not None:
-            signs_of(runner.hidden, 0, 1)
 
     width = 1
 

@@ -41,7 +41,8 @@ _SIMILAR_MATCH = np.array([0.0, 0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9
 _CONTEXT = np.array([1.0, 0.45, 0.22, 0.15, 0.12, 0.1, 0.08, 0.06])  # by context bucket, for ranked tokens
 _UNIGRAM = 0.04 / (1.0 + 0.5 * np.arange(MATCH_BUCKETS))  # by rank, two ranks a bucket
 _RECYCLING = np.array([0.97, 0.93, 0.85, 0.72, 0.57, 0.42, 0.17, 0.07, 0.03, 0.012, 0.01, 0.005])  # by likelihood bucket
-_DISTANCE = np.array([1.0, 1.0, 0.95, 0.82, 0.68, 0.42, 0.2, 0.25])  # by distance bucket, the last one of an unknown distance
+_DISTANCE = np.array([1.0, 1.0, 0.95, 0.82, 0.68, 0.42, 0.2, 0.0])  # by distance bucket, but for an unknown distance
+_UNKNOWN_DISTANCE = np.array([0.35, 0.55, 0.65])  # by tokens that the contexts have in common
 _RECYCLING_CONTEXT = np.array([0.65, 0.6, 0.5, 0.35, 0.25, 0.2, 0.15, 0.1])  # of what was ranked behind a token alone
 _UNRANKED = 0.5  # of the chance of an occurrence that the target did not rank
 _LIKELY, _HISTORY_LIKELY = 0.35, 0.15  # of what an occurrence that it found likely lacks of 1
@@ -63,6 +64,7 @@ def prior() -> Float64Array:
     table[[SIMILAR, SIMILAR_FRESH]] = _leveled(_MATCH[:, None] * np.maximum(_SHARE, _SIMILAR_MATCH[:, None] * (_SHARE > 0.2)))
     table[UNIGRAM] = (_UNIGRAM[:, None] * _CONTEXT)[:, :, None]
     table[RECYCLING] = (_RECYCLING[:, None] * _DISTANCE)[:, :, None]
+    table[RECYCLING, :, -1, ALONE + 1 :] = _RECYCLING[:, None] * _UNKNOWN_DISTANCE
     table[RECYCLING, :, :, ALONE] = _RECYCLING[:, None] * _RECYCLING_CONTEXT
     table[BIGRAM] = (_BIGRAM[:, None] * _CONTEXT)[:, :, None]
     return table.ravel()

@@ -89,18 +89,19 @@ class AutoDrafter(Drafter):
       2304.04487) and suffix decoding the longest agreement counts most, and as in the tries of Lookahead (arXiv 2312.12728) what
       occurs more often counts more: an occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its
       share of the weight;
-    * what the target ranked after the node's last three tokens, last two and last one when it last computed them for the tenant
-      (``recycling``, Token Recycling with longer contexts), and, where the option is on, what it ranks after the last one alone
-      (``bigram``, N-Grammys, arXiv 2411.03786);
+    * what the target ranked after the node's token where it last read a context like the node's: like in its last hidden state
+      (``decoding.sources.contexts``), or, where that is not known, in the tokens before; and after the token alone, when it last
+      computed it for the tenant (``recycling``, Token Recycling with contexts). Where the option is on, also what it ranks after
+      the token alone (``bigram``, N-Grammys, arXiv 2411.03786);
     * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).
 
     Where the request's grammar leaves one text only, and none of these drafts it, that is drafted instead (``grammar``).
 
     A child's chance given its parent is a measured acceptance rate for its kind of feature, the length of agreement (which grows
-    with depth) and its share, learned while serving; for what the target ranked, how likely it found it, and behind how many
-    tokens. What it ranked behind two or three tells of occurrences as well whether they are likely there (as in AdaPLD, arXiv
-    2606.05742, the rows of copied positions do). Where several sources give a child, the highest chance counts. The product along
-    the path orders the rows, and as many are drafted as are expected to pay on this device.
+    with depth) and its share, learned while serving; for what the target ranked, how likely it found it, and how like the
+    contexts are. What it ranked in a context like the node's tells of occurrences as well whether they are likely there (as in
+    AdaPLD, arXiv 2606.05742, the rows of copied positions do). Where several sources give a child, the highest chance counts. The
+    product along the path orders the rows, and as many are drafted as are expected to pay on this device.
 
     Where ranks share a step, a row costs what it adds to the largest part of the tree
     (``decoding.budget.step_price.largest_part``), so that more rows pay, and with them there are more frequent tokens, more

@@ -52,7 +52,7 @@ def replace_tree(entries: Int32Array, tokens: Int32Array, accepted: Int32Array, 
 class SuccessorTable:
     """The tokens last seen as the target's most likely ones after each token, and how often each rank was right.
 
-    It takes vocab * 32 bytes, and vocab * 8 bytes and 4 MB once trees are learned as a whole (``learn_tree``).
+    It takes vocab * 32 bytes, and up to vocab * 8 bytes and 6 MB more once trees are learned as a whole (``learn_tree``).
     """
 
     def __init__(self, vocab_size: int, first: Int32Array | None = None) -> None:
@@ -156,7 +156,8 @@ class LearningSteps:
 class SuccessorTables:
     """A table for each tenant, and one for each request that has none, so that no tenant learns of another's texts.
 
-    The tables of the ``MAX_TENANTS`` tenants that taught last are kept: a table takes 5 MB with a vocabulary of 150,000 tokens.
+    The tables of the ``MAX_TENANTS`` tenants that taught last are kept: with a vocabulary of 150,000 tokens a table takes 5 MB,
+    and up to 12 with contexts.
     A tenant whose table was dropped starts anew. A table holds no texts, so what one text taught cannot be taken out of it: where
     texts of a tenant are removed, which gives its history another ``edition``, the tenant's table goes as a whole.
     """

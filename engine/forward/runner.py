@@ -52,6 +52,9 @@ class ModelRunner:
     ranks = 1  # processes that take part in a forward
     exact = False  # whether each row was seen to have the same bits in every company: see ``engine.forward.exactness``
     _adapters: Adapters | None = None
+    # [>= rows, hidden size] the bits of what the last forward made its logits from, row by row, until the next one; None where
+    # the model was not computed by ``RowModel``.
+    hidden: SignedArray | None = None
     _by_rows = True  # KV lies as compiled code for any rows reads it, where there is such code
 
     def __init__(
@@ -219,17 +222,12 @@ class ModelRunner:
     def _compute(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, in one."""
         if self._whole is not None and not (self.model._forward_hooks or self.model._forward_pre_hooks):
-            logits = self._whole.forward(batch)
+            logits, self.hidden = self._whole.forward(batch), self._whole.hidden
             if self._states is not None:
                 self._asked = self._whole.asked
             return logits
+        self.hidden = None
         return self._modules(batch)
-
-    @property
-    def hidden(self) -> SignedArray | None:
-        """[>= rows, hidden size] the bits of what the last forward's logits were made from, row by row, until the next forward;
-        None where the model is not computed by ``RowModel``."""
-        return None if self._whole is None else self._whole.hidden
 
     def _modules(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, by the modules of the model."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from decoding.sources.contexts import SignedArray
+from decoding.sources.contexts import SignedArray, signs_of
 from engine.forward.batch import Batch, adapters_of
 from engine.forward.cpu.products.low_rank import Adapters
 from engine.forward.cpu.products.packed_weight import PackedWeight
@@ -52,6 +52,7 @@ class RowModel:
         self._adapters: Adapters | None = None
         self._asked: dict[int, tuple[int, list[int]]] = {}  # by the number of layers
         self._make_room(_ROWS)
+        signs_of(self.hidden, 0, 1)  # compiled here, so that no step waits for it
 
     @staticmethod
     def over(
