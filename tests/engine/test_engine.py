@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from configs.schema import REPOSITORY
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters.llma import LlmaDrafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from decoding.sources.contexts import WORDS, Int64Array
+from decoding.sources.successors import SuccessorTable
+from decoding.tree import DraftTree, Int32Array
 from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, RequestError
 from engine.executor import Verifier
@@ -140,6 +146,23 @@ def test_the_whole_context_can_be_used(folder: str) -> None:
     request = Request("a", [7] * 250, SamplingParams(max_tokens=6, ignore_eos=True))
     run(engine, request)
     assert request.num_tokens == engine.info.max_model_len == 256
+
+
+def test_auto_learns_each_row_with_the_hidden_states_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(str(REPOSITORY / "demo_model"), "auto")
+    steps: list[tuple[Int64Array, Int64Array]] = []  # signs of the row before the root, and of the last accepted row
+    learn = SuccessorTable.learn_tree
+
+    def recording(self: SuccessorTable, tree: DraftTree, before: Int32Array, above: Int64Array, accepted: Sequence[int],
+                  signs: Int64Array, successors: Int32Array) -> None:  # fmt: skip
+        assert signs.shape == (len(tree), WORDS) and signs.any(axis=1).all()
+        steps.append((above, signs[accepted[-1] if accepted else 0]))
+        learn(self, tree, before, above, accepted, signs, successors)
+
+    monkeypatch.setattr(SuccessorTable, "learn_tree", recording)
+    assert len(run(engine, greedy(engine))["a"]) > 3
+    assert len(steps) > 3 and not steps[0][0].any()  # what the prompt's last but one was computed with is not known
+    assert all((above == last).all() for (_, last), (above, _) in pairwise(steps))
 
 
 def test_requests_that_cannot_be_served_name_the_field(folder: str) -> None:

@@ -119,6 +119,22 @@ def test_it_says_what_the_modules_say(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", COMPILED)
+@pytest.mark.parametrize("family", ["llama", "llama 3, biases", "lfm2"])
+def test_what_the_output_layer_read_is_at_hand(family: str, dtype: torch.dtype) -> None:
+    model = build((KNOWN | HYBRIDS)[family], dtype)
+    weight = model.lm_head.weight.detach().clone()
+    runner = ModelRunner(model, 2, 96)
+    for batch in batches():
+        logits = runner.forward(batch)
+        assert runner.hidden is not None and len(runner.hidden) >= len(logits)
+        hidden = torch.from_numpy(runner.hidden[: len(logits)].copy()).view(dtype)
+        assert torch.allclose(hidden @ weight.T, logits, atol=TOLERANCE[dtype] * float(weight.abs().max()) * 8)
+    runner.model.register_forward_pre_hook(lambda *_: None)
+    runner.forward(batches()[0])
+    assert runner.hidden is None  # computed by the modules
+
+
+@pytest.mark.parametrize("dtype", COMPILED)
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize(
     "family",
