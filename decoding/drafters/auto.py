@@ -302,10 +302,11 @@ class AutoDrafter(Drafter):
             if self._selection is not None:
                 self._selection.emitted(acceptance.count)
             state.table.observe(tree.parents, state.features, acceptance.rows)
-        signs = target.signs
-        above, state.above = state.above, signs[acceptance.rows[-1] if acceptance.rows else 0]
+        above, state.above = state.above, NO_SIGNS
         if self._recycled is None or (size == 1 and self._proposed > _LEARNING_REQUESTS):
             return
+        signs = target.signs
+        state.above = signs[acceptance.rows[-1] if acceptance.rows else 0]
         hits = tree.sources[list(acceptance.rows)].tolist().count(_RECYCLED_SOURCE)
         if self._learning.count(hits) and target.has_logits:  # counted without logits, too: else no step would be due again
             history = self._history(request)
