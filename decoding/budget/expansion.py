@@ -70,7 +70,7 @@ class Pool(NamedTuple):
     links: Int32Array  # [occurrences] next in the list of its node
     above: Int64Array  # [WORDS] signs of the row before the one at hand
     alike: Int32Array  # [rows] place of the computed row whose context is the most like that of a row of the tree, -1 for none
-    distances: Int32Array  # [rows] signs in which the contexts differ, along the path to the row
+    distances: Int32Array  # [rows] signs in which the contexts on the path to the row differ, -1 where that is not known
 
     @classmethod
     def empty(cls) -> Pool:
@@ -347,16 +347,18 @@ def open_node(
 ) -> int:  # fmt: skip
     """Makes the children of a node with their chances: what its occurrences give, then what is ranked after its last tokens.
 
-    What the target ranked behind the longest of the contexts of one to three tokens comes first, then what it ranked behind
-    shorter ones. What it ranked behind two or three tells of occurrences, too, how likely they are: see ``UNKNOWN``.
+    What the target ranked where it read a context like the node's comes first, then what it last ranked behind the token alone.
+    The first tells of occurrences, too, how likely they are: see ``UNKNOWN``.
 
     Args:
         three: the two tokens before the node's, -1 where there is none, and its own.
+        parent: row above the node's, -1 above the root.
 
     Returns:
         Candidates in use.
     """
     begin, table, token = count, measures[0], three[2]
+    pool.alike[row] = -1
     count, total, longest = branch(logs, measures, first, depth, row, count, pool)
     for child in range(begin, count):
         match = match_bucket(pool.matches[child])

@@ -431,8 +431,11 @@ def test_what_was_ranked_in_the_context_most_alike_tells_of_copies() -> None:
 
 
 def test_ranked_tables_may_be_narrower_than_the_vocabulary() -> None:
-    got = grown(known([], [50_000], recycled=[[1, 2]] * 3, bigrams=[[1, 50_000]] * 4), 4)
-    assert got.paths == []
+    narrow = {"recycled": [[-1, -1, -1]] * 3, "bigrams": [[1, 50_000]] * 4}
+    assert grown(known([], [50_000], **narrow), 4).paths == []
+    computed = [Computed(-1, 4, 1, 5, 5, (2, -1, -1))]
+    got = grown(known([], [50_000], **narrow, frequent=[1], computed=computed, above=5), 4, max_depth=2)
+    assert got.features[got.paths.index((1, 2))] == feature(RECYCLING, 0, distance_bucket(-1), 1)  # nothing is known of its root
 
 
 @pytest.mark.parametrize("budget", [0, 1])
