@@ -38,8 +38,8 @@ from decoding.budget.features import (
     share_bucket,
 )
 from decoding.jit import compiled
-from decoding.sources.contexts import WORDS, Contexts, PlainContexts, most_alike
 from decoding.sources.log.chains import BLOCK, Int64Array, Log, LogArrays, follower, gather, unigram_bucket
+from decoding.sources.ranked.contexts import WORDS, Contexts, PlainContexts, most_alike
 from decoding.tree import Int32Array
 
 MAX_CANDIDATES = 8192  # nodes looked at for one tree

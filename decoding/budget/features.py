@@ -12,8 +12,8 @@ MATCH_BUCKETS, SHARE_BUCKETS, LEVELS = 12, 8, 4
 KIND_FEATURES = MATCH_BUCKETS * SHARE_BUCKETS * LEVELS  # those of one kind lie side by side
 NUM_FEATURES = NUM_KINDS * KIND_FEATURES
 
-# Levels of an occurrence: what the target ranked in a context that is alike, see ``decoding.sources.contexts``. The level of a
-# ranked token is the number of tokens that the contexts have in common, up to 3; ``ALONE`` where the context is not known.
+# Levels of an occurrence: what the target ranked in a context that is alike, see ``decoding.sources.ranked.contexts``. The level
+# of a ranked token is the number of tokens that the contexts have in common, up to 3; ``ALONE`` where the context is not known.
 UNKNOWN, UNRANKED, RANKED, LIKELY = range(LEVELS)
 ALONE = 0
 
@@ -75,7 +75,7 @@ def feature(kind: int, match: int, share: int, level: int) -> int:
 
 @compiled
 def distance_bucket(distance: int) -> int:
-    """In how many signs contexts differ (``decoding.sources.contexts``) in eight steps; the last one is not known, -1."""
+    """In how many signs contexts differ (``decoding.sources.ranked.contexts``) in eight steps; the last one is not known, -1."""
     if distance < 0:
         return SHARE_BUCKETS - 1
     if distance <= 32:

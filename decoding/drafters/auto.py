@@ -26,11 +26,11 @@ from decoding.budget.latency import StepLoad
 from decoding.budget.selection import ANY_CHANCE, Selection
 from decoding.drafters.base import Drafter, Target, TargetRows, check_least
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.contexts import NO_CONTEXTS, NO_SIGNS
 from decoding.sources.history import Histories, History, compile_recall
 from decoding.sources.log.chains import BLOCK, MAX_MATCH
 from decoding.sources.log.token_log import TokenLog, compile_log
-from decoding.sources.successors import LearningSteps, SuccessorTables
+from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS
+from decoding.sources.ranked.successors import LearningSteps, SuccessorTables
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
@@ -76,7 +76,7 @@ class _RequestState:
         self.features = _ROOT_FEATURES  # [n] of the tree that was proposed last
         self.backoff = Backoff()
         self.accepted = 0  # drafted tokens that the last step kept
-        self.above = NO_SIGNS  # of the row before the last token, see ``decoding.sources.contexts``
+        self.above = NO_SIGNS  # of the row before the last token, see ``decoding.sources.ranked.contexts``
 
 
 class AutoDrafter(Drafter):
@@ -90,7 +90,7 @@ class AutoDrafter(Drafter):
       occurs more often counts more: an occurrence weighs 2 to the power of the number of agreeing tokens, and a child has its
       share of the weight;
     * what the target ranked after the node's token where it last read a context like the node's: like in its last hidden state
-      (``decoding.sources.contexts``), or, where that is not known, in the tokens before; and after the token alone, when it last
+      (``decoding.sources.ranked``), or, where that is not known, in the tokens before; and after the token alone, when it last
       computed it for the tenant (``recycling``, Token Recycling with contexts). Where the option is on, also what it ranks after
       the token alone (``bigram``, N-Grammys, arXiv 2411.03786);
     * below the root, the tokens that are most frequent in the tenant's outputs, the public texts and the prompt (``unigram``).

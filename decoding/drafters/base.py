@@ -13,8 +13,8 @@ from decoding.budget.features import TOKEN_MASK
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.sources.branches import tree_of
-from decoding.sources.contexts import WORDS, Int64Array, signs_of
 from decoding.sources.history import Histories
+from decoding.sources.ranked.contexts import WORDS, Int64Array, signs_of
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
 
@@ -88,7 +88,7 @@ class TargetRows:
 
     @property
     def signs(self) -> Int64Array:
-        """[n, WORDS] of each row's last hidden state (``decoding.sources.contexts``), ``NO_SIGNS`` where it is not known."""
+        """[n, WORDS] of each row's last hidden state (``decoding.sources.ranked``), ``NO_SIGNS`` where it is not known."""
         if self._hidden is None:
             return np.zeros((len(self.ids), WORDS), np.int64)
         return signs_of(self._hidden, self._first, len(self.ids))

@@ -11,7 +11,7 @@ from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter, Target, TargetRows, check_choice, check_least
 from decoding.request import Acceptance, Request
 from decoding.sources.history import Histories, History
-from decoding.sources.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
+from decoding.sources.ranked.successors import PRIOR_RATES, WIDTH, SuccessorTable, SuccessorTables
 from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
 

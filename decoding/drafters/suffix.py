@@ -12,7 +12,7 @@ from decoding.drafters.base import CopyDrafter, RequestDrafter, check_choice, ch
 from decoding.drafters.recycling import RecyclingDrafter
 from decoding.request import Request
 from decoding.sources.history import Histories
-from decoding.sources.successors import MAX_TENANTS
+from decoding.sources.ranked.successors import MAX_TENANTS
 from decoding.sources.suffix_automaton import CountedAutomaton, SuffixAutomaton
 from decoding.tree import SOURCES, DraftTree
 

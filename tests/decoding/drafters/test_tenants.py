@@ -16,7 +16,7 @@ from decoding.drafters.base import Drafter, TargetRows
 from decoding.replay import KnownText, replay_workload
 from decoding.request import Acceptance, Request, SamplingParams, request_hash
 from decoding.sources.history import Histories, History
-from decoding.sources.successors import MAX_TENANTS, SuccessorTables
+from decoding.sources.ranked.successors import MAX_TENANTS, SuccessorTables
 from decoding.tree import SOURCES, DraftTree
 from tests.helpers.targets import Target, paths
 

@@ -40,6 +40,8 @@ class FarExecutor(LocalExecutor):
 class Far:
     """A runner's forward whose logits are elsewhere."""
 
+    hidden = None
+
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.rope = runner, runner.rope
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from decoding.jit import compiled
 from decoding.request import Request
-from decoding.sources.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, Int64Array, keep_tree
+from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, Int64Array, keep_tree
 from decoding.tree import DraftTree, Int32Array
 
 WIDTH = 8  # tokens kept after each
@@ -102,7 +102,7 @@ class SuccessorTable:
             before: [2] the tokens before the root, the last one first, -1 where there is none.
             above: [WORDS] signs of the row before the root, ``NO_SIGNS`` where it is not known.
             accepted: rows of the tree. Of rows of one token an accepted one stays, then the one of the lowest number.
-            signs: [n, WORDS] of the last hidden state of each row, see ``decoding.sources.contexts``.
+            signs: [n, WORDS] of the last hidden state of each row, see ``decoding.sources.ranked.contexts``.
             successors: [n, width] the most likely tokens below each row, the most likely first.
         """
         if self.contexts is NO_CONTEXTS:
