@@ -13,8 +13,9 @@ from decoding.budget.features import TOKEN_MASK
 from decoding.budget.latency import LatencyCurve, StepLoad
 from decoding.request import Acceptance, Request
 from decoding.sources.branches import tree_of
+from decoding.sources.embeddings import Int64Array
 from decoding.sources.history import Histories
-from decoding.sources.ranked.contexts import WORDS, Int64Array, signs_of
+from decoding.sources.ranked.contexts import WORDS, signs_of
 from decoding.step_output import BudgetCounts
 from decoding.tree import SOURCES, DraftTree, Int32Array
 

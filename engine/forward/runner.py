@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from decoding.sources.ranked.contexts import SignedArray
+from decoding.sampling.ranking import SignedArray
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
 from engine.forward.batch import Batch, Segment, adapters_of, cut

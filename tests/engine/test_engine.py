@@ -24,7 +24,8 @@ from configs.schema import REPOSITORY
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters.llma import LlmaDrafter
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
-from decoding.sources.ranked.contexts import WORDS, Int64Array
+from decoding.sources.embeddings import Int64Array
+from decoding.sources.ranked.contexts import WORDS
 from decoding.sources.ranked.successors import SuccessorTable
 from decoding.tree import DraftTree, Int32Array
 from engine.engine import Engine

@@ -1,23 +1,23 @@
 """What the target ranked, by the context that it read: found again by the signs of its last hidden state.
 
 Behind the same token the target says next what it said where it had understood alike: the nearer the last hidden states of the
-rows before, the likelier. Of a hidden state the signs of its first numbers are kept, which tell as much as their cosine
+rows before, the likelier. Of a hidden state the signs of its first numbers are kept, which tell nearly as much as all of it
 (``experiments/LOG.md``), and differ in few bits where states are near.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from decoding.jit import compiled
+from decoding.sources.embeddings import Int64Array
 from decoding.sources.similar import popcount
 from decoding.tree import Int32Array
 
-Int64Array = npt.NDArray[np.int64]
-SignedArray = npt.NDArray[np.int16] | npt.NDArray[np.int32]
+if TYPE_CHECKING:
+    from decoding.sampling.ranking import SignedArray  # beside what needs torch
 
 SIGNS = 256  # of a hidden state
 WORDS = SIGNS // 64

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from decoding.jit import compiled
 from decoding.request import Request
-from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, Int64Array, keep_tree
+from decoding.sources.embeddings import Int64Array
+from decoding.sources.ranked.contexts import NO_CONTEXTS, NO_SIGNS, Contexts, keep_tree
 from decoding.tree import DraftTree, Int32Array
 
 WIDTH = 8  # tokens kept after each

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from decoding.sources.ranked.contexts import SignedArray
+from decoding.sampling.ranking import SignedArray
 from engine.forward.cpu.products.row_linear import PANEL, filled_up, unpacked_numbers, where_it_lies
 
 if TYPE_CHECKING:  # it imports numba

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from decoding.sources.ranked.contexts import SignedArray, signs_of
+from decoding.sampling.ranking import SignedArray
+from decoding.sources.ranked.contexts import signs_of
 from engine.forward.batch import Batch, adapters_of
 from engine.forward.cpu.products.low_rank import Adapters
 from engine.forward.cpu.products.packed_weight import PackedWeight

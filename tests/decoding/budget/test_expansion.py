@@ -44,9 +44,10 @@ from decoding.budget.features import (
     match_bucket,
     share_bucket,
 )
+from decoding.sources.embeddings import Int64Array
 from decoding.sources.log.chains import MAX_MATCH
 from decoding.sources.log.token_log import TokenLog
-from decoding.sources.ranked.contexts import NO_CONTEXTS, WORDS, Contexts, Int64Array, keep_tree
+from decoding.sources.ranked.contexts import NO_CONTEXTS, WORDS, Contexts, keep_tree
 from decoding.tree import Int32Array
 
 Path = tuple[int, ...]

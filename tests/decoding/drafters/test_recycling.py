@@ -11,7 +11,8 @@ import torch
 from decoding.drafters.base import TargetRows
 from decoding.drafters.recycling import RacerDrafter, RecyclingDrafter
 from decoding.request import Acceptance, Request, SamplingParams
-from decoding.sources.ranked.contexts import NO_SIGNS, Contexts, Int64Array, most_alike, signs_of
+from decoding.sources.embeddings import Int64Array
+from decoding.sources.ranked.contexts import NO_SIGNS, Contexts, most_alike, signs_of
 from decoding.sources.ranked.successors import SuccessorTable
 from decoding.sources.window_trie import WindowTrie
 from decoding.tree import SOURCES, DraftTree
