@@ -97,13 +97,15 @@ class Engine:
         info: ModelInfo,
         tokenizer: PreTrainedTokenizerFast | None = None,
         grammars: Grammars | None = None,
+        target: LocalTarget | None = None,
     ) -> None:
         """Without a tokenizer outputs carry token ids and no text, and stop strings are refused; without grammars they are, too.
+        The target that the drafter was prepared with is told how long steps take.
 
         Raises:
             ValueError: an option outside its range.
         """
-        self._grammars = grammars
+        self._grammars, self._target = grammars, target
         self.info, self.tokenizer = info, tokenizer
         self._executor, self._drafter = executor, drafter
         self._admission = SlotPlacement(executor, drafter.memory, options.prefix_caching)
@@ -164,8 +166,9 @@ class Engine:
             drafter.draft_model = small
         tell("preparing drafts")
         chores: list[Iterator[None]] | None = [] if put_off else None
-        drafter.prepare(LocalTarget(runner, info, loaded.tokenizer, chores=chores))
-        engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars)
+        target = LocalTarget(runner, info, loaded.tokenizer, chores=chores)
+        drafter.prepare(target)
+        engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
         engine._chores = chores or []
         if put_off:
             engine._chores.insert(0, _grammars_of(runner).chore())
@@ -299,13 +302,16 @@ class Engine:
         """
         self.in_step = ()
         self._ledger.begin()
-        works = self._planner.plan(self._executor.width)
+        width = self._executor.width
+        works = self._planner.plan(width)
         if not works:
             return []
         outcomes, forward_s, now_s = self._execute(works)
         pairs = zip(works, outcomes, strict=True)
         outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
         self._metrics.stepped(works, forward_s)
+        if self._target is not None and width == 1:
+            self._target.stepped(works, forward_s)
         return outputs
 
     def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from decoding.budget.latency import LatencyCurve
 from decoding.jit import cache_folder
 from decoding.tree import Int32Array
+from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
 from engine.loading.model_info import ModelInfo
 from engine.loading.model_tables import bigram_rows, bigram_table, cached_table, keep_table, kept_table, unigram_ranking
 from engine.measures.calibration import CalibrationFile
 from engine.measures.latency import glance
+from engine.measures.live_curve import LiveCurve
 
 _CHORE_ROWS = 64  # of a forward that somebody may come to wait for
 _BETWEEN_TEXTS = "<|endoftext|>"  # as GPT-2's tokenizer has it, and those that came of it
@@ -23,7 +25,7 @@ _TABLE_WIDTH = 32  # tables are kept this wide, so that drafters that ask for le
 
 
 class LocalTarget:
-    """The model of this process as ``decoding.drafters.base.Target``. Used while no request has a slot: slots are written to."""
+    """The model of this process as ``decoding.drafters.base.Target``. Asked while no request has a slot: slots are written to."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class LocalTarget:
         self._before = _token_before(tokenizer, runner.model.config.get_text_config(), info)
         self._revision = f"{info.model_revision}-{info.tokenizer_revision}"
         self._info = info
-        self._curve: LatencyCurve | None = None
+        self._live: LiveCurve | None = None
         self._chores = chores
 
     def bigram_table(self, width: int) -> Int32Array:
@@ -97,17 +99,23 @@ class LocalTarget:
 
     def latency(self) -> LatencyCurve:
         """See ``Target``: as it was measured on this device before, or is now; a rough one until it is, where that is put off."""
-        if self._curve is None:
+        if self._live is None:
             file = CalibrationFile(self._folder, self._runner, self._info)
-            self._curve = file.curve() if self._chores is None else file.kept()
-            if self._curve is None and self._chores is not None:
-                self._curve = glance(self._runner, self.max_model_len)
+            curve = file.curve() if self._chores is None else file.kept()
+            if curve is None and self._chores is not None:
+                curve = glance(self._runner, self.max_model_len)
                 self._chores.append(self._calibrate(file))
-        assert self._curve is not None
-        return self._curve
+            assert curve is not None
+            self._live = LiveCurve(curve)
+        return self._live.curve
 
     def _calibrate(self, file: CalibrationFile) -> Iterator[None]:
-        self._curve = yield from file.curve_in_pieces()
+        self._live = LiveCurve((yield from file.curve_in_pieces()))
+
+    def stepped(self, works: Sequence[Work], seconds: float) -> None:
+        """Has the curve, if anyone asked for it, follow a step that nobody else shared."""
+        if self._live is not None:
+            self._live.stepped(works, seconds)
 
     def _check_width(self, width: int) -> None:
         if not 1 <= width <= self.vocab_size:

@@ -72,8 +72,9 @@ class Profiled:
         drafter = build_drafter(strategy, {})
         executor = LocalExecutor(runner)
         info = loaded.info(strategy, strategy in LOSSLESS)
-        drafter.prepare(LocalTarget(runner, info, loaded.tokenizer))
-        engine = Engine(executor, drafter, EngineOptions(max_running=batch), args.budget, info, loaded.tokenizer)
+        target = LocalTarget(runner, info, loaded.tokenizer)
+        drafter.prepare(target)
+        engine = Engine(executor, drafter, EngineOptions(max_running=batch), args.budget, info, loaded.tokenizer, target=target)
         if args.waiting_ms is not None:
             rows = EngineOptions().max_step_tokens + batch * args.budget
             waiting = WaitingForward(self.tokens, loaded.vocab_size, rows, args.waiting_ms / 1e3)

@@ -56,22 +56,22 @@ def rows_to_draft(
 
 
 class TokenTime:
-    """Seconds that a token takes, of late."""
+    """How long a token takes, of late, in steps of one row: what these take changes at once for all tokens."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, steps: float) -> None:
         """Begins with a guess."""
-        self._tokens, self._seconds = _START_STEPS, _START_STEPS * seconds
+        self._tokens, self._steps = _START_STEPS, _START_STEPS * steps
 
     @property
-    def seconds(self) -> float:
-        """Of the steps that were counted, the latest most."""
-        return self._seconds / self._tokens
+    def steps(self) -> float:
+        """Of what was counted, the latest most."""
+        return self._steps / self._tokens
 
-    def add(self, tokens: float, seconds: float, share: float = 1.0) -> None:
-        """Counts a step, or a request's share of one."""
+    def add(self, tokens: float, steps: float, share: float = 1.0) -> None:
+        """Counts a step, which took as long as so many of one row, or a request's share of it."""
         decay: float = _DECAY**share
         self._tokens = self._tokens * decay + tokens * share
-        self._seconds = self._seconds * decay + seconds * share
+        self._steps = self._steps * decay + steps * share
 
 
 class Pricing:
@@ -95,6 +95,7 @@ class Pricing:
         self.curve, self._ranks = curve, 1
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
         self._load, self._decoding, self._decode_s = StepLoad(1, 1, 0), 1, 0.0
+        self._one_s = min(curve.rows_s)  # of a step of one row
         self._prices = np.zeros(_PRICED_ROWS)  # see ``price_rows``
         self._now: TokenTime | None = None  # of the planned step
         self.level = 1  # powers of two below the requests in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
@@ -102,6 +103,7 @@ class Pricing:
     def plan(self, load: StepLoad, ranks: int = 1) -> None:
         """The step that the next calls are about, and how many ranks share it."""
         self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
+        self._one_s = min(self.curve.rows_s)
         self._ranks = ranks
         self.level = max(1, load.sequences).bit_length()
         self._decode_s = self._own(price_rows(self.curve.parts(load), load.rows, self._ranks, self._prices))
@@ -111,7 +113,7 @@ class Pricing:
 
         Those further behind pay no less than the last one's.
         """
-        return self._prices / self._time().seconds
+        return self._prices / self._token_s()
 
     def rows_to_draft(
         self, chances: Sequence[Float64Array], depths: Sequence[Int32Array], spine: int
@@ -120,7 +122,7 @@ class Pricing:
 
         See ``rows_to_draft``. What the rows cost together is divided among them alike.
         """
-        token_s = self._time().seconds
+        token_s = self._token_s()
         counts, seconds = rows_to_draft(self.curve, self._load, chances, token_s, depths, self._ranks, spine)
         decode_s = self._own(seconds)
         row_s = (decode_s - self._decode_s) / max(1, sum(counts))
@@ -132,7 +134,7 @@ class Pricing:
 
     def emitted(self, tokens: int) -> None:
         """Counts what a request got of the step: also of one without a draft, else the price would never fall."""
-        self._time().add(tokens * self._decoding, self._decode_s, 1 / self._decoding)
+        self._time().add(tokens * self._decoding, self._decode_s / self._one_s, 1 / self._decoding)
 
     def _own(self, seconds: float) -> float:
         """The part of a step that its prefills do not account for."""
@@ -144,6 +146,9 @@ class Pricing:
         prefills = StepLoad(count, load.prefill_rows, context, load.prefill_rows)
         return max(seconds - seconds_of(float(load.prefill_rows), self.curve.parts(prefills)), 0.0)
 
+    def _token_s(self) -> float:
+        return self._time().steps * self._one_s
+
     def _time(self) -> TokenTime:
         if self._now is not None:
             return self._now
@@ -152,6 +157,6 @@ class Pricing:
         if held is None:
             count = self._decoding
             step = self.curve.seconds(np.array([count], np.float64), StepLoad(count, count, self.curve.context * count))
-            held = self._times[key] = TokenTime(float(step[0]) / count)
+            held = self._times[key] = TokenTime(float(step[0]) / self._one_s / count)
         self._now = held
         return held

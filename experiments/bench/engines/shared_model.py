@@ -56,7 +56,8 @@ class SharedModel:
         drafter.draft_model = self._draft_model
         drafter.prepare(self.target)
         executor = LocalExecutor(self.runner) if self.guide is None else GuidedExecutor(self.runner, self.guide.known)
-        return Engine(executor, drafter, self._options, self._budget, self.loaded.info(choice.label, choice.name in LOSSLESS))
+        info = self.loaded.info(choice.label, choice.name in LOSSLESS)
+        return Engine(executor, drafter, self._options, self._budget, info, target=self.target)
 
     def contestant(self, choice: StrategyChoice, max_tokens: int) -> EngineContestant:
         """A strategy as it runs prompts, ``max_tokens`` of each output that is not known."""

@@ -250,12 +250,21 @@ def test_what_rows_are_expected_to_save() -> None:
     assert counts == [2] and saved == pytest.approx([0.15])
 
 
+def test_a_token_is_worth_as_many_steps_as_before_when_these_become_faster() -> None:
+    pricing = Pricing(curve([1, 3, 4], [1.0, 1.8, 9.0]))
+    pricing.plan(StepLoad(1, 1, 0))
+    least = pricing.least_chances()
+    pricing.curve = curve([1, 3, 4], [0.5, 0.9, 4.5])
+    pricing.plan(StepLoad(1, 1, 0))
+    assert pricing.least_chances() == pytest.approx(least)
+
+
 def test_the_time_of_a_token_follows_the_steps() -> None:
     time = TokenTime(1.0)
-    assert time.seconds == 1.0
+    assert time.steps == 1.0
     for _ in range(5000):
         time.add(3.0, 1.5)
-    assert time.seconds == pytest.approx(0.5, rel=0.01)
+    assert time.steps == pytest.approx(0.5, rel=0.01)
 
 
 def test_shares_of_a_step_are_the_step() -> None:
@@ -263,4 +272,4 @@ def test_shares_of_a_step_are_the_step() -> None:
     whole.add(8.0, 2.0)
     for _ in range(4):
         parts.add(8.0, 2.0, 0.25)
-    assert parts.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert parts.steps == pytest.approx(whole.steps, rel=1e-3)

@@ -1,0 +1,78 @@
+"""A latency curve that follows the steps of an engine: a device is not at all times as fast as when it was timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from decoding.budget.latency import LatencyCurve, StepLoad
+from decoding.budget.step_price import seconds_of
+from engine.forward.batch import Work
+
+_KEPT = 0.99  # of what older steps count, after each step
+_TIMED = 0.5  # steps for which the timed curve counts, in either factor
+_REDRAWN = 16  # steps after which the curve is drawn anew
+_MOST_OFF = 1.5  # times longer or shorter than expected that one step counts at most
+_LEAST, _MOST = 0.2, 5.0  # times what was timed
+
+
+class LiveCurve:
+    """The curve that was timed, with two factors that fit the latest steps best, by least squares relative to the timed seconds.
+
+    One is of what a step takes whatever its rows, which is mostly for the memory, the other of what its rows add, which is mostly
+    for the processor. Where all steps have as many rows, which tells nothing of either alone, the larger part changes more.
+
+    Example: one row was timed at 6 ms, nine at 8. The neighbours of the machine go, and steps of one row take 4 ms, of nine 6.
+    The factors go to 0.67 and 1: a row, which added a 24th to a step, adds a 16th.
+    """
+
+    def __init__(self, timed: LatencyCurve) -> None:
+        self.curve = self._timed = timed
+        self._one_s = min(timed.rows_s)  # of a step of one row
+        self._fixed = self._added = 1.0  # the factors
+        self._since = 0  # steps since the curve was drawn
+        # Sums over the steps, of products of two: the share of the timed step that is fixed, what its rows add, the time taken.
+        self._ff = self._fa = self._aa = self._ft = self._at = 0.0
+
+    def stepped(self, works: Sequence[Work], seconds: float) -> None:
+        """Counts a step; one that computes prompts tells nothing.
+
+        Args:
+            works: of the step.
+            seconds: that it took.
+        """
+        rows = context = 0
+        for work in works:
+            if work.tree is None or work.end - work.start != 1:
+                return
+            rows += len(work.tree)
+            context += work.start
+        parts = self._timed.parts(StepLoad(len(works), len(works), context))
+        timed = seconds_of(float(rows), parts)
+        fixed = min(max(self._one_s + parts[3], parts[5]), timed) / timed
+        added = 1.0 - fixed
+        expected = self._fixed * fixed + self._added * added
+        taken = min(max(seconds / timed, expected / _MOST_OFF), expected * _MOST_OFF)
+        self._ff = _KEPT * self._ff + fixed * fixed
+        self._fa = _KEPT * self._fa + fixed * added
+        self._aa = _KEPT * self._aa + added * added
+        self._ft = _KEPT * self._ft + fixed * taken
+        self._at = _KEPT * self._at + added * taken
+        self._since += 1
+        if self._since == _REDRAWN:
+            self._redraw()
+
+    def _redraw(self) -> None:
+        ff, fa, aa, ft, at = self._ff + _TIMED, self._fa, self._aa + _TIMED, self._ft + _TIMED, self._at + _TIMED
+        over = ff * aa - fa * fa
+        fixed = self._fixed = min(max((ft * aa - at * fa) / over, _LEAST), _MOST)
+        added = self._added = min(max((at * ff - ft * fa) / over, _LEAST), _MOST)
+        timed, one_s = self._timed, self._one_s
+        self.curve = replace(
+            timed,
+            rows_s=tuple(fixed * one_s + added * max(seconds - one_s, 0.0) for seconds in timed.rows_s),
+            sequence_s=fixed * timed.sequence_s,
+            entry_s=fixed * timed.entry_s,
+            row_entry_s=added * timed.row_entry_s,
+        )
+        self._since = 0
