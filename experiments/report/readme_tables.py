@@ -149,7 +149,7 @@ BENCHMARKS: dict[str, Source] = {
 }
 _PAPERS = {
     "llma": "2026-11-26-bench-paper-llma.json",
-    "trie": "2026-11-26-bench-paper-trie-2.json",
+    "trie": "2026-11-26-bench-paper-trie.json",
     "ngrammys": "2026-11-26-bench-paper-ngrammys.json",
     "jacobi": "2026-11-26-bench-paper-jacobi.json",
     "mjsd": "2026-11-26-bench-paper-mjsd.json",
