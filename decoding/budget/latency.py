@@ -86,6 +86,11 @@ class LatencyCurve:
         object.__setattr__(self, "_slope", float((least[-1] - least[-2]) / (at[-1] - at[-2])))
         object.__setattr__(self, "_floor", float(least[0]) * _FLOOR)
 
+    @property
+    def one_row_s(self) -> float:
+        """Seconds of a step of one row."""
+        return float(self._least[0])
+
     def seconds(self, rows: Float64Array, load: StepLoad) -> Float64Array:
         """[n] seconds of steps.
 

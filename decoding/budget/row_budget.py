@@ -95,7 +95,6 @@ class Pricing:
         self.curve, self._ranks = curve, 1
         self._times: dict[tuple[int, int], TokenTime] = {}  # by ranks and level
         self._load, self._decoding, self._decode_s = StepLoad(1, 1, 0), 1, 0.0
-        self._one_s = min(curve.rows_s)  # of a step of one row
         self._prices = np.zeros(_PRICED_ROWS)  # see ``price_rows``
         self._now: TokenTime | None = None  # of the planned step
         self.level = 1  # powers of two below the requests in the planned step: 1, 2 for 2 and 3, 3 for 4 to 7, ...
@@ -103,7 +102,6 @@ class Pricing:
     def plan(self, load: StepLoad, ranks: int = 1) -> None:
         """The step that the next calls are about, and how many ranks share it."""
         self._load, self._decoding, self._now = load, max(1, load.rows - load.prefill_rows), None
-        self._one_s = min(self.curve.rows_s)
         self._ranks = ranks
         self.level = max(1, load.sequences).bit_length()
         self._decode_s = self._own(price_rows(self.curve.parts(load), load.rows, self._ranks, self._prices))
@@ -134,7 +132,7 @@ class Pricing:
 
     def emitted(self, tokens: int) -> None:
         """Counts what a request got of the step: also of one without a draft, else the price would never fall."""
-        self._time().add(tokens * self._decoding, self._decode_s / self._one_s, 1 / self._decoding)
+        self._time().add(tokens * self._decoding, self._decode_s / self.curve.one_row_s, 1 / self._decoding)
 
     def _own(self, seconds: float) -> float:
         """The part of a step that its prefills do not account for."""
@@ -147,7 +145,7 @@ class Pricing:
         return max(seconds - seconds_of(float(load.prefill_rows), self.curve.parts(prefills)), 0.0)
 
     def _token_s(self) -> float:
-        return self._time().steps * self._one_s
+        return self._time().steps * self.curve.one_row_s
 
     def _time(self) -> TokenTime:
         if self._now is not None:
@@ -157,6 +155,6 @@ class Pricing:
         if held is None:
             count = self._decoding
             step = self.curve.seconds(np.array([count], np.float64), StepLoad(count, count, self.curve.context * count))
-            held = self._times[key] = TokenTime(float(step[0]) / self._one_s / count)
+            held = self._times[key] = TokenTime(float(step[0]) / self.curve.one_row_s / count)
         self._now = held
         return held

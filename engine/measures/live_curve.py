@@ -28,7 +28,6 @@ class LiveCurve:
 
     def __init__(self, timed: LatencyCurve) -> None:
         self.curve = self._timed = timed
-        self._one_s = min(timed.rows_s)  # of a step of one row
         self._fixed = self._added = 1.0  # the factors
         self._since = 0  # steps since the curve was drawn
         # Sums over the steps, of products of two: the share of the timed step that is fixed, what its rows add, the time taken.
@@ -49,7 +48,7 @@ class LiveCurve:
             context += work.start
         parts = self._timed.parts(StepLoad(len(works), len(works), context))
         timed = seconds_of(float(rows), parts)
-        fixed = min(max(self._one_s + parts[3], parts[5]), timed) / timed
+        fixed = min(max(self._timed.one_row_s + parts[3], parts[5]), timed) / timed
         added = 1.0 - fixed
         expected = self._fixed * fixed + self._added * added
         taken = min(max(seconds / timed, expected / _MOST_OFF), expected * _MOST_OFF)
@@ -67,10 +66,10 @@ class LiveCurve:
         over = ff * aa - fa * fa
         fixed = self._fixed = min(max((ft * aa - at * fa) / over, _LEAST), _MOST)
         added = self._added = min(max((at * ff - ft * fa) / over, _LEAST), _MOST)
-        timed, one_s = self._timed, self._one_s
+        timed, one_s = self._timed, self._timed.one_row_s
         self.curve = replace(
             timed,
-            rows_s=tuple(fixed * one_s + added * max(seconds - one_s, 0.0) for seconds in timed.rows_s),
+            rows_s=tuple(fixed * one_s + added * (seconds - one_s) for seconds in timed.rows_s),
             sequence_s=fixed * timed.sequence_s,
             entry_s=fixed * timed.entry_s,
             row_entry_s=added * timed.row_entry_s,
