@@ -59,7 +59,6 @@ class Validation:
         self._options = EngineOptions(max_running=max(args.concurrency), max_waiting=len(prompts))
         self._shared = SharedModel(setting.loaded, self._options, args.budget, guided=True)
         info = setting.loaded.info("", True)
-        self._drafters_curve = self._shared.target.latency()
         timings = time_curve(self._shared.runner, info.max_model_len)  # now: the machine may have been busier when that was kept
         self.curve, self.spread = fit(timings.seconds), timings.spread
         self._vocab_size, self._end = info.vocab_size, (info.eos_token_ids or (info.vocab_size,))[0]
@@ -81,7 +80,8 @@ class Validation:
 
     def predict(self, choice: StrategyChoice, arrivals: Arrivals, times: StepTimes) -> dict[str, Any]:
         """The same run, simulated."""
-        target = KnownTarget(self._vocab_size, self._end, self._loaded.max_model_len, self._drafters_curve)
+        curve = self._shared.target.latency()  # as the steps before have changed it: drafters are told no other
+        target = KnownTarget(self._vocab_size, self._end, self._loaded.max_model_len, curve)
         replica = SimulatedReplica(choice, times, target, self._options, self._args.budget, adaptive=False)
         cluster = SimulatedCluster([replica], None, 0.0, 0)
         texts = [(prompt.id, prompt.text()) for prompt in self.prompts]
