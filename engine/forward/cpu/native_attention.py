@@ -43,6 +43,7 @@ from engine.forward.cpu.lanes import (
     maximum,
     multiply,
     multiply_add,
+    prefetch,
     primitive,
     sign_of,
     splat,
@@ -116,11 +117,12 @@ _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 _MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS == 8 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
 _MIX_KEYS = 64  # whose values are in the first cache
+_AHEAD = 8192  # bytes: so far before they are needed keys and values are asked for, which processors do not do across pages
 
 
 def _emit_mixed(
     b: Any, rows: int, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any, mixed_stride: Any,
-    like: Any,
+    ahead: Any, ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
     """Code for ``_mixed`` with so many rows."""
     parts, wide = _MIX_WIDE // WIDTH, 4 if like == types.float32 else 2
@@ -137,7 +139,9 @@ def _emit_mixed(
     key, sums = b.phi(LONG), [b.phi(FLOATS) for _ in places]
     b.cbranch(b.icmp_signed("<", key, count), loop, after)
     b.position_at_end(loop)
-    value = b.add(values, b.mul(key, stride))
+    value, later = b.add(values, b.mul(key, stride)), b.add(ahead, b.mul(key, ahead_step))
+    for line in range(0, _MIX_WIDE * 2, 64):  # of float32 the first half
+        prefetch(b, b.add(later, LONG(line)))
     loaded = [load.emit(b, b.add(value, LONG(part * WIDTH * wide)), like) for part in range(parts)]
     added = []
     for row in range(rows):
@@ -154,15 +158,20 @@ def _emit_mixed(
         b.store(total_, pointer(*place), align=4)
 
 
-@primitive(types.void, *[types.int64] * 8, LIKE)
+@primitive(types.void, *[types.int64] * 10, LIKE)
 def _mixed(
     builder: Any, rows: Any, weights: Any, weights_stride: Any, values: Any, stride: Any, count: Any, mixed: Any,
-    mixed_stride: Any, like: Any,
+    mixed_stride: Any, ahead: Any, ahead_step: Any, like: Any,
 ) -> None:  # fmt: skip
-    """Adds ``count`` weighted values, in their order, to ``_MIX_WIDE`` numbers of up to ``_MIX_ROWS`` rows."""
+    """Adds ``count`` weighted values, in their order, to ``_MIX_WIDE`` numbers of up to ``_MIX_ROWS`` rows.
+
+    What comes later is asked for beside them: ``ahead`` and, with each value, ``ahead_step`` bytes on.
+    """
     by_count(
         builder, rows, _MIX_ROWS,
-        lambda number: _emit_mixed(builder, number, weights, weights_stride, values, stride, count, mixed, mixed_stride, like),
+        lambda number: _emit_mixed(
+            builder, number, weights, weights_stride, values, stride, count, mixed, mixed_stride, ahead, ahead_step, like
+        ),
     )  # fmt: skip
 
 
@@ -193,30 +202,34 @@ def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> 
     if count > _MIX_ROWS:
         _mix_parts(scores, values, num_keys, mixed, _room(_MIX_KEYS * size), like)
     else:
-        _mix_some(scores.ctypes.data, scores.shape[1] * 4, values, num_keys, mixed, like)
+        stride = size * bytes_of(like)
+        _mix_some(scores.ctypes.data, scores.shape[1] * 4, values, num_keys, mixed, values + _AHEAD, stride, like)
 
 
 @compiled
 def _mix_parts(scores: Any, values: int, num_keys: int, mixed: Any, numbers: Any, like: Any) -> None:
     """See ``_mix_all``, with room for the values of some keys."""
     size, into = mixed.shape[1], numbers.ctypes.data
+    stride = size * bytes_of(like)
     for first in range(0, num_keys, _MIX_KEYS):
-        here, source = min(_MIX_KEYS, num_keys - first), values + first * size * bytes_of(like)
+        here, source = min(_MIX_KEYS, num_keys - first), values + first * stride
         for number in range(0, here * size, WIDTH):
             store(into + number * 4, load(source + number * bytes_of(like), like), _FLOAT)
-        _mix_some(scores.ctypes.data + first * 4, scores.shape[1] * 4, into, here, mixed, _FLOAT)
+        weights, ahead = scores.ctypes.data + first * 4, source + _MIX_KEYS * stride
+        _mix_some(weights, scores.shape[1] * 4, into, here, mixed, ahead, stride, _FLOAT)
 
 
 @compiled
-def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, like: Any) -> None:
-    """The weighted values of some keys, added to what is there."""
+def _mix_some(weights: int, wide: int, values: int, num_keys: int, mixed: Any, ahead: int, ahead_step: int, like: Any) -> None:
+    """The weighted values of some keys, added to what is there; for ``ahead`` see ``_mixed``."""
     count, size = mixed.shape
     stride = size * bytes_of(like)
     for first in range(0, size // _MIX_WIDE * _MIX_WIDE, _MIX_WIDE):
         for place in range(0, count, _MIX_ROWS):
             _mixed(
                 min(_MIX_ROWS, count - place), weights + place * wide, wide, values + first * bytes_of(like), stride,
-                num_keys, mixed.ctypes.data + (place * size + first) * 4, size * 4, like,
+                num_keys, mixed.ctypes.data + (place * size + first) * 4, size * 4,
+                ahead + first * ahead_step // size, ahead_step, like,
             )  # fmt: skip
     for first in range(size // _MIX_WIDE * _MIX_WIDE, size, WIDTH):
         for place in range(count):
@@ -298,11 +311,13 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.fl
     """Scaled products of each query with each key, whole panels of keys."""
     count, size, scales = scores.shape[0], queries.shape[1], splat(scale)
     stride, wide, panels = size * bytes_of(like), scores.shape[1] * 4, (num_keys + PANEL - 1) // PANEL
-    ahead = keys + PANEL * stride
+    ahead_step = PANEL * piece_of(like)
     for place in range(0, count, rows_at_once(like)):
         here, into = min(rows_at_once(like), count - place), scores.ctypes.data + place * wide
         shape_tiles(here, like)
-        products(here, queries.ctypes.data + place * stride, stride, keys, panels, size, into, wide, ahead, 0, like)
+        products(
+            here, queries.ctypes.data + place * stride, stride, keys, panels, size, into, wide, keys + _AHEAD, ahead_step, like
+        )
         for row in range(here):
             for at in range(into + row * wide, into + row * wide + panels * PANEL * 4, WIDTH * 4):
                 store(at, multiply(load(at, _FLOAT), scales), _FLOAT)
