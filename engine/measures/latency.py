@@ -20,8 +20,8 @@ from engine.forward.batch import Batch, Line, LineWork, pack
 from engine.forward.runner import ModelRunner
 from engine.loading.model_tables import TableProgress
 
-# Of one sequence. Products take blocks of 8 or 16 rows, so that a step goes up by stairs: one row more than some shows them.
-_ROWS = (1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 256)
+# Of one sequence. Products take blocks of 12 or 16 rows, so that a step goes up by stairs: one row more than some shows them.
+_ROWS = (1, 2, 4, 8, 12, 13, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 256)
 _CONTEXT = 256  # entries before those rows
 _NEAR, _FAR = 64, (1024, 2048)  # further ones
 _WIDE = 64  # rows of a tree far behind
@@ -49,7 +49,7 @@ class Case:
 def cases(slots: int, capacity: int, max_model_len: int) -> list[Case]:
     """What is timed, the smallest steps first.
 
-    Example: 4 slots of 2112 entries for a context of 2048: 1, 2, 4, 8, 9, ... 256 rows of one sequence behind 256 entries, one
+    Example: 4 slots of 2112 entries for a context of 2048: 1, 2, 4, 8, 12, ... 256 rows of one sequence behind 256 entries, one
     row behind 64, and one row and 64 rows behind 1024 and 2046; of 2 and of 4 sequences, 1 row and 8 rows each behind 256 and one
     row behind 1024.
 

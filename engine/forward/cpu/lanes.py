@@ -23,7 +23,7 @@ from decoding.jit import compiled
 WIDTH = 16
 _, _NAME, _FEATURES = cpu_target.target_context.codegen().magic_tuple()  # of the processor that is compiled for
 FEATURES = set(_FEATURES.split(","))
-TILE_ROWS = 8 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
+TILE_ROWS = 12 if "+avx512f" in FEATURES else 2  # of products, with their sums in registers
 PAIRS = "+avx512bf16" in FEATURES  # it multiplies pairs of bfloat16, and rounds to it
 TILES = PAIRS and {"+amx-tile", "+amx-bf16"} <= FEATURES  # it multiplies tiles of such pairs, of up to 16 rows
 
@@ -35,6 +35,7 @@ _SPINS = 4096
 # Where what is asked for goes: in AMD's processors past the caches, which hold what is done between steps. In Intel's that is
 # three times as slow as the memory, so that there, and in code for kinds of processors, it goes into the second cache.
 _LOCALITY = 0 if _NAME.startswith("znver") else 2
+AHEAD = 8192  # bytes: so far before it is needed what lies in the memory is asked for, which processors do not do across pages
 
 
 class LanesType(types.Type):
@@ -130,7 +131,7 @@ def by_count(builder: Any, count: Any, most: int, emit: Callable[[int], None]) -
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks for a line that is read once."""
+    """Asks for a line that is read once, which is best done ``AHEAD``."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
     builder.call(builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind), (pointer, INT(0), INT(_LOCALITY), INT(1)))

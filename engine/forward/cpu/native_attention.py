@@ -19,6 +19,7 @@ from numba import carray, from_dtype, types
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    AHEAD,
     FLOATS,
     LIKE,
     LONG,
@@ -115,9 +116,8 @@ _TAKEN, _STORED, _BLOCKS = Layer.taken.offset, Layer.stored.offset, Layer.blocks
 _SIGNATURE = types.void(types.CPointer(from_dtype(LAYER)))
 
 
-_MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS == 8 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
+_MIX_ROWS, _MIX_WIDE = (4, 4 * WIDTH) if TILE_ROWS > 2 else (2, 2 * WIDTH)  # rows and numbers whose sums are in registers
 _MIX_KEYS = 64  # whose values are in the first cache
-_AHEAD = 8192  # bytes: so far before they are needed keys and values are asked for, which processors do not do across pages
 
 
 def _emit_mixed(
@@ -203,7 +203,7 @@ def _mix_all(scores: Any, values: int, num_keys: int, mixed: Any, like: Any) -> 
         _mix_parts(scores, values, num_keys, mixed, _room(_MIX_KEYS * size), like)
     else:
         stride = size * bytes_of(like)
-        _mix_some(scores.ctypes.data, scores.shape[1] * 4, values, num_keys, mixed, values + _AHEAD, stride, like)
+        _mix_some(scores.ctypes.data, scores.shape[1] * 4, values, num_keys, mixed, values + AHEAD, stride, like)
 
 
 @compiled
@@ -316,7 +316,7 @@ def _score_all(queries: Any, keys: int, num_keys: int, scores: Any, scale: np.fl
         here, into = min(rows_at_once(like), count - place), scores.ctypes.data + place * wide
         shape_tiles(here, like)
         products(
-            here, queries.ctypes.data + place * stride, stride, keys, panels, size, into, wide, keys + _AHEAD, ahead_step, like
+            here, queries.ctypes.data + place * stride, stride, keys, panels, size, into, wide, keys + AHEAD, ahead_step, like
         )
         for row in range(here):
             for at in range(into + row * wide, into + row * wide + panels * PANEL * 4, WIDTH * 4):

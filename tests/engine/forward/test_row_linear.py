@@ -219,7 +219,7 @@ import torch
 from engine.forward.cpu.products import native_linear as native
 from engine.forward.cpu.products.row_linear import has_kernels
 from tests.engine.forward import test_row_linear as tests
-assert native.TILE_ROWS == {8 if wide else 2} and native.PAIRS == {kind == "avx512bf16"} and not native.TILES
+assert native.TILE_ROWS == {12 if wide else 2} and native.PAIRS == {kind == "avx512bf16"} and not native.TILES
 for dtype in (torch.bfloat16, torch.float16, torch.float32):
     assert has_kernels(torch.device("cpu"), dtype) == (str(dtype).split(".")[1] in {dtypes})
     if str(dtype).split(".")[1] in {dtypes}:

@@ -178,7 +178,8 @@ def test_the_engine_is_predicted(tiny_model: Path, workload: Path, tmp_path: Pat
     Two rows are always worth drafting; of more, how many are follows the steps of the machine.
     """
     model = ("--random-model", "tiny", "--tokenizer", tiny_model, "--strategy", "llma", "--strategy", "autoregressive")
-    load = ("--concurrency", 1, 2, "--load", 0.5, "--calibration", 2, "--repeats", 1, "--dtype", "float32", "--budget", 2, "--out", tmp_path)
+    load = ("--concurrency", 1, 2, "--load", 0.5, "--calibration", 2, "--repeats", 1, "--budget", 2)
+    model += ("--dtype", "float32", "--out", tmp_path)
     assert run_bench(simulate_validation.BENCH, [str(part) for part in ("--prompts", workload, *model, *load)]) == 0
     results = json.loads(next(tmp_path.glob("*-simulate-validation.json")).read_text())["results"]
     assert list(results["cells"]) == [

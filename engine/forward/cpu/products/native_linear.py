@@ -1,4 +1,4 @@
-"""Linear layers that read a weight once for up to eight rows: every output has the same bits whatever rows are beside it.
+"""Linear layers that read a weight once for up to twelve rows: every output has the same bits whatever rows are beside it.
 
 A library's product takes another kernel for one row than for two, and adds up in another order. Here each output of each row is
 one lane of a register, to which the products are added one after another in the order of the inner size. How many rows share a
@@ -24,6 +24,7 @@ from numba.core import cgutils
 
 from decoding.jit import compiled, compiled_callback
 from engine.forward.cpu.lanes import (
+    AHEAD,
     BYTE,
     FLOAT,
     FLOATS,
@@ -55,7 +56,6 @@ from engine.forward.cpu.lanes import (
 from engine.forward.cpu.products.native_blocks import Forms, packed_bytes, packed_products, packed_rows, unpack
 from engine.forward.cpu.products.row_linear import COUNTER, PANEL, STEPS
 
-_AHEAD = 4096  # bytes: what is asked for before it is needed
 _PANEL_BYTES = PANEL * 4  # float32 sums of a row and a panel
 MOST_ROWS = 32 if TILES else TILE_ROWS  # of ``rows_at_once``, whatever the type
 _TILE = 32  # bfloat16 numbers of a row in a tile
@@ -400,7 +400,7 @@ def _products_of(
     if form and at_once:
         packed_products(forms, form, rows, source, job.input_stride, panel, job.size, sums, like)
         return
-    further = _AHEAD if blocks == 1 and not form else panel_bytes + block * panel_bytes // blocks
+    further = AHEAD if blocks == 1 and not form else panel_bytes + block * panel_bytes // blocks
     ahead_step = panel_bytes * piece_of(like) // (job.size * bytes_of(like)) // blocks
     lies = unpacked if form else panel
     products(rows, source, job.input_stride, lies, 1, job.size, sums, _PANEL_BYTES, panel + further, ahead_step, like)
