@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from experiments.bench.record import Kept
 from experiments.peers.contestants import Contestant, Field
@@ -24,6 +26,7 @@ Say = Callable[[str], None]
 Turn = dict[str, Any]
 _ROOF_BYTES = 256 << 20  # that each thread reads
 _ROOF_PASSES = 4
+_SETTLES_S, _MOMENT_S, _IDLE = 10.0, 0.25, 0.05  # at most; how long is looked; cores in use that are none
 ROW_REPEATS, ROW_CONTEXT = 40, 256  # of the timing of single steps
 ONCE = 0  # the level of what is not asked prompts
 ASKED_ONCE = {"rows": "ours", "llama-bench": "llama bf16", "llama-bench Q4_1": "llama q4_1"}  # by name, whose process or file
@@ -101,6 +104,32 @@ def turns_of(
                     yield turn, contestant, own
 
 
+def settle() -> bool:
+    """Waits until no process that this one started computes: vLLM's go on for about a second behind their last answer.
+
+    Returns:
+        Whether that came to be, within some seconds.
+    """
+    deadline, before = time.monotonic() + _SETTLES_S, _computed_s()
+    while time.monotonic() < deadline:
+        time.sleep(_MOMENT_S)
+        now = _computed_s()
+        if sum(now.values()) - sum(before.get(each, 0.0) for each in now) < _IDLE * _MOMENT_S:
+            return True
+        before = now
+    return False
+
+
+def _computed_s() -> dict[int, float]:
+    """The seconds that each process below this one has computed, by its id."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system
+    return found
+
+
 class Rounds:
     """Runs turns of one model, and keeps them."""
 
@@ -143,6 +172,7 @@ class Rounds:
     def _measured(self, turn: Turn, contestant: Contestant | None, prompts: Sequence[Prompt]) -> Turn:
         """What a turn adds: numbers by prompt, the roof before and after, and hashes of the answers, to be compared by."""
         if contestant is None:
+            self._settle()
             before = self._roof.read()
             job = {"mode": "rows", "repeats": ROW_REPEATS, "prompt_tokens": ROW_CONTEXT}
             system = ASKED_ONCE[turn["contestant"]]
@@ -154,6 +184,7 @@ class Rounds:
             self._field.ask(contestant.system, few)
         job = {"mode": contestant.mode, "running": turn["level"], "max_tokens": self._max_tokens, "asks": asks}
         job["fresh"] = f"{turn['round']}/{turn['level']}/{contestant.name}"
+        self._settle()
         before = self._roof.read()
         reply = self._field.ask(contestant.system, job)
         after = self._roof.read()
@@ -168,6 +199,10 @@ class Rounds:
             "answers": [hashlib.blake2b(json.dumps(ids).encode(), digest_size=6).hexdigest() for ids in reply["tokens"]],
             **({"host_share": reply["host_share"]} if "host_share" in reply else {}),
         }
+
+    def _settle(self) -> None:
+        if not settle():
+            self._say("the processes of other contestants do not come to rest: what is measured is disturbed by them")
 
 
 def llama_bench(program: Path, model: Path, threads: int) -> dict[str, Any]:

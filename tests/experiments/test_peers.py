@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.bench.record import Kept
+from experiments.peers import rounds
 from experiments.peers.__main__ import main
 from experiments.peers.contestants import CONTESTANTS, Field, Setting
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.peers.goals import Speeds, goals, summary
-from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, turns_of
+from experiments.peers.rounds import ASKED_ONCE, Prompt, Roof, Rounds, asked, place, settle, turns_of
 from experiments.report.readme_tables import markdown
 from experiments.report.tables import goals as goal_table
 from experiments.report.tables import peers
@@ -91,6 +95,28 @@ def test_turns_stand_side_by_side_and_change_their_order() -> None:
     ]  # fmt: skip
     assert [turn["contestant"] for turn, _, _ in turns_of("m", 1, field, prompts, [8], 3)][len(ASKED_ONCE) :] == ["auto", "plain"]
     assert [prompt.key for prompt in asked(field[2], prompts, prompts)] == ["0", "1"]
+
+
+def test_a_turn_begins_when_nobody_computes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys, time; end = time.monotonic() + {}\nprint(flush=True)\nwhile time.monotonic() < end: pass\nsys.stdin.read()"
+    )
+
+    def busy(seconds: float) -> subprocess.Popen[str]:
+        made = subprocess.Popen(
+            [sys.executable, "-c", code.format(seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert made.stdout is not None and made.stdout.readline()
+        return made
+
+    with busy(2.0) as short:
+        began = time.monotonic()
+        assert settle() and time.monotonic() - began > 1.0 and short.poll() is None
+        short.communicate()
+    monkeypatch.setattr(rounds, "_SETTLES_S", 0.6)
+    with busy(600.0) as long:
+        assert not settle()
+        long.kill()
 
 
 def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
