@@ -164,7 +164,7 @@ SIMULATION: dict[str, Source] = {
     "deployments": Source(("2026-11-22-simulate.json",), deployments),
 }
 README = {
-    "peers": Source(("2026-11-26-peers-6.json",), peers),
+    "peers": Source(("2026-11-27-peers.json",), peers),
     "exact-outputs": Source(
         ("2026-11-23-exact-outputs-2.json", "2026-11-23-exact-outputs-5.json", "2026-11-23-exact-outputs-6.json"), exact_outputs
     ),
