@@ -35,7 +35,7 @@ _SPINS = 4096
 # Where what is asked for goes: in AMD's processors past the caches, which hold what is done between steps. In Intel's that is
 # three times as slow as the memory, so that there, and in code for kinds of processors, it goes into the second cache.
 _LOCALITY = 0 if _NAME.startswith("znver") else 2
-AHEAD = 8192  # bytes: so far before it is needed what lies in the memory is asked for, which processors do not do across pages
+AHEAD = 8192  # bytes: so far before it is needed what lies in the memory is asked for; processors by themselves ask too late
 
 
 class LanesType(types.Type):
