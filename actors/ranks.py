@@ -26,14 +26,14 @@ class Ranks(ABC):
 
     world_size: int  # the most ranks to which a step's trees may be partitioned: trees are as many times as large
 
-    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before
         ``executor``.
 
         Raises:
             GroupError: the model cannot be shared with the ranks, or these cannot be had.
         """
-        return make_runner(model, capacity, options)
+        return make_runner(model, capacity, options, tree_rows)
 
     @abstractmethod
     def executor(self, runner: ModelRunner) -> Executor:

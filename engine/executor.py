@@ -22,6 +22,8 @@ from decoding.verify.exact import verify_exact
 from decoding.verify.rules import Rule
 from decoding.verify.target_probabilities import TargetDistributions
 from decoding.verify.tree_rows import compile_rows
+from engine.accelerator import accelerator
+from engine.device_faults import device_error, is_out_of_memory
 from engine.errors import one_line
 from engine.forward import prompt_scores
 from engine.forward.batch import Work, pack
@@ -183,7 +185,7 @@ class LocalExecutor:
     """The executor of one replica: one model in this process."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self._cache = runner, runner.cache
+        self.runner, self._cache, self._device = runner, runner.cache, runner.model.device
         self._verifier = Verifier(runner.grammars)
         compile_rows()
         compile_nucleus()
@@ -204,7 +206,8 @@ class LocalExecutor:
 
     def place(self, request: Request, free: Sequence[int]) -> tuple[int, int]:
         """See ``Executor``."""
-        return self._cache.place(request.tokens, request.scope, free)
+        with accelerator().current(self._device):
+            return self._cache.place(request.tokens, request.scope, free)
 
     def end(self, request: Request) -> None:
         """See ``Executor``."""
@@ -224,6 +227,10 @@ class LocalExecutor:
 
     def execute(self, works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
         """See ``Executor``."""
+        with accelerator().current(self._device):
+            return self._execute(works)
+
+    def _execute(self, works: Sequence[Work]) -> list[Outcome | None]:
         batch = pack(works)
         prefixes, states = self._cache.prefixes, self._cache.states
         for work, segment in zip(works, batch.segments, strict=True):
@@ -261,6 +268,8 @@ class LocalExecutor:
         try:
             return self._verifier.verify(work, target, root)
         except Exception as error:
+            if is_out_of_memory(error) or device_error(error, self.runner.model.device) is not None:
+                raise  # no fault of the request
             logger.exception("request %s cannot be verified", work.request.request_id)
             work.request.fault = f"the engine failed: {one_line(error)}"
             return Outcome(work.tree, Acceptance((), int(target.ids[0])), target)
@@ -274,4 +283,4 @@ def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Te
     if logits.is_cpu:
         return {}
     rows = [first for work, first in zip(works, starts, strict=True) if first is not None and _reads_logits(work)]
-    return dict(zip(rows, logits[rows].cpu(), strict=True)) if rows else {}
+    return dict(zip(rows, logits[torch.tensor(rows).to(logits.device)].cpu(), strict=True)) if rows else {}

@@ -98,7 +98,7 @@ class ShardedGroup(Ranks):
         self._store: distributed.TCPStore | None = None
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
 
-    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
+    def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """See ``Ranks``: keeps the leader's part of the model, while the followers keep theirs, and returns when all are ready.
 
         Raises:

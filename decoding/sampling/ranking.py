@@ -212,7 +212,7 @@ def top_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: SignedA
         return best
     kind = _kind(logits)
     if kind is None:
-        best = logits[list(rows)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
+        best = logits[torch.tensor(rows).to(logits.device)].float().topk(k, dim=-1).indices.to("cpu").numpy().astype(np.int32)
         return best
     vocab, known = logits.shape[1], highest is not None
     assert k <= vocab and max(rows) < logits.shape[0] and min(rows) >= 0, (k, vocab, rows, logits.shape)
@@ -252,7 +252,7 @@ def ranked_rows(logits: torch.Tensor, rows: Sequence[int], k: int, highest: Sign
         return best
     kind = _kind(logits)
     if kind is None or logits.dtype is torch.float16:
-        places = torch.tensor(rows, device=logits.device)[:, None], torch.from_numpy(best).to(logits.device, torch.long)
+        places = torch.tensor(rows).to(logits.device)[:, None], torch.from_numpy(best).to(logits.device, torch.long)
         values = logits[places].float().cpu().numpy()
     else:  # torch would take longer for these few numbers than all else here
         bits, shift = np.empty(best.shape, np.int32), 16 if logits.dtype is torch.bfloat16 else 0

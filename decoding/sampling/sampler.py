@@ -131,7 +131,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -
     """
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(rows, dim=-1)
-    emitted = logprobs.gather(-1, torch.tensor(token_ids, device=rows.device)[:, None])[:, 0].tolist()
+    emitted = logprobs.gather(-1, torch.tensor(token_ids).to(rows.device)[:, None])[:, 0].tolist()
     best = torch.topk(logprobs, min(count, rows.shape[-1]), dim=-1)
     found = []
     for token, logprob, values, ids in zip(token_ids, emitted, best.values.tolist(), best.indices.tolist(), strict=True):

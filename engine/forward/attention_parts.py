@@ -12,11 +12,17 @@ with log-sum-exp log 3. Beside a block of one key with score log 1 and value 1 t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
+
+from engine.accelerator import accelerator
+from engine.errors import one_line
+
+logger = logging.getLogger(__name__)
 
 Library = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # output, log-sum-exps, what dropout left
 
@@ -111,7 +117,7 @@ def _attend_context(
     if not query.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
         return on_cpu[0], on_cpu[1]
-    library = _library()
+    library = _library(query.device)
     if library is not None:
         return _by_library(library, query, keys, values, scale)
     output, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=scale)
@@ -128,17 +134,35 @@ def _by_library(
 
 
 @cache
-def _library() -> Library | None:
-    """The function of the flash-attn library; None where it is not installed, or not for this torch."""
+def _library(device: torch.device) -> Library | None:
+    """Return the function of the flash-attn library; None where it is not installed, or not for this torch or this GPU."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:
         return None
-    function: Library = flash_attn_func
-    return function
+    return usable(flash_attn_func, device)
+
+
+def usable(library: Library, device: torch.device) -> Library | None:
+    """Return a function of flash-attn where it runs on a GPU, as one small call shows; None, with a line of the log, elsewhere.
+
+    A build has code for the architectures that it was made for and no other (FLASH_ATTN_CUDA_ARCHS).
+    """
+    probe = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    try:
+        library(probe, probe, probe, softmax_scale=1.0, return_attn_probs=True)
+        accelerator().synchronize(device)
+    except RuntimeError as error:
+        major, minor = accelerator().capability(device)
+        logger.warning(
+            "flash-attn does not run on %s (%s): torch's flash attention is used instead. Install a build with code for sm_%d%d",
+            device, one_line(error), major, minor,
+        )  # fmt: skip
+        return None
+    return library
 
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    """Whether torch has its flash kernels, and the GPU can run them."""
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    """Return whether torch has its flash kernels, and the GPU can run them."""
+    return torch.backends.cuda.is_flash_attention_available() and accelerator().capability(device) >= _LEAST_CAPABILITY

@@ -8,12 +8,15 @@ forward has the same number of rows, with nothing in those that are not needed, 
 wherever the first form fails.
 
 Nobody promises that the rest of a model, its norms and activations and what else its code does, is of this kind. ``check`` looks.
+
+On a GPU a step is a captured graph, which computes what was captured whatever became of the model since. So what shortens the
+model to its first layers computes without graphs, and ``check_graphs`` compares the graphs with the model's code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +26,12 @@ from transformers import PreTrainedModel
 from decoding.tree import DraftTree, Int32Array
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.batch import Line, LineWork, pack
+from engine.forward.cuda.slot_attention import SPLIT
+from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.runner import ModelRunner
 
 _TOKENS = 76  # that are computed one by one: no multiple of anything
+_TOKENS_ON_GPU = 2 * SPLIT + 20  # rows of the last of them merge three splits of the attention kernels
 _TREE_ROWS = 65  # a root and the rows that a request may draft by default
 _MANY = (257, 300)  # rows of a piece of a prompt
 _PIECE = 50
@@ -52,11 +58,11 @@ class _Found:
 
 @torch.inference_mode()
 def check(runner: ModelRunner) -> str | None:
-    """Computes some tokens alone and in other company, at other places and in other cuts, and compares every bit.
+    """Compute some tokens alone and in other company, at other places and in other cuts, and compare every bit.
 
     Used while no request has a slot: the first two slots are written to. A runner whose forwards have any number of rows tries
-    each up to that of the largest tree, and some beyond, on the first layer of each kind; then on all layers, as one with a fixed
-    number does from the start, prompts in pieces and trees.
+    each up to that of the largest tree, and some beyond, on the first layer of each kind. One on a GPU tries on these layers, and
+    without graphs, the borders of the splits that its attention kernels merge. Then, on all layers, prompts in pieces and trees.
 
     Returns:
         What differs, for a person; None where all bits are the same.
@@ -69,6 +75,9 @@ def check(runner: ModelRunner) -> str | None:
             _every_number_of_rows(runner, tokens[: min(_TOKENS, longest)], layers, found)
             if not found.differing:
                 _many_rows(runner, tokens[: min(len(tokens), longest)], layers, found)
+    elif isinstance(runner, StaticRunner):
+        with first_layers(runner.model), runner.uncaptured():
+            _splits(runner, _tokens_of(runner), found)
     for reach in (0,) if runner.rope is None else (0, runner.rope.border + 1):  # with each set of frequencies
         if not found.differing:
             _trees(runner, tokens, found, reach)
@@ -77,30 +86,81 @@ def check(runner: ModelRunner) -> str | None:
 
 @torch.inference_mode()
 def check_attention(runner: ModelRunner) -> str | None:
-    """Computes some tokens with tree attention and with the model's own, as stock ``transformers`` does, on the first layers.
+    """Compute some tokens with tree attention and with the model's own, as stock ``transformers`` does, on the first layers.
 
     That finds what a consistent mistake hides from ``check``: positions that a model counts itself, or attention of a kind that
-    is not computed here. What begins beyond these tokens, a window say, it does not see.
+    is not computed here. What begins beyond these tokens, a window say, it does not see. No graph is replayed: a graph computes
+    all layers.
 
     Returns:
         How far they are apart, for a person; None where it is rounding.
     """
-    model, count = runner.model, min(_TOKENS, _longest(runner))
-    vocab = int(model.config.get_text_config().vocab_size)
-    tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)
-    with first_layers(model):
-        ours = _logits(runner, tokens[:1], 0, tokens[1:], range(-1, count - 1), reach=count).float()
+    model, tokens = runner.model, _tokens_of(runner)
+    with first_layers(model), _uncaptured(runner):
+        ours = _text_logits(runner, tokens)
         model.set_attn_implementation("eager")
         try:
             with torch.compiler.set_stance("force_eager"):  # layers that are compiled are so for tree attention
                 given = model(input_ids=torch.from_numpy(tokens).long()[None].to(ours.device), use_cache=False)
         finally:
             model.set_attn_implementation(TREE_ATTENTION)
-    own = given.logits[0].float()
+    return _straying(ours, given.logits[0].float(), model.dtype)
+
+
+@torch.inference_mode()
+def check_graphs(runner: ModelRunner) -> str | None:
+    """Compute a text with captured graphs and by the model's code, once in steps of each captured size.
+
+    Returns:
+        How far they are apart, for a person; None where it is rounding, or nothing is captured.
+    """
+    if not isinstance(runner, StaticRunner):
+        return None
+    tokens = _tokens_of(runner)
+    for rows in runner.form()["graphs"]:
+        count = min(rows, len(tokens))
+        _prefill(runner, 0, tokens[:-count], max(1, len(tokens)))
+        given = _chain(runner, tokens, len(tokens) - count)
+        with runner.uncaptured():
+            _prefill(runner, 0, tokens[:-count], max(1, len(tokens)))
+            expected = _chain(runner, tokens, len(tokens) - count)
+        fault = _straying(given, expected, runner.model.dtype)
+        if fault is not None:
+            return f"a graph of {rows} rows does not compute what the model does: {fault}"
+    return None
+
+
+def _straying(ours: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Return how far [n, vocab] float32 logits are apart in the median, where that is beyond rounding."""
     apart = (ours - own).norm(dim=1) / (own - own.mean(1, keepdim=True)).norm(dim=1)
     straying = float(apart.median())
-    fine = straying <= _STRAYING.get(model.dtype, _STRAYING_HALF)
+    fine = straying <= _STRAYING.get(dtype, _STRAYING_HALF)
     return None if fine else f"logits are off by {straying:.2g} of their size"
+
+
+def _tokens_of(runner: ModelRunner) -> Int32Array:
+    """Return a text as long as it takes on the runner's device, and as there are entries and positions for."""
+    most = _TOKENS_ON_GPU if isinstance(runner, StaticRunner) else _TOKENS
+    vocab = int(runner.model.config.get_text_config().vocab_size)
+    return np.random.default_rng(0).integers(0, vocab, min(most, _longest(runner))).astype(np.int32)
+
+
+def _uncaptured(runner: ModelRunner) -> AbstractContextManager[None]:
+    return runner.uncaptured() if isinstance(runner, StaticRunner) else nullcontext()
+
+
+def _text_logits(runner: ModelRunner, tokens: Int32Array) -> torch.Tensor:
+    """Return [n, vocab] float32 of a text; on a GPU in pieces of the most rows that its attention kernels take at once."""
+    piece = runner.sizes[-1] if isinstance(runner, StaticRunner) else len(tokens)
+    return torch.cat(
+        [_chain(runner, tokens[: start + piece], start, reach=len(tokens)) for start in range(0, len(tokens), piece)]
+    )
+
+
+def _chain(runner: ModelRunner, tokens: Int32Array, start: int, reach: int = 0) -> torch.Tensor:
+    """Return [n, vocab] float32 of the tokens from ``start`` on, in one forward behind those before it."""
+    count = len(tokens) - start
+    return _logits(runner, tokens[: start + 1], start, tokens[start + 1 :], range(-1, count - 1), reach).float()
 
 
 def _longest(runner: ModelRunner) -> int:
@@ -166,6 +226,28 @@ def _many_rows(runner: ModelRunner, tokens: Int32Array, layers: int, found: _Fou
         found.compare(states[None], runner.state(slot)[None])
 
 
+def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
+    """Compare tokens around the borders of splits, and the last ones, one by one and as rows of a chain and of a tree.
+
+    One by one, a row's context is computed by the first kernel; in a chain the second one computes a part of it.
+    """
+    rows, count = runner.sizes[-1], len(tokens)
+    ends = [end for end in (SPLIT + 4, 2 * SPLIT + 4, count) if end <= count]
+    for end in ends:  # the shorter texts first: a tree writes behind the end of its text
+        _prefill(runner, 0, tokens[:end], rows)
+        chosen = range(max(0, end - 8), end)
+        plain = torch.cat([_logits(runner, tokens[: at + 1], at) for at in chosen])
+        for first in (max(0, end - rows), chosen[0]):
+            chain = _logits(runner, tokens[: first + 1], first, tokens[first + 1 : end], range(-1, end - first - 1))
+            found.compare(plain, chain[-len(chosen) :])
+        # Each token of the text has a sibling before it: its entry lies elsewhere than its position says.
+        pairs = [token for at in chosen[1:] for token in (0, int(tokens[at]))]
+        parents = [-1] + [max(0, 2 * (at // 2)) for at in range(len(pairs))]
+        tree = _logits(runner, tokens[: chosen[0] + 1], chosen[0], pairs[: rows - 1], parents[:rows])
+        path = [row for row in range(0, 2 * len(chosen), 2) if row < len(tree)]
+        found.compare(plain[: len(path)], _rows(tree, path))
+
+
 def _entries(runner: ModelRunner, slot: int, length: int, layers: int) -> torch.Tensor:
     """[length, layers, kv_heads, head_dim + value_dim]: keys and values of the first layers, token by token."""
     return runner.entries(slot, length, layers)
@@ -185,17 +267,21 @@ def _trees(runner: ModelRunner, tokens: Int32Array, found: _Found, reach: int) -
     _prefill(runner, 0, tokens[:length], max(1, length // 3), reach)  # the same entries again, computed in other cuts
     siblings = max(1, min(most - 1, runner.cache.capacity - length - 1))
     crowd = _logits(runner, tokens[: length + 1], length, [a] * siblings, [-1] + [0] * siblings, reach)
-    found.compare(plain[[0] + [1] * siblings], crowd)
+    found.compare(_rows(plain, [0] + [1] * siblings), crowd)
     # The path root, a, b, c, with other tokens between its rows.
     rows, parents = [c, a, b, root, b, c], [-1, 0, 0, 1, 2, 2, 5]
     tree = _logits(runner, tokens[: length + 1], length, rows[: most - 1], parents[:most], reach)
     path = [row for row in (0, 2, 5, 6) if row < len(tree)]
-    found.compare(plain[: len(path)], tree[path])
+    found.compare(plain[: len(path)], _rows(tree, path))
     if runner.cache.slots > 1:
         text = tokens[: length + 1]  # whole in the one slot, and its last token in the other
         lines = [(Line(slot, text, reach=reach), start) for slot, start in ((1, 0), (0, length))]
         works = [LineWork(line, start, length + 1, _tree(root)) for line, start in lines]
-        found.compare(plain[[0, 0]], runner.forward(pack(works)))
+        found.compare(_rows(plain, [0, 0]), runner.forward(pack(works)))
+
+
+def _rows(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return tensor[torch.tensor(rows).to(tensor.device)]
 
 
 def _prefill(runner: ModelRunner, slot: int, tokens: Int32Array, piece: int, reach: int = 0) -> None:

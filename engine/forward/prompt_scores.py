@@ -57,7 +57,7 @@ def _count(work: Work) -> int:
 
 
 def _scored(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprob]:
-    chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
+    chosen = logits.gather(-1, torch.tensor(tokens).to(logits.device)[:, None])
     ranks = ((logits > chosen).sum(-1) + 1).tolist()
     entries = token_logprobs(logits, tokens, count)
     return [dataclasses.replace(entry, rank=rank) for entry, rank in zip(entries, ranks, strict=True)]

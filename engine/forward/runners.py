@@ -9,35 +9,43 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from configs.slices import EngineOptions
+from engine.accelerator import accelerator
 from engine.errors import ModelLoadError, one_line
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, tree_attention
 from engine.forward.cpu.states.mixers import mixers
-from engine.forward.cuda.static_runner import StaticRunner, has_graphs
+from engine.forward.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_graphs
 from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-RunnerMaker = Callable[[PreTrainedModel, int, EngineOptions], ModelRunner]  # see ``make_runner``
+RunnerMaker = Callable[[PreTrainedModel, int, EngineOptions, int], ModelRunner]  # see ``make_runner``
 
 # Rows of every forward, None for any number: the forms that are tried until one is exact. On a GPU the weights are read once for
-# 64 rows as for one; on a CPU each row costs time. In forwards of one row nothing is computed together.
-_FORMS: dict[str, tuple[int | None, ...]] = {"cuda": (64, 1), "cpu": (None, 16, 1)}
+# 64 rows as for one, and a prompt in forwards of one row would take minutes; on a CPU each row costs time.
+_FORMS: dict[str, tuple[int | None, ...]] = {"cuda": (64,), "cpu": (None, 16, 1)}
 
 
-def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -> ModelRunner:
-    """A runner of a whole model, which was seen to be exact unless ``options.exact`` is ``rounding``.
+def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int = TREE_ROWS) -> ModelRunner:
+    """Return a runner of a whole model, which was seen to be exact unless ``options.exact`` is ``rounding``.
 
     Args:
         model: see ``ModelRunner``.
         capacity: entries of one slot.
         options: of the engine: ``max_running``, ``kv_slots``, ``exact`` and ``compile`` count here.
+        tree_rows: the most rows of a request's tree, its root included.
 
     Raises:
-        ModelLoadError: see ``ModelRunner``; its own attention says other things; no form is exact; ``rounding`` on a CPU, where
-            nothing is gained by it; or layers are to be compiled and there are no graphs.
+        ModelLoadError: see ``ModelRunner``; its own attention says other things; no form is exact, or none is fast enough to be
+            served; ``rounding`` on a CPU, where nothing is gained by it; or layers are to be compiled and there are no graphs.
     """
-    graphs = has_graphs(model)
+    with accelerator().current(model.device):
+        return _checked(model, capacity, options, tree_rows)
+
+
+def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
+    graphs, name = has_graphs(model), type(model).__name__
+    without = lacks_graphs(model) if model.device.type == "cuda" else None
     if options.compile and not graphs:
         raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {model.device}: leave it out")
     if options.compile:
@@ -45,12 +53,17 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
     if options.exact == "rounding":
         if model.device.type == "cpu":
             raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
-        runner = _made(model, capacity, options, None, graphs)
+        if without is not None:
+            logger.warning("%s on %s runs without CUDA graphs, which is slower: %s", name, model.device, without)
+        runner = _made(model, capacity, options, None, graphs, tree_rows)
         _refuse_strays(runner)
         return runner
+    if without is not None:
+        advice = "Set engine.exact=rounding, where near-ties may fall either way, or model.device=cpu"
+        raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {without}. {advice}")
     forms = (None,) if next(mixers(model), None) is not None else _FORMS[model.device.type]
     for number, rows in enumerate(forms, start=1):
-        runner = _made(model, capacity, options, rows, graphs)
+        runner = _made(model, capacity, options, rows, graphs, tree_rows)
         if number == 1:
             _refuse_strays(runner)
         fault = exactness.check(runner)
@@ -62,10 +75,10 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions) -
             what = "in any number" if rows is None else f"{rows} at a time"
             logger.warning(
                 "%s on %s is not exact with rows %s (%s): each forward computes %s rows now, which is slower",
-                type(model).__name__, model.device, what, fault, forms[number],
+                name, model.device, what, fault, forms[number],
             )  # fmt: skip
-    advice = " Set engine.exact=rounding, where near-ties may fall either way" if model.device.type != "cpu" else ""
-    raise ModelLoadError(f"{type(model).__name__} cannot be served exactly on {model.device}: {fault}.{advice}")
+    advice = "" if model.device.type == "cpu" else " Set engine.exact=rounding, where near-ties may fall either way"
+    raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {fault}.{advice}")
 
 
 def _refuse_strays(runner: ModelRunner) -> None:
@@ -83,12 +96,17 @@ def _refuse_strays(runner: ModelRunner) -> None:
         raise ModelLoadError(f"{name} cannot be served: {why} ({one_line(error)})") from error
     if fault is not None:
         raise ModelLoadError(f"{name} cannot be served: with tree attention it does not say what it says with its own ({fault})")
+    fault = exactness.check_graphs(runner)
+    if fault is not None:
+        raise ModelLoadError(f"{name} cannot be served on {runner.model.device}: {fault}")
 
 
-def _made(model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, graphs: bool) -> ModelRunner:
+def _made(
+    model: PreTrainedModel, capacity: int, options: EngineOptions, rows: int | None, graphs: bool, tree_rows: int
+) -> ModelRunner:
     if not graphs:
         return ModelRunner(model, options.max_running, capacity, fixed_rows=rows, kept=options.kept_slots)
-    runner = StaticRunner(model, options.max_running, capacity, rows, kept=options.kept_slots)
+    runner = StaticRunner(model, options.max_running, capacity, rows, kept=options.kept_slots, tree_rows=tree_rows)
     runner.prepare()
     return runner
 

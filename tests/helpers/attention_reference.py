@@ -9,6 +9,7 @@ from engine.forward.batch import AttentionCall
 from engine.forward.cuda.slot_attention import SlotAttention
 from engine.forward.cuda.step_buffers import StepRows
 from engine.kv.kv_cache import KVShape
+from experiments.device_double.attention import attend_slots
 
 
 def reference_attention(
@@ -54,19 +55,9 @@ class ReferenceAttention(SlotAttention):
 
     def attend(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, rows: StepRows, output: torch.Tensor) -> None:
         """See ``SlotAttention.attend``."""
-        query = call.query
-        assert query.shape[2] == self.rows and keys.shape[2] == self.capacity
-        tiled = [row for first, count in rows.tiles.tolist() for row in range(first, first + count)]
-        assert tiled == (rows.position >= 0).nonzero()[:, 0].tolist()  # each row that computes something is in one tile
-        for row in tiled:
-            slot, entry = int(rows.slot[row]), int(rows.entry[row])
-            keys[slot, :, entry], values[slot, :, entry] = call.key[0, :, row], call.value[0, :, row]
-        output.zero_()
-        for row in tiled:
-            slot, start, position = int(rows.slot[row]), int(rows.start[row]), int(rows.position[row])
-            seen = torch.cat([torch.arange(start), rows.path[row, : position - start + 1].cpu().long()])
-            assert seen[-1] == rows.entry[row] and len(set(seen.tolist())) == position + 1
-            if call.window is not None:
-                seen = seen[-call.window :]
-            own = query[0, :, row, None], keys[slot][:, seen], values[slot][:, seen]
-            output[0, row] = reference_attention(*own, torch.ones(1, len(seen), dtype=torch.bool), call.scale, call.softcap)[0]
+        assert call.query.shape[2] <= self.rows and keys.shape[2] == self.capacity
+        attend_slots(
+            call.query, call.key, call.value, keys, values, None, output,
+            rows.slot, rows.start, rows.position, rows.entry, rows.path, rows.tiles,
+            call.scale, call.window or 0, call.softcap or 0.0, self.rows_of_tile,
+        )  # fmt: skip

@@ -74,7 +74,7 @@ def beam_search(
         for at, tree, logits in zip(active, trees, model.tree_logits(asked, trees), strict=True):
             leaves = [_row_of(tree.tokens.tolist(), tree.parents.tolist(), beam.tokens) for beam in alive[at]]
             logprobs = score(
-                requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves, device=logits.device)]
+                requests[at], [beam.tokens for beam in alive[at]], logits[torch.tensor(leaves).to(logits.device)]
             )
             added = None if noise is None else noise(requests[at], level, logprobs.numel()).to(logprobs)
             alive[at] = _extended(alive[at], logprobs, beams, added) or alive[at]
@@ -88,7 +88,7 @@ def _extended(alive: Sequence[Beam], logprobs: torch.Tensor, count: int, noise: 
         logprobs: [beams, vocab] of the next token.
         noise: [beams * vocab] by which they are drawn.
     """
-    scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype, device=logprobs.device)[:, None]
+    scores = logprobs + torch.tensor([beam.score for beam in alive], dtype=logprobs.dtype).to(logprobs.device)[:, None]
     best = torch.topk(scores.flatten() if noise is None else scores.flatten() + noise, min(count, scores.numel()))
     owns = logprobs.flatten()[best.indices].tolist()
     found = []

@@ -93,19 +93,25 @@ def _fold(query, keys, values, entry, held, visible, top, mass, acc, scale, CAP,
 
 
 @_kernel
-def _merge(states, number, used, begin, end, SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr):
-    """The output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``, of which one has
-    keys. As many splits as registers hold are loaded at once; which are summed together depends on nothing else."""
+def _merge(states, number, used, begin, end, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return the output of the query heads ``number``, [BLOCK_G], from the states of their splits ``begin .. end - 1``.
+
+    One of the splits has keys. As many splits as registers hold are loaded at once, from a multiple of that number on: which
+    states are summed together, and in which order, depends on nothing else.
+    """
     AT_ONCE: tl.constexpr = 64 // BLOCK_G
-    dim, every = tl.arange(0, BLOCK_D), tl.arange(0, triton.next_power_of_2(SPLITS))
-    tops = states + (number[:, None] * SPLITS + every[None, :]).to(tl.int64) * (D + 4) + D
-    top = tl.load(tops, mask=used[:, None] & ((every >= begin) & (every < end))[None, :], other=float("-inf"))
-    above = tl.where(used, tl.max(top, 1), 0.0)
+    dim, above = tl.arange(0, BLOCK_D), tl.full([BLOCK_G], float("-inf"), tl.float32)
+    for first in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
+        split = first + tl.arange(0, AT_ONCE)
+        stored = used[:, None] & ((split >= begin) & (split < end))[None, :]
+        tops = states + (number[:, None] * splits + split[None, :]).to(tl.int64) * (D + 4) + D
+        above = tl.maximum(above, tl.max(tl.load(tops, mask=stored, other=float("-inf")), 1))
+    above = tl.where(used, above, 0.0)
     mass, acc = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for first in range(begin // AT_ONCE * AT_ONCE, end, AT_ONCE):
         split = first + tl.arange(0, AT_ONCE)
         stored = used[:, None] & ((split >= begin) & (split < end))[None, :]
-        at = states + (number[:, None] * SPLITS + split[None, :]).to(tl.int64) * (D + 4)
+        at = states + (number[:, None] * splits + split[None, :]).to(tl.int64) * (D + 4)
         accs = tl.load(at[:, :, None] + dim[None, None, :], mask=stored[:, :, None] & (dim < D)[None, None, :], other=0.0)
         share = tl.exp2(tl.load(at + D, mask=stored, other=float("-inf")) - above[:, None])
         mass += tl.sum(tl.load(at + D + 1, mask=stored, other=0.0) * share, 1)
@@ -116,46 +122,52 @@ def _merge(states, number, used, begin, end, SPLITS: tl.constexpr, D: tl.constex
 @_kernel
 def context_kernel(
     query, key, value, keys, values, slots, starts, positions, entry, tiles, states,
-    query_head, query_row, key_head, key_row, value_head, value_row, capacity, scale,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    query_head, query_row, key_head, key_row, value_head, value_row, capacity, splits, scale,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Kernel 1, a program per tile, KV head and split: new entries, and the states of the whole blocks before ``start``."""
-    kv_head, kv_heads, split, lane = tl.program_id(1), tl.num_programs(1), tl.program_id(2), tl.arange(0, BLOCK_M)
-    first, count = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
+    """Kernel 1: store the new entries, and the states of the whole blocks before ``start``, split by split.
+
+    A program has a tile, a KV head and every so manieth split of the context, whose length is read from ``starts``.
+    """
+    kv_head, kv_heads, program, lane = tl.program_id(1), tl.num_programs(1), tl.program_id(2), tl.arange(0, BLOCK_M)
+    first_row, count = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
     if count == 0:
         return
-    base = (tl.load(slots + first).to(tl.int64) * kv_heads + kv_head) * capacity * D
-    if split == 0:
-        _store_new(key + kv_head * key_head, key_row, keys + base, entry, first, count, D, BLOCK_D, BLOCK_M)
-        _store_new(value + kv_head * value_head, value_row, values + base, entry, first, count, D, BLOCK_D, BLOCK_M)
-    begin, end = split * SPLIT, tl.load(starts + first) // BLOCK_N * BLOCK_N
-    if begin >= end:
+    base = (tl.load(slots + first_row).to(tl.int64) * kv_heads + kv_head) * capacity * D
+    if program == 0:
+        _store_new(key + kv_head * key_head, key_row, keys + base, entry, first_row, count, D, BLOCK_D, BLOCK_M)
+        _store_new(value + kv_head * value_head, value_row, values + base, entry, first_row, count, D, BLOCK_D, BLOCK_M)
+    end, lowest = tl.load(starts + first_row) // BLOCK_N * BLOCK_N, 0
+    if end == 0:
         return
-    row, head, used = first + lane // GROUP, kv_head * GROUP + lane % GROUP, lane < count * GROUP
+    row, head, used = first_row + lane // GROUP, kv_head * GROUP + lane % GROUP, lane < count * GROUP
     position = tl.load(positions + row, mask=used, other=2147483647)
     if WINDOW > 0:
-        begin = tl.maximum(begin, (tl.maximum(tl.min(position, 0), WINDOW - 1) - WINDOW + 1) // BLOCK_N * BLOCK_N)
+        lowest = (tl.maximum(tl.min(position, 0), WINDOW - 1) - WINDOW + 1) // BLOCK_N * BLOCK_N
     rows = _load_query(query, row, head, used, query_head, query_row, D, BLOCK_D)
-    top, mass = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc, every = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_N], 1, tl.int1)
-    for block in range(begin, tl.minimum(split * SPLIT + SPLIT, end), BLOCK_N):
-        seen = block + tl.arange(0, BLOCK_N)
-        visible = every[None, :]
-        if WINDOW > 0:
-            visible = seen[None, :] > position[:, None] - WINDOW
-        top, mass, acc = _fold(rows, keys + base, values + base, seen, every, visible, top, mass, acc, scale, CAP, D, BLOCK_D)
-    _store_state(states, (row * kv_heads * GROUP + head) * SPLITS + split, used, top, mass, acc, D, BLOCK_D)
+    # The last split has a state even where the window leaves it no keys: kernel 2 goes on from it.
+    for split in range(tl.minimum(lowest, end - BLOCK_N) // SPLIT + program, tl.cdiv(end, SPLIT), tl.num_programs(2)):
+        top, mass = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        acc, every = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_N], 1, tl.int1)
+        first, last = tl.maximum(split * SPLIT, lowest), tl.minimum(split * SPLIT + SPLIT, end)
+        for block in tl.range(first, last, BLOCK_N, disable_licm=True):  # else heads of 256 spill registers on Hopper
+            seen = block + tl.arange(0, BLOCK_N)
+            visible = every[None, :]
+            if WINDOW > 0:
+                visible = seen[None, :] > position[:, None] - WINDOW
+            top, mass, acc = _fold(rows, keys + base, values + base, seen, every, visible, top, mass, acc, scale, CAP, D, BLOCK_D)
+        _store_state(states, (row * kv_heads * GROUP + head) * splits + split, used, top, mass, acc, D, BLOCK_D)
 
 
 @_kernel
 def path_kernel(
     query, keys, values, slots, starts, positions, path, states, output,
-    query_head, query_row, path_row, capacity, scale,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    query_head, query_row, path_row, capacity, splits, scale,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Kernel 2, a program per row and KV head: goes on from kernel 1's states along the row's path, and writes its output."""
+    """Kernel 2, a program per row and KV head: continue from kernel 1's states along the row's path, and write its output."""
     row, kv_head, kv_heads, dim = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK_D)
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
     of_group = tl.arange(0, BLOCK_G)
@@ -171,7 +183,7 @@ def path_kernel(
     if WINDOW > 0:
         lowest = tl.maximum(position, WINDOW - 1) - WINDOW + 1
     lane = tl.arange(0, BLOCK_M)
-    first_state, used = ((row * kv_heads + kv_head) * GROUP + lane) * SPLITS, lane < GROUP
+    first_state, used = ((row * kv_heads + kv_head) * GROUP + lane) * splits, lane < GROUP
     rows = _load_query(query, row + lane * 0, kv_head * GROUP + lane, used, query_head, query_row, D, BLOCK_D)
     top, mass, acc = _load_state(states, first_state + begin // SPLIT, used & (begin % SPLIT > 0), D, BLOCK_D)
     begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)  # a state before it has no keys
@@ -186,5 +198,5 @@ def path_kernel(
         top, mass = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     tl.debug_barrier()  # other threads read what these wrote
-    merged = _merge(states, number, of_group < GROUP, lowest // SPLIT, position // SPLIT + 1, SPLITS, D, BLOCK_D, BLOCK_G)
+    merged = _merge(states, number, of_group < GROUP, lowest // SPLIT, position // SPLIT + 1, splits, D, BLOCK_D, BLOCK_G)
     tl.store(output, merged.to(output.dtype.element_ty), written)

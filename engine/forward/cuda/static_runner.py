@@ -4,22 +4,26 @@ A decoding step of a GPU is over in the time that Python takes to launch its tho
 once, but for shapes and addresses that do not change: rows are filled up to the next of ``ROWS``, and what differs from step to
 step, where each row lies and what it sees, is read from tensors (``engine.forward.cuda.step_buffers``). Steps with more rows,
 prefills, run as in ``ModelRunner``.
+
+All graphs are captured by ``prepare``, before the first request. A forward outside of them computes the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from engine.accelerator import Graph, accelerator
 from engine.errors import ModelLoadError, one_line
 from engine.forward.batch import AttentionCall, Batch
 from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
 from engine.forward.cuda.slot_kernels import kernel_errors
-from engine.forward.cuda.step_buffers import StepBuffers, longest_path
+from engine.forward.cuda.step_buffers import StepBuffers
 from engine.forward.rope import length_rope
 from engine.forward.runner import ModelRunner, kv_shape, wanted_rows
 from engine.kv.kv_cache import KVShape, SlotCache
@@ -29,28 +33,42 @@ logger = logging.getLogger(__name__)
 
 _MEND = "Triton needs a C compiler and Python's headers (apt-get install gcc libc6-dev); without triton steps run without graphs"
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+TREE_ROWS = 65  # a root and the rows that a request may draft by default
 _WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries take their workspaces
 
 
 MakeAttention = Callable[[KVShape, int, int, int], SlotAttention]  # of a shape, heads, rows and the capacity of a slot
 
 
+def lacks_graphs(model: PreTrainedModel) -> str | None:
+    """Return why the steps of a model on a GPU cannot be captured, in a few words; None where they can."""
+    shape, text = kv_shape(model), model.config.get_text_config()
+    group = text.num_attention_heads // shape.kv_heads
+    if length_rope(model.config) is not None:  # a graph has the same frequencies for all rows
+        return "its rope depends on the length of the text"
+    if getattr(text, "attn_temperature_tuning", None):
+        return "its queries are scaled by their positions"
+    if not outline(model.config).is_plain:
+        return "its attention has sinks, chunks or heads of several sizes"
+    if not available(shape):
+        return f"the attention kernels need Triton, and bfloat16, float16 or float32; the model is in {shape.dtype}"
+    if group > best_block_rows(shape):
+        return f"{group} query heads share a KV head, and on this GPU {best_block_rows(shape)} may"
+    return None
+
+
 def has_graphs(model: PreTrainedModel) -> bool:
-    """Whether steps of a model can be captured: where ``SlotAttention`` is ``available``, for few query heads to a KV head."""
-    shape = kv_shape(model)
-    group = model.config.get_text_config().num_attention_heads // shape.kv_heads
-    plain = outline(model.config).is_plain and not getattr(model.config.get_text_config(), "attn_temperature_tuning", None)
-    alike = length_rope(model.config) is None  # a graph has the same frequencies for all rows
-    return available(shape) and plain and alike and group <= best_block_rows(shape)
+    """Return whether steps of a model are captured where it is."""
+    return model.device.type == "cuda" and lacks_graphs(model) is None
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:
-    """``SlotAttention`` in blocks for the device."""
+    """Return ``SlotAttention`` in blocks for the device."""
     return SlotAttention(shape, heads, rows, capacity, best_block_rows(shape))
 
 
 class StaticStep:
-    """The forward of one number of rows: as ``Attending`` what its layers see of the step, and its graph."""
+    """The forward of one number of rows: as ``Attending`` what its layers see of the step, and its graph once captured."""
 
     def __init__(
         self, model: PreTrainedModel, cache: SlotCache, buffers: StepBuffers, attention: SlotAttention, logits: bool
@@ -58,11 +76,15 @@ class StaticStep:
         """Logits are computed of all rows, or of none."""
         self.buffers, self.windows = buffers, dict[int, int | None]()
         self._model, self._cache, self._attention = model, cache, attention
-        device = model.device
         # Of all rows, also of those behind a batch's: what is not computed cannot be skipped in a graph.
-        self._kept = torch.arange(buffers.rows if logits else 0, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._kept = torch.arange(buffers.rows if logits else 0, device=model.device)
+        self._graph: Graph | None = None
         self._logits = torch.empty(0)
+
+    @property
+    def captured(self) -> bool:
+        """Whether ``run`` replays a graph."""
+        return self._graph is not None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``."""
@@ -72,37 +94,34 @@ class StaticStep:
         self._attention.attend(call, *self._cache.layer(call.layer), self.buffers.step_rows, output)
         return output
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """[len(batch.logit_rows), vocab], which the next call overwrites."""
+    def run(self, batch: Batch, replay: bool = True) -> torch.Tensor:
+        """Return [len(batch.logit_rows), vocab], which the next call overwrites; by the graph unless ``replay`` is False."""
         self.buffers.fill(batch)
-        if self._graph is None:
-            self._logits = self._forward()
-        else:
-            self._graph.replay()
+        if self._graph is None or not replay:
+            return wanted_rows(self._forward(), batch.logit_rows)
+        self._graph.replay()
         return wanted_rows(self._logits, batch.logit_rows)
 
     def warm_up(self) -> None:
-        """Forwards beside the current stream, as torch wants them before a capture; no row of them stores anything."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Compute forwards beside the current stream, as torch wants them before a capture; no row of them stores anything."""
+        gpu, device = accelerator(), self._model.device
+        stream, current = gpu.new_stream(device), gpu.current_stream(device)
+        stream.wait_stream(current)
+        with gpu.stream(stream):
             for _ in range(_WARM_UPS):
                 self._forward()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
 
     def capture(self, pool: Any) -> None:
-        """Captures the forward as a graph.
+        """Capture the forward as a graph.
 
         Args:
-            pool: torch's handle of memory that graphs share, which are never replayed at once.
+            pool: memory that graphs share, see ``Accelerator.graph_pool``.
 
         Raises:
             RuntimeError: the model does what a graph cannot hold, such as waiting for the device.
         """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = self._forward()
-        self._graph, self._logits = graph, logits
+        self._graph, self._logits = accelerator().capture(self._model.device, pool, self._forward)
 
     def _forward(self) -> torch.Tensor:
         ids, position = self.buffers.ids, self.buffers.step_rows.position
@@ -131,71 +150,101 @@ class StaticRunner(ModelRunner):
         sizes: Sequence[int] = ROWS,
         attention: MakeAttention = slot_attention,
         kept: int | None = 0,
+        tree_rows: int = TREE_ROWS,
     ) -> None:
         """
         Args:
-            model: see ``ModelRunner``; where it is on a GPU, its forwards are captured.
+            model: see ``ModelRunner``; where it is on a GPU, its forwards are captured by ``prepare``.
             slots: sequences held at once.
             capacity: entries of one slot.
             fixed_rows: see ``ModelRunner``.
             sizes: numbers of rows that steps are filled up to, increasing; with ``fixed_rows``, that is the only one.
-            attention: makes the attention of one of them.
+            attention: makes the attention of the largest of them, which the others use as well.
             kept: see ``ModelRunner``.
+            tree_rows: the most rows of a request's tree, its root included. No path behind a context is longer.
 
         Raises:
-            ModelLoadError: see ``ModelRunner``; here and wherever a step is made, the kernels do not run.
+            ModelLoadError: see ``ModelRunner``; here and in ``prepare``, the kernels do not run.
         """
         self.sizes = tuple(sizes) if fixed_rows is None else (fixed_rows,)
-        self._attention = attention
+        self._make_attention, self._tree_rows = attention, tree_rows
+        self._attention: SlotAttention | None = None
         self._steps: dict[tuple[int, bool], StaticStep] = {}
-        self._attentions: dict[int, SlotAttention] = {}
-        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self._replays = True
+        self.capture_failures: dict[int, str] = {}  # by rows: why steps of that size are launched kernel by kernel
         super().__init__(model, slots, capacity, fixed_rows=fixed_rows, kept=kept)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures the steps of all sizes now, so that no request waits for it."""
-        for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
-            self._step(size, True, size)
-            if self.fixed_rows is not None:  # pieces of prompts come in such steps, too
-                self._step(size, False, size)
-        logger.info("steps of %s rows are ready", ", ".join(map(str, self.sizes)))
+        """Capture the steps of all sizes, so that none is captured while requests run.
+
+        A step that cannot be captured is computed kernel by kernel, which one line of the log says.
+
+        Raises:
+            ModelLoadError: a step does not fit into memory, or the kernels do not run.
+        """
+        device = self.model.device
+        if device.type != "cuda":
+            return
+        with accelerator().current(device):
+            pool = accelerator().graph_pool()
+            for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
+                # Where steps have any size, pieces of prompts share those with logits: they are few and their rows, too.
+                for logits in (True,) if self.fixed_rows is None else (True, False):
+                    self._prepare(self._step(size, logits), size, pool)
+        captured = [size for size in self.sizes if size not in self.capture_failures]
+        if captured:
+            logger.info("CUDA graphs captured for steps of %s rows", ", ".join(map(str, captured)))
+        for reason in sorted(set(self.capture_failures.values())):
+            sizes = ", ".join(str(size) for size, why in sorted(self.capture_failures.items()) if why == reason)
+            logger.warning(
+                "%s on %s: steps of %s rows could not be captured as CUDA graphs and are slower: %s",
+                type(self.model).__name__, device, sizes, reason,
+            )  # fmt: skip
+
+    def _prepare(self, step: StaticStep, size: int, pool: Any) -> None:
+        device = self.model.device
+        try:
+            step.warm_up()
+        except torch.OutOfMemoryError as error:
+            need = f"a step of {size} rows does not fit on {device}"
+            raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
+        except kernel_errors() as error:
+            raise ModelLoadError(f"tree attention's kernels do not run on {device}: {one_line(error)}. {_MEND}") from error
+        try:
+            step.capture(pool)
+        except RuntimeError as error:
+            self.capture_failures[size] = one_line(error)
+
+    @contextlib.contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Compute forwards by the model's code, not by graphs, within a block."""
+        self._replays = False
+        try:
+            yield
+        finally:
+            self._replays = True
 
     def form(self) -> dict[str, Any]:
         """See ``ModelRunner``."""
-        return super().form() | {"graphs": list(self.sizes)}
+        return super().form() | {"graphs": [size for size in self.sizes if size not in self.capture_failures]}
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner``."""
         size = next((size for size in self.sizes if size >= len(batch.token_ids)), None)
         if size is None:
             return super()._compute(batch)
-        return self._step(size, len(batch.logit_rows) > 0, longest_path(batch)).run(batch)
+        return self._step(size, len(batch.logit_rows) > 0 or self.fixed_rows is None).run(batch, self._replays)
 
-    def _step(self, size: int, logits: bool, path: int) -> StaticStep:
+    def _step(self, size: int, logits: bool) -> StaticStep:
         step = self._steps.get((size, logits))
-        if step is None or step.buffers.path < path:
-            step = self._steps[size, logits] = self._made(size, logits, max(size, 1 << (path - 1).bit_length()))
-        return step
-
-    def _made(self, size: int, logits: bool, path: int) -> StaticStep:
-        shape, device = kv_shape(self.model), self.model.device
-        heads = self.model.config.get_text_config().num_attention_heads
-        if size not in self._attentions:
-            self._attentions[size] = self._attention(shape, heads, size, self.cache.capacity)
-        attention = self._attentions[size]
-        buffers = StepBuffers(size, attention.rows_of_tile, self.cache.slots, path, device)
-        step = StaticStep(self.model, self.cache, buffers, attention, logits)
-        if self._pool is not None:
-            try:
-                step.warm_up()
-            except torch.OutOfMemoryError as error:
-                need = f"a step of {size} rows does not fit on {device}"
-                raise ModelLoadError(f"{need}: lower model.max_model_len or engine.max_running") from error
-            except kernel_errors() as error:
-                raise ModelLoadError(f"tree attention's kernels do not run on {device}: {one_line(error)}. {_MEND}") from error
-            try:
-                step.capture(self._pool)
-            except RuntimeError as error:  # it goes on kernel by kernel
-                logger.warning("a step of %d rows of %s could not be captured: %s", size, type(self.model).__name__, error)
+        if step is None:
+            shape, device = kv_shape(self.model), self.model.device
+            if self._attention is None:
+                heads = self.model.config.get_text_config().num_attention_heads
+                self._attention = self._make_attention(shape, heads, self.sizes[-1], self.cache.capacity)
+            path = max(size, self._tree_rows)
+            segments = max(self.sequences, 2)  # the check of exactness computes two at once, however many may run
+            buffers = StepBuffers(size, self._attention.rows_of_tile, segments, path, device)
+            step = self._steps[size, logits] = StaticStep(self.model, self.cache, buffers, self._attention, logits)
         return step

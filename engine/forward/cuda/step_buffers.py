@@ -11,6 +11,7 @@ import torch
 
 from decoding.jit import compiled
 from decoding.tree import BoolArray, Int32Array
+from engine.accelerator import Event, accelerator
 from engine.forward.batch import Batch, Segment
 
 _TURNS = 4  # copies that may be on their way while the next is filled
@@ -63,12 +64,14 @@ class StepBuffers:
         self._per_tile, self._tiles = rows_per_tile, rows // rows_per_tile + min(segments, rows)
         sizes = (rows, rows, rows, rows, rows, 2 * self._tiles, rows * path)
         self._cuts = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-        pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned) for _ in range(_TURNS if pinned else 1)]
-        self._copied: list[torch.cuda.Event | None] = [None] * len(self._hosts)
+        size = sum(sizes)
+        on_gpu = device.type == "cuda"
+        self._hosts = [accelerator().pinned(size) for _ in range(_TURNS)] if on_gpu else [torch.zeros(size, dtype=torch.int32)]
+        self._copied: list[Event | None] = [None] * len(self._hosts)
         self._turn = 0
-        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
         ids, position, slot, start, entry, tiles, paths = (self._device[first:last] for first, last in self._cuts)
+        position.fill_(-1)
         self.ids = ids  # [R] int32
         self.step_rows = StepRows(slot, start, position, entry, paths.view(rows, path), tiles.view(-1, 2))
 
@@ -97,8 +100,8 @@ class StepBuffers:
             laid = self._lay_tiles(segment, tiles.reshape(-1, 2), laid)
         tiles[2 * laid :] = 0
         self._device.copy_(host, non_blocking=True)
-        if self._device.is_cuda:
-            self._copied[self._turn] = torch.cuda.current_stream(self._device.device).record_event()
+        if self._device.device.type == "cuda":
+            self._copied[self._turn] = accelerator().current_stream(self._device.device).record_event()
 
     def _lay_tiles(self, segment: Segment, tiles: Int32Array, laid: int) -> int:
         for first in range(segment.offset, segment.offset + segment.rows, self._per_tile):

@@ -20,7 +20,16 @@ import pytest
 import torch
 
 from engine.forward.batch import AttentionCall, Line, LineWork, pack
-from engine.forward.cuda.slot_attention import BLOCK_N, SlotAttention, available, best_block_rows, launch_sizes, rows_per_tile
+from engine.forward.cuda.slot_attention import (
+    BLOCK_N,
+    SPLIT,
+    SlotAttention,
+    available,
+    best_block_rows,
+    launch_sizes,
+    num_splits,
+    rows_per_tile,
+)
 from engine.forward.cuda.slot_kernels import TRITON, context_kernel, path_kernel
 from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.cuda.step_buffers import StepRows
@@ -29,7 +38,7 @@ from tests.helpers.attention_reference import reference_attention
 from tests.helpers.models import tiny_model, tree_of
 
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-CAPACITY, SLOTS, SPLIT = 320, 6, 128
+CAPACITY, SLOTS, MOST_PATH = 600, 6, 320
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 FP32, FP16, BF16 = TOLERANCE
 # Heads, KV heads, size, window, bound of the scores, rows of a block. The interpreter takes seconds, and garbles bfloat16.
@@ -105,12 +114,12 @@ class Case:
     """Parts one after another, with rows between them that compute nothing, and random inputs. What no row may read is NaN."""
 
     def __init__(self, parts: Sequence[Part], attention: SlotAttention) -> None:
-        shape, self.attention, self.parts = attention.shape, attention, parts
-        self.entries = [part.start + torch.randperm(CAPACITY - part.start)[: len(part.parents)] for part in parts]
+        shape, self.attention, self.parts, capacity = attention.shape, attention, parts, attention.capacity
+        self.entries = [part.start + torch.randperm(capacity - part.start)[: len(part.parents)] for part in parts]
         self.offsets = [1 + sum(len(other.parents) - other.known + 1 for other in parts[:at]) for at in range(len(parts))]
         total = self.offsets[-1] + len(parts[-1].parents) - parts[-1].known + 2
         self.rows = self._rows(total, attention.rows_of_tile)
-        self.keys, self.values = (torch.full((SLOTS, shape.kv_heads, CAPACITY, shape.head_dim), torch.nan) for _ in range(2))
+        self.keys, self.values = (torch.full((SLOTS, shape.kv_heads, capacity, shape.head_dim), torch.nan) for _ in range(2))
         self.query, self.key, self.value = (  # as models hand them over: heads between rows
             torch.randn(1, total, heads, shape.head_dim).to(shape.dtype).transpose(1, 2)
             for heads in (attention.heads, shape.kv_heads, shape.kv_heads)
@@ -123,7 +132,7 @@ class Case:
 
     def _rows(self, total: int, per_tile: int) -> StepRows:
         slot, start, position, entry = (torch.full((total,), fill, dtype=torch.int32) for fill in (7**9, 7**9, -1, 7**9))
-        path, tiles = torch.full((total, CAPACITY), 7**9, dtype=torch.int32), [[0, 0]]
+        path, tiles = torch.full((total, MOST_PATH), 7**9, dtype=torch.int32), [[0, 0]]
         for part, offset, entries in zip(self.parts, self.offsets, self.entries, strict=True):
             rows = len(part.parents) - part.known
             for at, row in enumerate(range(part.known, len(part.parents)), offset):
@@ -145,8 +154,10 @@ class Case:
         return output[0].cpu()
 
 
-def attention_of(device: str, dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int) -> SlotAttention:
-    return SlotAttention(KVShape(1, kv_heads, size, dtype, torch.device(device)), heads, 250, CAPACITY, block)
+def attention_of(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, size: int, block: int, capacity: int = CAPACITY
+) -> SlotAttention:
+    return SlotAttention(KVShape(1, kv_heads, size, dtype, torch.device(device)), heads, 350, capacity, block)
 
 
 @needs_triton
@@ -155,7 +166,7 @@ def test_it_is_attention(device: str, dtype: torch.dtype, kind: tuple[Any, ...])
     heads, kv_heads, size, window, cap, block = kind
     torch.manual_seed(3)
     at_borders = [tree(0, BLOCK_N, 5), tree(3, SPLIT, 6), chain(1, SPLIT - 1, 3), chain(4, 2 * SPLIT - 2, 4), tree(5, 37, 3)]
-    case = Case([chain(2, 0, 132, known=129), *at_borders], attention_of(device, dtype, heads, kv_heads, size, block))
+    case = Case([chain(2, 0, SPLIT + 4, known=SPLIT + 1), *at_borders], attention_of(device, dtype, heads, kv_heads, size, block))
     keys, values, scale = case.keys.clone(), case.values.clone(), 0.3 if cap is None else None
     output = case.attend(scaling=scale, window=window, softcap=cap)
     assert (output[case.rows.position.cpu() < 0] == 0).all() and not output.isnan().any()
@@ -173,12 +184,13 @@ def test_it_is_attention(device: str, dtype: torch.dtype, kind: tuple[Any, ...])
 
 # Parts, which of them is the text, and every how manieth of its rows.
 WAYS: list[tuple[list[Part], int, int]] = [
-    *(([chain(1, start, 1)], 0, 1) for start in (0, 63, 64, 127, 128, 130)),
-    ([with_siblings(3, 126, 5)], 0, 2),
-    ([tree(0, BLOCK_N, 2), chain(2, 100, 31, known=26), chain(4, 2 * SPLIT, 1)], 1, 1),
+    *(([chain(1, start, 1)], 0, 1) for start in (0, 63, 64, SPLIT - 1, SPLIT, SPLIT + 2, 2 * SPLIT + 1)),
+    ([with_siblings(3, SPLIT - 2, 5)], 0, 2),
+    ([tree(0, BLOCK_N, 2), chain(2, SPLIT - 28, 31, known=26), chain(4, 2 * SPLIT, 1)], 1, 1),
     ([chain(5, 30, 2), chain(0, SPLIT, 3)], 1, 1),
     ([chain(0, 0, 66, known=63)], 0, 1),
-    ([chain(0, 0, 131, known=126)], 0, 1),
+    ([chain(0, SPLIT // 2, SPLIT // 2 + 3, known=SPLIT // 2 - 2)], 0, 1),
+    ([chain(0, 2 * SPLIT - 3, 5)], 0, 1),
 ]
 
 
@@ -201,9 +213,30 @@ def test_a_token_has_the_same_bits_however_it_is_computed(device: str, dtype: to
             given[0, :, rows] = of_text[:, first:end]
         for position, output in zip(range(first, end), case.attend(window=window, softcap=cap)[rows], strict=True):
             seen.setdefault(position, []).append(output)
-    assert all(len(seen[position]) > 1 for position in (63, 64, *range(126, 131))), sorted(seen)
+    wanted = (63, 64, *range(SPLIT - 2, SPLIT + 3), 2 * SPLIT + 1)
+    assert all(len(seen[position]) > 1 for position in wanted), sorted(seen)
     for position, outputs in seen.items():
         assert all(torch.equal(outputs[0], output) for output in outputs), position
+
+
+@needs_triton
+@cases
+def test_a_row_has_the_same_bits_whatever_the_capacity(device: str, dtype: torch.dtype, kind: tuple[Any, ...]) -> None:
+    """An engine without drafts, one with another ``max_model_len`` and the ranks of a group have slots of other sizes."""
+    heads, kv_heads, size, window, cap, block = kind
+    torch.manual_seed(11)
+    parts, outputs = [chain(1, SPLIT + 30, 3), tree(2, BLOCK_N, 4)], []
+    attentions = [attention_of(device, dtype, heads, kv_heads, size, block, each) for each in (300, 4160, 8256, 33_000)]
+    first = Case(parts, attentions[0])
+    for attention in attentions:
+        case = Case(parts, attention)
+        case.entries, case.rows = first.entries, first.rows
+        case.query, case.key, case.value = first.query, first.key, first.value
+        for own, of_first in ((case.keys, first.keys), (case.values, first.values)):
+            own[:, :, :300] = of_first
+        outputs.append(case.attend(window=window, softcap=cap))
+    assert len({num_splits(attention.capacity) for attention in attentions}) == 4
+    assert all(torch.equal(outputs[0], output) for output in outputs), [(outputs[0] != each).sum() for each in outputs]
 
 
 @needs_triton
@@ -263,7 +296,7 @@ def compiled(kernel: Any, arch: int, kind: tuple[Any, ...]) -> Any:
     from triton.compiler import ASTSource
 
     heads, kv_heads, size, window, cap, block = kind
-    sizes: dict[str, Any] = launch_sizes(KVShape(1, kv_heads, size, BF16, torch.device("cuda")), heads, 8192, block)
+    sizes: dict[str, Any] = launch_sizes(size, heads // kv_heads, BF16, block)
     options = {name: sizes.pop(name) for name in tuple(sizes) if name.islower()}
     constants = {**sizes, "WINDOW": window or 0, "CAP": cap or 0.0}
     types = dict.fromkeys(("query", "key", "value", "keys", "values", "output"), "*bf16") | {"states": "*fp32", "scale": "fp32"}
@@ -326,4 +359,4 @@ def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "cpu", __file__]
     root = Path(__file__).resolve().parents[3]
     run = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True)
-    assert run.returncode == 0 and f"{2 * len(KINDS) + 2} passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and f"{3 * len(KINDS) + 2} passed" in run.stdout, run.stdout + run.stderr
