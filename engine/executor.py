@@ -22,8 +22,7 @@ from decoding.verify.exact import verify_exact
 from decoding.verify.rules import Rule
 from decoding.verify.target_probabilities import TargetDistributions
 from decoding.verify.tree_rows import compile_rows
-from engine.accelerator import accelerator
-from engine.device_faults import device_error, is_out_of_memory
+from engine.accelerator import accelerator, device_error, is_out_of_memory
 from engine.errors import one_line
 from engine.forward import prompt_scores
 from engine.forward.batch import Work, pack

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -60,6 +64,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
     """For ``-n``, whatever ``--dist`` says."""
     config.option.loadscopereorder = False  # the order is that of ``pytest_collection_modifyitems``
     return OneRay(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--proof``."""
+    parser.addoption("--proof", type=Path, help="try every case of a long proof, in one process, and write its record to this file")
+
+
+@pytest.fixture(scope="session")
+def proof(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """What a long proof found, by case; written to the file of ``--proof`` at the end."""
+    found: dict[str, Any] = {}
+    yield found
+    path = request.config.getoption("--proof")
+    if path is not None:
+        from experiments.bench.record import git_state
+
+        record = {"kind": "proof", "date": datetime.now(UTC).isoformat(timespec="seconds"), **git_state(), "cases": found}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -195,6 +195,10 @@ class DoubleGpu:
         """See ``Accelerator``."""
         return "double of a GPU"
 
+    def uuid(self, device: torch.device) -> str:
+        """See ``Accelerator``."""
+        return f"GPU-double-{_index(device)}"
+
     def capability(self, device: torch.device) -> tuple[int, int]:
         """See ``Accelerator``."""
         return self._capability
@@ -355,6 +359,7 @@ class DoubleGpu:
         pinned = source.untyped_storage().data_ptr() in self._pinned and bool(flags)
         numbers = func(*_on_cpu(args), **_on_cpu(kwargs))
         made = self._made(numbers.clone() if numbers is source else numbers, target)
+        self._wrote(made)
         self.counts["to_device"] += 1
         if not pinned:
             self._pageable(target)
@@ -489,9 +494,11 @@ class DoubleGpu:
 
     def _flush(self, index: int, place: int | None = None) -> None:
         gpu = self._gpus[index]
-        while gpu.queue and (place is None or gpu.flushed < place):
-            gpu.queue.pop(0)()
-            gpu.flushed += 1
+        if gpu.queue:
+            with torch.inference_mode():  # some of the tensors are of this mode, whoever waits
+                while gpu.queue and (place is None or gpu.flushed < place):
+                    gpu.queue.pop(0)()
+                    gpu.flushed += 1
 
     def _waits(self, index: int) -> None:
         self._raise_broken()
@@ -525,7 +532,7 @@ class DoubleGpu:
         """Raise where a tensor was written on a stream for which the current one has not waited."""
         stream = self._stream(_index(tensor.device))
         wrote = self._written.get(tensor.numbers.untyped_storage().data_ptr())
-        if wrote is not None and wrote[0] is not stream and stream.seen.get(wrote[0], 0) < wrote[1]:
+        if tensor.numel() and wrote is not None and wrote[0] is not stream and stream.seen.get(wrote[0], 0) < wrote[1]:
             raise DoubleError(f"{tensor!r} was written on another stream, for which nobody has waited")
 
     def _wrote(self, tensor: DoubleTensor) -> None:

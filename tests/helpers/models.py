@@ -303,6 +303,7 @@ def engine_over(
     strategy: str = "test",
     executor: Executor | None = None,
     prefix_caching: bool = True,
+    context: int = CONTEXT,
 ) -> Engine:
     """An engine over a model that others use as well, one after another; token ids in, token ids out.
 
@@ -314,10 +315,11 @@ def engine_over(
         strategy: the name to show.
         executor: of the runner, where it is not the plain one.
         prefix_caching: whether requests of a tenant reuse each other's KV.
+        context: tokens of prompt and output together.
     """
     info = ModelInfo(
-        served_name="tiny", max_model_len=CONTEXT, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
-        device="cpu", num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
+        served_name="tiny", max_model_len=context, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
+        device=str(runner.model.device), num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
         model_revision="tiny", tokenizer_revision="none",
         strategies=drafter.strategies if isinstance(drafter, ByRequest) else (),
     )  # fmt: skip

@@ -1,0 +1,172 @@
+"""Families of models on the double of a GPU: with CUDA graphs an engine emits the tokens that it emits without them.
+
+By default those families of ``families.json`` are tried that are marked ``each_time``. ``make prove-gpu`` tries all of them and
+writes a record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.lookahead.executor import LookaheadParallelExecutor
+from actors.lookahead.link import connect
+from actors.lookahead.rank import RankServer
+from configs.slices import EngineOptions
+from decoding.drafters import build_drafter
+from decoding.drafters.base import Drafter
+from decoding.request import Request, SamplingParams
+from engine.accelerator import use
+from engine.engine import Engine
+from engine.executor import Executor, LocalExecutor
+from engine.forward.attention import TREE_ATTENTION
+from engine.forward.cuda.static_runner import StaticRunner, lacks_graphs
+from engine.forward.runner import ModelRunner
+from engine.forward.runners import make_runner
+from experiments.device_double.gpu import DoubleGpu
+from experiments.device_double.guard import unavailable
+from tests.helpers.models import MAX_DRAFT, VOCAB, TinyTarget, engine_over, nearly, run
+from tests.helpers.ranks import CONNECT_S, PATIENT, SECRET
+from tests.lossless.models.test_families import FAMILIES, config_of
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+CONTEXT, MAX_TOKENS, RUNNING = 1024, 20, 8
+GPUS = [torch.device("cuda", index) for index in range(2)]
+SERVED = [each for each in FAMILIES if "refused" not in each]
+_RNG = np.random.default_rng(5)
+_MOTIF = _RNG.integers(1, 40, 15).tolist()
+PROMPTS = ([7], [1, 2, 3, 4] * 6, _MOTIF * 2 + _MOTIF[:7], _RNG.integers(1, VOCAB, 60).tolist(), _RNG.integers(1, VOCAB, 700).tolist())
+DRAWN = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.9, top_p=0.9, seed=3)
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+CASES = [*((prompt, GREEDY) for prompt in PROMPTS), *((prompt, DRAWN) for prompt in (PROMPTS[1], PROMPTS[2], PROMPTS[4]))]
+
+
+@pytest.fixture
+def gpu() -> Iterator[DoubleGpu]:
+    """A double with two GPUs, on which the engine of the test runs."""
+    double = DoubleGpu()
+    with use(double):
+        yield double
+
+
+def model_of(family: dict[str, Any], gpu: DoubleGpu, device: torch.device, dtype: torch.dtype) -> Any:
+    """A random model with room for several splits of the attention kernels."""
+    config = config_of(family)
+    if getattr(config.get_text_config(), "max_position_embeddings", CONTEXT) == 128:
+        config.get_text_config().max_position_embeddings = CONTEXT
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
+    return gpu.move(model.to(dtype).eval(), device)
+
+
+def requests(answers: Sequence[Sequence[int]] = (), priority: int = 0) -> list[Request]:
+    """The cases as new requests; of the answers parts can be copied."""
+    return [
+        Request(str(at), prompt, params, [nearly(answer) for answer in answers[at : at + 1]], tenant="a", priority=priority)
+        for at, (prompt, params) in enumerate(CASES)
+    ]
+
+
+def engine_of(runner: ModelRunner, strategy: str, batch: int, step_tokens: int = 512, executor: Executor | None = None) -> Engine:
+    drafter: Drafter = build_drafter(strategy, {})
+    drafter.prepare(TinyTarget(runner))
+    return engine_over(runner, drafter, batch, step_tokens, strategy, executor, context=CONTEXT)
+
+
+def answers_one_by_one(runner: ModelRunner) -> list[list[int]]:
+    engine = engine_of(runner, "autoregressive", 1)
+    return [output for request in requests() for output in run(engine, request)]
+
+
+def answers_preempted(runner: ModelRunner, answers: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+    """Three requests at once; more urgent ones come while they run. Returns the outputs, and how often one was preempted."""
+    engine, wanted = engine_of(runner, "auto", 3, 96), requests(answers, priority=1)
+    for request in wanted[:4]:
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    for request in wanted[4:]:
+        request.priority = 0
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return [request.output_ids.tolist() for request in wanted], sum(request.stats.preemptions for request in wanted)
+
+
+def answers_of_two_ranks(runners: Sequence[ModelRunner], answers: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The second rank is on another GPU, and its engine in another thread."""
+    with ExitStack() as parts:
+        server = RankServer(LocalExecutor(runners[1]), SECRET, PATIENT)
+        parts.callback(server.close)
+        executor = LookaheadParallelExecutor(LocalExecutor(runners[0]), PATIENT, 512)
+        executor.add_rank(1, connect(server.address, SECRET, CONNECT_S))
+        parts.callback(executor.remove_rank, 1)
+        outputs = run(engine_of(runners[0], "llma", RUNNING, executor=executor), *requests(answers))
+        state = executor.state(2)
+        assert state.ready == (0, 1) and state.losses == state.divergences == state.disagreements == 0, state
+        return outputs
+
+
+def made(model: Any, exact: str) -> StaticRunner:
+    options = EngineOptions(max_running=RUNNING, kv_slots=RUNNING, exact=exact)  # type: ignore[arg-type]
+    runner = make_runner(model, CONTEXT + 2 * MAX_DRAFT, options, 1 + 2 * MAX_DRAFT)
+    assert isinstance(runner, StaticRunner) and not runner.capture_failures, runner
+    return runner
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All families for a proof, else a few."""
+    if "family" in metafunc.fixturenames:
+        chosen = SERVED if metafunc.config.getoption("--proof") else [each for each in SERVED if each.get("each_time")]
+        metafunc.parametrize("family", chosen, ids=[each["family"] for each in chosen])
+
+
+def outcome_of(family: dict[str, Any], gpu: DoubleGpu, exact: str) -> str | Counter[str]:
+    """Try a family; return why it has no graphs, or how many answers of each kind were those without graphs."""
+    dtype = torch.float32 if exact == "strict" else torch.float64
+    model = model_of(family, gpu, GPUS[0], dtype)
+    with gpu.current(GPUS[0]):
+        reason = lacks_graphs(model)
+    if reason is not None:
+        return reason
+    runner = made(model, exact)
+    with runner.uncaptured():
+        plain = answers_one_by_one(runner)
+    assert len({tuple(output) for output in plain}) > len(PROMPTS) // 2, plain
+    found: dict[str, list[list[int]]] = {"one": answers_one_by_one(runner)}
+    found["eight"] = run(engine_of(runner, "llma", RUNNING), *requests(plain))
+    found["preempted"], preemptions = answers_preempted(runner, plain)
+    assert preemptions > 0
+    if exact == "strict":
+        found["two ranks"] = answers_of_two_ranks([runner, made(model_of(family, gpu, GPUS[1], dtype), exact)], plain)
+    right = {kind: sum(one == other for one, other in zip(outputs, plain, strict=True)) for kind, outputs in found.items()}
+    return Counter(right)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exact", ["strict", "rounding"])
+def test_a_family_emits_with_graphs_what_it_emits_without(
+    family: dict[str, Any], exact: str, gpu: DoubleGpu, proof: dict[str, Any]
+) -> None:
+    began = time.perf_counter()
+    outcome = outcome_of(family, gpu, exact)
+    graphs = [len(graph.operations) for graph in gpu.graphs]
+    proof[f"{family['family']}, {exact}"] = {
+        "config": family["config"], "without graphs": outcome if isinstance(outcome, str) else None,
+        "answers": {} if isinstance(outcome, str) else dict(outcome), "of": len(CASES), "graphs": len(graphs),
+        "operations": max(graphs, default=0), "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+    if not isinstance(outcome, str):
+        assert set(outcome.values()) == {len(CASES)}, outcome
