@@ -20,6 +20,23 @@ class ReplicaError(RuntimeError):
     """The replica cannot serve: its engine failed for good, hangs, or was stopped. It has to be replaced."""
 
 
+class DeviceLostError(ReplicaError):
+    """The device of a replica failed, and its process ends. That is no fault of its requests, which go on elsewhere."""
+
+    def __init__(self, engine: str, kind: str, reason: str) -> None:
+        """
+        Args:
+            engine: name of the replica's engine, by which one failure is known as such.
+            kind: one of ``engine.errors.DEVICE_FAULTS``.
+            reason: of the device, in one line.
+        """
+        super().__init__(engine, kind, reason)
+        self.engine, self.kind, self.reason = engine, kind, reason
+
+    def __str__(self) -> str:
+        return f"the device failed: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class GroupState:
     """How a group is made up."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from actors.description import Description, ReplicaError, identity_of
+from actors.description import Description, DeviceLostError, ReplicaError, identity_of
 from actors.live import Abort, Arrived, Command, Live
 from actors.ranks import Ranks
 from cache_service.access import CacheAccess
@@ -22,7 +22,7 @@ from cache_service.mirror.mirror import Mirror
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine
-from engine.errors import QueueFullError, RequestError, one_line
+from engine.errors import DeviceError, QueueFullError, RequestError, one_line
 from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Replica:
         cache: CacheAccess | None = None,
         ranks: Ranks | None = None,
         meter: Callable[[Sequence[str]], EnergyMeter] | None = open_meter,
+        end: Callable[[], object] | None = None,
     ) -> None:
         """Loads the model and what the cluster remembers, waits for the ranks, and starts the thread.
 
@@ -55,18 +56,19 @@ class Replica:
             cache: where outputs are shared with other replicas; None to keep them to this one.
             ranks: those that share its steps, closed with it; None to compute alone.
             meter: opens the meter of its devices; None where their counters are not of its requests alone.
+            end: ends this process, when its device has failed and all requests were told; called in the replica's thread.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
             actors.ranks.GroupError: the ranks cannot be had.
             ValueError: an option outside its range, or an address of Redis that is none.
         """
-        self._ranks = ranks
+        self._ranks, self._end = ranks, end
         self._mirror: Mirror | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[str, Live] = {}  # touched by the engine's thread only
         self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
-        self._fault: str | None = None  # why nothing is taken any more
+        self._fault: ReplicaError | None = None  # why nothing is taken any more
         self._failed_steps = 0
         self._unapplied = False  # of what came from other replicas
         self._step_began: float | None = None
@@ -103,11 +105,12 @@ class Replica:
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
             ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
-                another replica goes on with it (``Request.emitted``).
+                another replica goes on with it (``Request.emitted``). ``DeviceLostError`` where it is its device that failed.
         """
         live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed)
         if not self._send(live):
-            raise ReplicaError(self._fault)
+            assert self._fault is not None
+            raise _again(self._fault)
         finished = False
         try:
             while not finished:
@@ -135,7 +138,7 @@ class Replica:
             ReplicaError: the engine's thread has ended, or one step has been running for ``STALL_S``.
         """
         if self._fault is not None or not self._thread.is_alive():
-            raise ReplicaError(self._fault or "the engine's thread has ended")
+            raise _again(self._fault or ReplicaError("the engine's thread has ended"))
         began = self._step_began
         if began is not None and time.monotonic() - began > STALL_S:
             raise ReplicaError(f"one step of the engine has been running for {time.monotonic() - began:.0f} s")
@@ -180,7 +183,7 @@ class Replica:
     # ---- below: the engine's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        fault = "the replica was stopped"
+        fault = ReplicaError("the replica was stopped")
         try:
             while self._take_commands():
                 self._counts = self._engine.counts()
@@ -193,11 +196,17 @@ class Replica:
                     self._tell_ranks()
                 elif self._until_chore_s() == 0.0:
                     self._engine.chore()
+        except DeviceError as error:
+            place = f"{self._info.device}, {len(self._live)} requests go on elsewhere and this process ends"
+            logger.critical("device_failed: %s on %s: %s", error.kind, place, error.reason, exc_info=error)
+            fault = DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)
         except Exception as error:
             logger.exception("the engine's thread ends")
-            fault = f"the engine failed: {one_line(error)}"
+            fault = ReplicaError(f"the engine failed: {one_line(error)}")
         finally:
             self._close(fault)
+        if isinstance(fault, DeviceLostError) and self._end is not None:
+            self._end()
 
     def _tell_ranks(self) -> None:
         """Says whether there are requests, whenever that has changed."""
@@ -276,6 +285,8 @@ class Replica:
         self._step_began = time.monotonic()
         try:
             outputs = self._engine.step()
+        except DeviceError:
+            raise
         except Exception as error:
             logger.exception("a step failed")
             self._fail_step(error)
@@ -321,16 +332,21 @@ class Replica:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {one_line(error)}") from error
 
-    def _close(self, fault: str) -> None:
+    def _close(self, fault: ReplicaError) -> None:
         with self._closing:
             self._fault = fault
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, Live):
-                command.put(ReplicaError(fault))
+                command.put(_again(fault))
         for live in self._live.values():
-            live.put(ReplicaError(fault))
+            live.put(_again(fault))
         self._live.clear()
+
+
+def _again(fault: ReplicaError) -> ReplicaError:
+    """The same error, to be raised elsewhere."""
+    return type(fault)(*fault.args)
 
 
 def _failure(request_id: str, error: Exception) -> StepOutput:

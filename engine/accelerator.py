@@ -13,6 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.errors import DeviceError, first_line
+
+_NO_DEVICES = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES; Ray gives the first to actors that reserve no GPU
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -220,3 +224,38 @@ def use(other: Accelerator) -> Iterator[None]:
         yield
     finally:
         _installed = before
+
+
+# Of libraries and of the driver, beside torch.OutOfMemoryError.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a GPU lacked memory. It goes on."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def device_error(error: BaseException, device: torch.device) -> DeviceError | None:
+    """Return the error to raise where the device failed for good; None where it goes on, or has no part in the error.
+
+    After an illegal access, an ECC error or a lost device every later call of CUDA fails. So the device is asked: it has failed
+    where waiting for it fails, too.
+    """
+    if isinstance(error, DeviceError):
+        return error
+    if is_out_of_memory(error):
+        return None
+    if device.type == "cuda":
+        try:
+            with accelerator().current(device):
+                accelerator().synchronize(device)
+        except RuntimeError as later:
+            return DeviceError(_reason(error if isinstance(error, torch.AcceleratorError) else later))
+        return None
+    return DeviceError(_reason(error)) if isinstance(error, torch.AcceleratorError) else None
+
+
+def _reason(error: BaseException) -> str:
+    return first_line(error).removeprefix("CUDA error: ")

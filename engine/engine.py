@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
@@ -17,7 +18,8 @@ from decoding.request import FinishReason, Request, StepOutput
 from decoding.sources.history import Histories
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
-from engine.errors import ContextLengthError, RequestError, one_line
+from engine.accelerator import accelerator, device_error, is_out_of_memory
+from engine.errors import ContextLengthError, RequestError, first_line, one_line
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
@@ -106,7 +108,7 @@ class Engine:
             ValueError: an option outside its range.
         """
         self._grammars, self._target = grammars, target
-        self.info, self.tokenizer = info, tokenizer
+        self.info, self.tokenizer, self._device = info, tokenizer, torch.device(info.device)
         self._executor, self._drafter = executor, drafter
         self._admission = SlotPlacement(executor, drafter.memory, options.prefix_caching)
         self._scheduler = Scheduler(options, max_draft_rows, self._admission.place, slots=executor.slots)
@@ -190,15 +192,17 @@ class Engine:
     def chore(self) -> None:
         """Does a piece of what was put off at the start, which takes about as long as a step. KV slots are written to.
 
-        A failure costs speed alone: it is logged, and what failed is not tried again.
+        A failure costs speed alone: it is logged, and what failed is not tried again. Raises ``DeviceError`` as ``step`` does.
         """
         assert not self._requests, "no request runs or waits"
         try:
-            next(self._chores[0])
+            with accelerator().current(self._device):
+                next(self._chores[0])
             return
         except StopIteration:
             logger.debug("what makes drafts faster is made")
-        except Exception:
+        except Exception as error:
+            self._raise_lost(error)
             logger.exception("what would make drafts faster could not be made")
         del self._chores[0]
         give_heap_back()
@@ -297,22 +301,71 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One forward for all running requests. What goes wrong with one of them behind it ends that one alone, with an error.
 
+        A step that runs out of device memory emits nothing, and the next ones are smaller.
+
         Returns:
             An output for each request that emitted tokens; the last one of a request has its finish reason and counters.
+
+        Raises:
+            DeviceError: the device failed, and this process cannot use it any more.
         """
+        try:
+            with accelerator().current(self._device):  # of the thread that steps
+                return self._step()
+        except Exception as error:
+            self._raise_lost(error)
+            raise
+
+    def _step(self) -> list[StepOutput]:
         self.in_step = ()
         self._ledger.begin()
         width = self._executor.width
-        works = self._planner.plan(width)
-        if not works:
-            return []
-        outcomes, forward_s, now_s = self._execute(works)
+        works: list[Work] = []
+        try:
+            works = self._planner.plan(width)
+            if not works:
+                return []
+            outcomes, forward_s, now_s = self._execute(works)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self._scheduler.running):
+                raise
+            reason = first_line(error)
+        else:
+            return self._computed(works, outcomes, forward_s, now_s, width)
+        return self._shrink(works, reason)  # not in the handler: the traceback holds the tensors of the step
+
+    def _computed(
+        self, works: Sequence[Work], outcomes: Sequence[Outcome | None], forward_s: float, now_s: float, width: int
+    ) -> list[StepOutput]:
+        """What came of a step that ``width`` ranks shared."""
+        self._scheduler.computed()
         pairs = zip(works, outcomes, strict=True)
         outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
         self._metrics.stepped(works, forward_s)
         if self._target is not None and width == 1:
             self._target.stepped(works, forward_s)
         return outputs
+
+    def _shrink(self, works: Sequence[Work], reason: str) -> list[StepOutput]:
+        """Has the next steps take less memory than one that ran out of it. Who does not fit alone ends with an error."""
+        accelerator().empty_cache()
+        self._metrics.out_of_memory()
+        rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree.tokens) - 1) for work in works)
+        if self._scheduler.shrink(rows):
+            logger.warning("out_of_memory: a step of %d rows is computed again in parts: %s", rows, reason)
+            return []
+        (request,) = self._scheduler.running
+        logger.error("out_of_memory: request %s does not fit alone: %s", request.request_id, reason)
+        advice = "lower engine.kv_slots, engine.max_running or model.max_model_len, whose KV takes the memory that steps need"
+        return [self._fail(request, f"out of memory on {self.info.device} with this request alone: {advice}")]
+
+    def _raise_lost(self, error: Exception) -> None:
+        """Raises ``DeviceError`` where an error is one after which the device cannot be used any more."""
+        lost = device_error(error, self._device)
+        if lost is error:
+            raise error
+        if lost is not None:
+            raise lost from error
 
     def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
         """Computes the works of a step: what came of each, None for a part of a prompt; the seconds it took; when it was done."""
@@ -339,6 +392,7 @@ class Engine:
         try:
             return self._commit(work, outcome, now_s)
         except Exception as error:
+            self._raise_lost(error)
             logger.exception("request %s cannot go on", request.request_id)
             return self._fail(request, f"the engine failed: {one_line(error)}")
 

@@ -29,6 +29,38 @@ class QueueFullError(RuntimeError):
     """As many requests wait as the configuration allows (``engine.max_waiting``); try again later."""
 
 
+# What a failed device is counted as (``outrider:device_failures``), by words of CUDA's message; "other" for any other one.
+_DEVICE_FAULTS = {
+    "illegal memory access": "illegal_memory_access",
+    "ecc error": "uncorrectable_ecc",
+    "nvlink error": "uncorrectable_nvlink",
+    "unavailable": "device_lost",
+    "no cuda-capable device": "device_lost",
+    "is lost": "device_lost",
+    "launch": "launch_failure",
+    "assert": "device_assert",
+}
+DEVICE_FAULTS = (*dict.fromkeys(_DEVICE_FAULTS.values()), "other")
+
+
+class DeviceError(RuntimeError):
+    """The device failed, and every later call of this process fails as well: the process has to end."""
+
+    def __init__(self, reason: str) -> None:
+        """``reason``: CUDA's message, in one line."""
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the device failed: {self.reason}"
+
+    @property
+    def kind(self) -> str:
+        """One of ``DEVICE_FAULTS``."""
+        reason = self.reason.lower()
+        return next((kind for words, kind in _DEVICE_FAULTS.items() if words in reason), "other")
+
+
 def one_line(error: BaseException) -> str:
     """An exception's type and message, for logs and messages of one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

@@ -123,6 +123,7 @@ class MetricsCounts:
     drafts_by_source: dict[str, int] = field(default_factory=dict)  # trees that held draft tokens of a drafter
     drafted_by_source: dict[str, int] = field(default_factory=dict)  # these tokens
     budget: BudgetCounts | None = None  # None for a strategy that drafts as many rows as it may
+    out_of_memory_steps: int = 0  # that emitted nothing, and were followed by smaller ones
     # Memory of the process, not a count of the engine's; None where the system does not tell.
     resident_bytes: int | None = field(default=None, compare=False)
 
@@ -150,6 +151,7 @@ class EngineMetrics:
         self._prompt_tokens = self._generation_tokens = self._steps = self._rows = self._draft_tokens = 0
         self._seen_tokens = 0  # generation tokens at the end of the step before
         self._forward_s = 0.0
+        self._out_of_memory_steps = 0
         self._accepted_lengths = [0]
         self._accepted_by_source: dict[str, int] = {}
         self._drafts_by_source, self._drafted_by_source = [0] * len(SOURCES), [0] * len(SOURCES)
@@ -218,6 +220,10 @@ class EngineMetrics:
         self._observe("iteration_tokens_total", computed + self._generation_tokens - self._seen_tokens)
         self._seen_tokens = self._generation_tokens
 
+    def out_of_memory(self) -> None:
+        """Counts a step that ran out of device memory."""
+        self._out_of_memory_steps += 1
+
     def ended(self, request: Request) -> None:
         """Counts a request that has its finish reason. Lengths and times are those of requests that were served to their end, and
         times those of requests that were served here from their beginning."""
@@ -261,6 +267,7 @@ class EngineMetrics:
             drafts_by_source=_by_name(self._drafts_by_source),
             drafted_by_source=_by_name(self._drafted_by_source),
             budget=budget,
+            out_of_memory_steps=self._out_of_memory_steps,
             resident_bytes=resident_bytes(),
         )
 

@@ -28,6 +28,7 @@ Place = Callable[[Request, Sequence[int]], tuple[int, int]]
 
 
 OF_LATE_S = 10.0
+RECOVERY_STEPS = 100  # computed after one that ran out of memory, until the next ones may hold more again
 
 
 def check_options(options: EngineOptions) -> None:
@@ -74,6 +75,8 @@ class Scheduler:
     slots for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
 
     A suspect is computed alone: while one runs, the others keep their slots and get no rows.
+
+    After a step that ran out of memory fewer requests run, in steps of fewer rows (``shrink``); later, step by step, more again.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
         self._free_slots = list(range(slots or options.max_running))  # the one that was released longest ago first
         self.running: list[Request] = []  # in order of admission
+        self._most_running, self._most_rows = options.max_running, options.max_step_tokens  # less after ``shrink``
+        self._since_shrunk = 0  # computed steps
         self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
         self._ahead = False  # whether the last step was one of prompts that went ahead
         self._decoding = 0  # requests of the step
@@ -162,6 +167,35 @@ class Scheduler:
         request.queued_s = self._clock()
         self._waiting.push(request)
 
+    def shrink(self, rows: int) -> bool:
+        """Lowers what steps hold after one of so many rows, of running requests, that ran out of memory.
+
+        The request that was admitted last is preempted, unless it is the only one, and so many requests may run from now on as do
+        then, in steps of half the rows. After ``RECOVERY_STEPS`` steps that were computed one more may run, and twice the rows.
+
+        Returns:
+            False where one request runs in steps of the fewest rows: nothing is lower.
+        """
+        if len(self.running) == 1 and self._most_rows == 2:
+            return False
+        if len(self.running) > 1:
+            self.preempt(self.running[-1])
+        self._most_running = len(self.running)
+        self._most_rows = max(2 * self._most_running, min(rows or self._most_rows, self._most_rows) // 2)
+        self._since_shrunk = 0
+        return True
+
+    def computed(self) -> None:
+        """Says that a step was computed."""
+        options = self.options
+        if self._most_running == options.max_running and self._most_rows == options.max_step_tokens:
+            return
+        self._since_shrunk += 1
+        if self._since_shrunk >= RECOVERY_STEPS:
+            self._most_running = min(self._most_running + 1, options.max_running)
+            self._most_rows = min(2 * self._most_rows, options.max_step_tokens)
+            self._since_shrunk = 0
+
     def recompute(self, request: Request) -> None:
         """Has a running request computed anew, in its slot: none of what is there of it counts any more."""
         assert request.slot is not None, request.request_id
@@ -190,7 +224,7 @@ class Scheduler:
         decoding = [request for request in computed if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in computed if request.num_computed < request.num_tokens - 1]
         self._decoding, self._prefilling = len(decoding), prefilling
-        budget = self.options.max_step_tokens
+        budget = self._most_rows
         for_decoding = budget - budget // 4 if prefilling else budget
         draft_rows = max(0, min(self._max_draft_rows, for_decoding // len(decoding) - 1)) if decoding else 0  # on each rank
         drafts = [_bounded(request, draft_rows) for request in decoding]
@@ -218,7 +252,7 @@ class Scheduler:
         if not self._prefilling:
             return list(shares)
         decoding = list(shares[: self._decoding])
-        return decoding + self._prefill_shares(self.options.max_step_tokens - len(decoding) - drafted)
+        return decoding + self._prefill_shares(self._most_rows - len(decoding) - drafted)
 
     def _prefill_shares(self, budget: int) -> list[Share]:
         prefilling = self._prefilling
@@ -237,7 +271,7 @@ class Scheduler:
         now = self._clock()
         while self._waiting:
             request = self._next(now)
-            if not self.num_free_slots:
+            if len(self.running) >= self._most_running:
                 victim = self._victim(request)
                 if victim is None:
                     return
@@ -251,7 +285,7 @@ class Scheduler:
 
     def _next(self, now: float) -> Request:
         """Who is to run next of those that wait."""
-        if self.num_free_slots and self._max_wait_s < math.inf:
+        if len(self.running) < self._most_running and self._max_wait_s < math.inf:
             overdue = [one for one in self._waiting if one.waited_s + now - one.queued_s >= self._max_wait_s]
             if overdue:
                 return min(overdue, key=lambda one: one.arrival)
@@ -273,7 +307,7 @@ class Scheduler:
         held = [request.slot for request in self.running]
         slots = sorted((*self._free_slots, *(-1 if slot is None else slot for slot in held)))
         assert slots == list(range(len(slots))), (self._free_slots, held)
-        assert len(held) <= self.options.max_running, held
+        assert len(held) <= self._most_running <= self.options.max_running, held
         waiting = list(self._waiting)
         for request in self.running:
             assert request.state is RequestState.RUNNING, (request.request_id, request.state)
