@@ -27,6 +27,7 @@ from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.api import Service, create_api
 from cluster.http.compare import Baseline
 from cluster.observe.audit import Auditor
+from cluster.observe.device_failures import DeviceFailures
 from cluster.observe.shadow import Shadow
 from cluster.observe.tracing import open_tracing
 from cluster.serving import autoscaling
@@ -72,12 +73,13 @@ class Ingress:
         self._admin_port = None if address is None else AdminPort(*address, admin_names(server))
         self._tracing = open_tracing(config)
         accept_s = ACCEPT_TIMEOUT_S if server.replicas else server.start_timeout_s  # who comes first waits for the model
-        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version_of(config))
+        failures, version = DeviceFailures(), version_of(config)
+        port = HandleEngine(engine, server.resume_timeout_s, patience_s, server.most_replicas, accept_s, version, failures)
         self._has_only_others, self._start_timeout_s = port.has_only_others, server.start_timeout_s
         tokenizer, is_open = load_tokenizer_alone(config.model.path), address is not None or is_loopback(server.host)
         auditor = self._auditor = Auditor(port, config.audit, config.speculation, config.engine)
         apis = None if server.api_replicas == 1 else ApiReplicas()
-        other = None if baseline is None else _baseline_of(config, baseline)
+        other = None if baseline is None else _baseline_of(config, baseline, failures)
         self._service = Service(
             port, tokenizer, config.tenancy, admin, server.replicas, is_open, auditor,
             guard=StreamGuard(server), admission=admission_options(config),
@@ -85,6 +87,7 @@ class Ingress:
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
             listeners=() if self._tracing is None else (self._tracing.listen,), wake=None if server.replicas else port.wake,
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
+            device_failures=failures.counts,
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
 
@@ -223,10 +226,11 @@ def _without_model(server: ServerOptions) -> dict[str, Any]:
     return {"num_cpus": 0, **({} if server.api_resource is None else {"resources": {server.api_resource: GRAIN}})}
 
 
-def _baseline_of(config: Config, handle: DeploymentHandle[Any]) -> Baseline:
+def _baseline_of(config: Config, handle: DeploymentHandle[Any], failures: DeviceFailures) -> Baseline:
     """The baseline as comparisons see it. Processors are shared with the engine, and whole GPUs are not."""
     gpus, server = gpus_of_a_rank(config), config.server
-    port = HandleEngine(handle, server.resume_timeout_s, replicas=config.baseline.replicas, version=version_of(config))
+    replicas, version = config.baseline.replicas, version_of(config)
+    port = HandleEngine(handle, server.resume_timeout_s, replicas=replicas, version=version, failures=failures)
     return Baseline(port, config.baseline.kind, shares_devices=not gpus or gpus != int(gpus))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,7 @@ class Service:
         forget: Forget | None = None,
         tells_engines: Callable[[], Awaitable[bool]] | None = None,
         wake: Callable[[], None] | None = None,
+        device_failures: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """
         Args:
@@ -89,6 +90,7 @@ class Service:
             forget: has all replicas of the API let go of answers; where there is one, its auditor does when absent.
             tells_engines: whether /metrics tells of engines, which one of several APIs does; yes when absent.
             wake: has an engine start; None where there always is one.
+            device_failures: of the replicas, by kind.
         """
         admission = admission or AdmissionOptions()
         heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
@@ -101,8 +103,9 @@ class Service:
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
-            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines
-        )
+            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines,
+            device_failures,
+        )  # fmt: skip
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)
         self.baseline = BaselineService(self._tenancy, shadow)
         self.text = TextService(self._answering.threads, self._tenancy, self._answering.model)

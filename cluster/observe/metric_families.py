@@ -158,6 +158,11 @@ STEPS: tuple[Family, ...] = (
     counter(
         "outrider:step_rows", "Rows that these computed: prompt tokens, roots and drafted rows.", lambda one: one.metrics.rows
     ),
+    counter(
+        "outrider:out_of_memory_steps",
+        "Forwards that ran out of device memory, and were computed again in smaller ones.",
+        lambda one: one.metrics.out_of_memory_steps,
+    ),
     counter("outrider:forward_seconds", "Seconds in these, verification included.", lambda one: one.metrics.forward_s),
     counter(
         "outrider:accepted_tokens_by_source",

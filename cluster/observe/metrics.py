@@ -53,6 +53,7 @@ class ApiCounts:
     audits: Mapping[str, int] = field(default_factory=dict)  # by result
     admission: AdmissionCounts | None = None  # None where nothing limits it
     standing: Standing | None = None  # beside the baseline; None where it answers nothing of what is served
+    device_failures: Mapping[str, int] = field(default_factory=dict)  # of engine replicas, by kind
 
 
 class Metrics(Collector):
@@ -108,7 +109,8 @@ def _of_api(api: ApiCounts) -> Iterator[Metric]:
     held = api.admission
     audits = CounterMetricFamily("outrider:audits", "Served choices computed again without drafts.", labels=("result",))
     refused = CounterMetricFamily("outrider:door_refused", "Requests refused before any engine, by code.", labels=("code",))
-    for metric, counts in ((audits, api.audits), (refused, held.refused if held else {})):
+    failed = CounterMetricFamily("outrider:device_failures", "Replicas that ended as their device failed.", labels=("error",))
+    for metric, counts in ((audits, api.audits), (refused, held.refused if held else {}), (failed, api.device_failures)):
         for label, count in counts.items():
             metric.add_metric((label,), count)
         yield metric
@@ -163,6 +165,7 @@ class MetricsService:
     auditor: Auditor | None = None  # counts audits; None where nothing is audited
     shadow: Shadow | None = None  # compares with the baseline; None where nothing is compared
     tells_engines: Callable[[], Awaitable[bool]] | None = None  # of several APIs one tells of the engines
+    device_failures: Callable[[], Mapping[str, int]] = dict  # of engine replicas, by kind
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
 
@@ -178,7 +181,7 @@ class MetricsService:
         tells = self.tells_engines is None or await self.tells_engines()
         replicas, audits = await self.replicas() if tells else None, {} if self.auditor is None else self.auditor.counts()
         standing = None if self.shadow is None else await asyncio.to_thread(self.shadow.standing)
-        api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing)
+        api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing, self.device_failures())
         # In a thread: it takes some milliseconds, in which other requests go on.
         text = await asyncio.to_thread(exposition, replicas, self.configured, api)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -19,7 +21,6 @@ from cluster.serving.handle_engine import BEAT_S, Item, is_last
 from cluster.serving.membership import MembershipClient, MembershipOptions, node_secret
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.tree import Int32Array
-from engine.errors import QueueFullError, RequestError
 from engine.measures.progress import tell
 
 if TYPE_CHECKING:
@@ -27,9 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAVE_S = 2.0  # for streams to end that were told that the device failed, at most; then this process ends
+FLUSH_S = 0.25  # from the end of the last stream until all of it has left the process
+
 
 class EngineReplica:
-    """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor."""
+    """A ``Replica`` as an actor. What the engine refuses is sent as a value: a refusal is no failure of the actor.
+
+    Likewise that its device failed, before the process ends: who hears of it knows that no request is to blame.
+    """
 
     def __init__(
         self,
@@ -57,9 +64,9 @@ class EngineReplica:
         ranks = elastic or _ranks(model, engine, speculation, parallelism, start_timeout_s)
         if isinstance(ranks, ShardedGroup):
             model = whole_model(model)
-        self._replica = Replica(
-            model, engine, speculation, None if cache is None else cache.access(), ranks, open_meter if metered else None
-        )
+        self._streams = 0  # calls of ``generate`` that have not ended
+        access, meter = None if cache is None else cache.access(), open_meter if metered else None
+        self._replica = Replica(model, engine, speculation, access, ranks, meter, self._leave)
         self._pace = Pace()
         self._references: WeakValueDictionary[tuple[str, int], Int32Array] = WeakValueDictionary()  # by answer and place
         missing = lacks(self._replica.describe().info.device, parallelism.mode)
@@ -72,10 +79,12 @@ class EngineReplica:
     async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
         """The outputs of some jobs, each with the job's place, all at once that have come; nothing comes as a beat.
 
-        Instead of a job's outputs comes the one reason why it is not taken.
+        Instead of a job's outputs comes the one reason why it is not taken. Where the device fails, the last item
+        of each job is ``DeviceLostError``.
         """
         items: asyncio.Queue[tuple[int, Item | Exception]] = asyncio.Queue()
         readers = [asyncio.create_task(self._read(place, job, items)) for place, job in enumerate(jobs)]
+        self._streams += 1
         try:
             left = len(jobs)
             while left:
@@ -83,6 +92,7 @@ class EngineReplica:
                 left -= sum(is_last(item) for _, item in batch)
                 yield batch
         finally:
+            self._streams -= 1
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
@@ -121,6 +131,14 @@ class EngineReplica:
         """Raises ``ReplicaError`` when Serve has to replace this actor."""
         self._replica.check_health()
 
+    def _leave(self) -> None:
+        """Ends this process, once all streams have told that its device failed. In the engine's thread."""
+        deadline_s = time.monotonic() + LEAVE_S
+        while self._streams and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(FLUSH_S)
+        end_process()
+
     def __del__(self) -> None:
         if hasattr(self, "_membership_client"):
             self._membership_client.close()
@@ -128,8 +146,13 @@ class EngineReplica:
             self._replica.stop()
 
 
+def end_process() -> None:
+    """Ends this process at once: what would be cleaned up needs a device that does not answer."""
+    os._exit(1)
+
+
 async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[tuple[int, Item]]:
-    """All that waits; nothing, when nothing has come for ``BEAT_S``. Raises what is no refusal."""
+    """All that waits; nothing, when nothing has come for ``BEAT_S``. Raises what is no ``Item``."""
     try:
         async with asyncio.timeout(BEAT_S):
             found = [await items.get()]
@@ -139,7 +162,7 @@ async def _waiting(items: asyncio.Queue[tuple[int, Item | Exception]]) -> list[t
         found.append(items.get_nowait())
     batch: list[tuple[int, Item]] = []
     for place, item in found:
-        if isinstance(item, Exception) and not isinstance(item, QueueFullError | RequestError | OtherVersionError):
+        if isinstance(item, Exception) and not isinstance(item, Item):
             raise item
         batch.append((place, item))
     return batch

@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from actors.description import Description
+from actors.description import Description, DeviceLostError
 from cluster.http.errors import ApiError
+from cluster.observe.device_failures import DeviceFailures
 from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handles import for_this_loop, for_threads
 from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
@@ -37,7 +38,8 @@ MAX_LOSSES_IN_ALL = 16
 _PAUSE_S = 0.1  # before a request is sent again; twice as long each time, up to _LONGEST_PAUSE_S
 _LONGEST_PAUSE_S = 1.0
 
-Item = StepOutput | QueueFullError | RequestError | OtherVersionError  # of a job: an output, or why it is not taken
+# Of a job: an output, why it is not taken, or that it has to go on elsewhere.
+Item = StepOutput | QueueFullError | RequestError | OtherVersionError | DeviceLostError
 
 
 def is_last(item: Item) -> bool:
@@ -49,7 +51,8 @@ class _LostError(Exception):
     """The replica does not answer any more."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(type(error).__name__)
+        self.device = error if isinstance(error, DeviceLostError) else None
+        super().__init__(type(error).__name__ if self.device is None else str(error))
         self.silent = isinstance(error, TimeoutError)
 
 
@@ -127,6 +130,7 @@ class _Progress:
     suspect: bool = False  # it was computed when a replica was lost or a step failed, and is not cleared
     losses: int = 0  # since its last token
     losses_in_all: int = 0
+    failed_engine: str | None = None  # whose device failed last, if no token came since
     failed_at: int | None = None  # tokens that had been emitted when a step with it failed
     pause_s: float = _PAUSE_S
 
@@ -146,6 +150,9 @@ class HandleEngine:
     emitted ``CLEARED_TOKENS`` more. If that one ends as well while it does, the request is refused; requests that waited there
     meanwhile are sent again and bear no blame.
 
+    A device that fails is no request's fault, and the replica says so before it ends. Who loses two devices and no token came in
+    between is a suspect as well.
+
     Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
     computes their KV with the prompt's, and its first new output is the fourth token.
     """
@@ -158,6 +165,7 @@ class HandleEngine:
         replicas: int = 1,
         accept_timeout_s: float = ACCEPT_TIMEOUT_S,
         version: str = "",
+        failures: DeviceFailures | None = None,
     ) -> None:
         """
         Args:
@@ -168,11 +176,13 @@ class HandleEngine:
                 that one refuses for a full queue is sent once more, to another one.
             accept_timeout_s: a request that no replica has taken gets that long.
             version: of what is served. In a redeploy there may be replicas of another one, which count as none; empty: all count.
+            failures: counts those of the replicas' devices; to nobody when absent.
         """
         self._handle, self._described = handle, for_threads(handle)
         self._stream: tuple[asyncio.AbstractEventLoop, DeploymentHandle[Any]] | None = None
         self._resume_timeout_s, self._describe_timeout_s, self._replicas = resume_timeout_s, describe_timeout_s, replicas
         self._accept_timeout_s, self._version = accept_timeout_s, version
+        self._failures = failures or DeviceFailures()
         self._waking: asyncio.Task[None] | None = None
 
     def _streaming(self) -> DeploymentHandle[Any]:
@@ -249,6 +259,8 @@ class HandleEngine:
         try:
             async with contextlib.aclosing(call.items(place)) as items:
                 async for item in items:
+                    if isinstance(item, DeviceLostError):
+                        raise _LostError(item)
                     if isinstance(item, Exception):
                         raise item
                     if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
@@ -260,7 +272,7 @@ class HandleEngine:
                         progress.taken = True
                         progress.emitted += item.token_ids
                         if item.token_ids:
-                            progress.losses = 0
+                            progress.losses, progress.failed_engine = 0, None
                         if len(progress.emitted) - given >= CLEARED_TOKENS:
                             alone = progress.suspect = False
                         yield item
@@ -268,10 +280,13 @@ class HandleEngine:
             heard = call.heard_s is not None
             if lost.silent:  # one that had little time may only be slow
                 progress.avoid_s = SILENT_S if heard or call.patience_s >= SILENCE_S else EARLY_S
-            if heard or not lost.silent:  # else it may be that none was there to hear it
-                progress.losses += 1
-                progress.losses_in_all += 1
-            ended = heard and not lost.silent
+            if lost.device is not None:
+                ended = self._lose_device(lost.device, progress)
+            else:
+                if heard or not lost.silent:  # else it may be that none was there to hear it
+                    progress.losses += 1
+                    progress.losses_in_all += 1
+                ended = heard and not lost.silent
             if alone and ended:
                 message = "an engine replica ended twice while it computed this request, the second time with no other one"
                 never = {"x-should-retry": "false"}  # which OpenAI's clients heed
@@ -281,6 +296,16 @@ class HandleEngine:
         finally:
             if call.heard_s is not None:
                 progress.deadline_s = call.heard_s + self._resume_timeout_s
+
+    def _lose_device(self, lost: DeviceLostError, progress: _Progress) -> bool:
+        """Whether a request that is told of a failed device may be what makes devices fail. Nobody else goes to that replica."""
+        self._failures.add(lost)
+        progress.avoid_s = EARLY_S
+        if lost.engine == progress.failed_engine:  # which has not ended yet
+            return False
+        again, progress.failed_engine = progress.failed_engine is not None, lost.engine
+        progress.losses_in_all += 1
+        return again
 
     async def _check_version(self, job: Job, progress: _Progress) -> None:
         """Returns where a replica can still take a job that one of another version refused. Raises ``ApiError`` (503)."""

@@ -127,14 +127,14 @@ def _given(context: typer.Context) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _engine(settings: Settings) -> Iterator[OfflineEngine | OfflineGroup]:
-    """The engine, which ends with the block. Ends the command in one line when it cannot be had, or its ranks fail."""
+    """The engine, which ends with the block. Ends the command in one line when it cannot be had, or its ranks or device fail."""
     from actors.ranks import GroupError
-    from engine.errors import ModelLoadError
+    from engine.errors import DeviceError, ModelLoadError
 
     try:
         with contextlib.closing(_load(settings)) as engine:
             yield engine
-    except (ModelLoadError, GroupError) as error:
+    except (ModelLoadError, GroupError, DeviceError) as error:
         fail(str(error))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.executor import LocalExecutor
 from engine.text.tokenizer import load_tokenizer
 from tests.cluster.commands import REPOSITORY, error_line, lines, outrider, outrider_apart
 
@@ -68,6 +69,15 @@ def test_a_draft_model_changes_no_token_and_lossy_strategies_say_so(model: Path,
     assert 0 < summary["drafted"] - 2 <= summary["accepted"]  # it is the target itself; end tokens are never taken from a draft
     run = outrider("generate", *arguments, "--strategy", "mjsd", "--no-exact")
     assert run.returncode == 0 and "mjsd is lossy" in run.stdout
+
+
+def test_a_device_that_fails_is_told_in_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be late")
+
+    monkeypatch.setattr(LocalExecutor, "execute", fails)
+    run = outrider("generate", "--model", model, "--prompt", "a", "--max-tokens", 4)
+    assert error_line(run, 1) == "error: the device failed: an illegal memory access was encountered"
 
 
 def test_one_prompt_on_the_command_line(model: Path, prompts: Path) -> None:

@@ -46,7 +46,7 @@ def exposed() -> dict[str, set[str]]:
         for family in FAMILIES
     }
     own |= {
-        "outrider:audits_total": {"result"}, "outrider:door_refused_total": {"code"},
+        "outrider:audits_total": {"result"}, "outrider:door_refused_total": {"code"}, "outrider:device_failures_total": {"error"},
         "outrider:baseline_requests_total": {"result"}, "outrider:baseline_texts_total": {"texts"},
         "outrider:baseline_median": {"figure", "side"}, "outrider:baseline_ratio": {"figure", "bound"},
     }  # fmt: skip

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import cluster.serving.engine_replica as module
+from actors.description import DeviceLostError
 from cluster.cli.doctor import lacks
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import Job, OtherVersionError
@@ -22,6 +24,8 @@ from decoding import jit
 from decoding.request import FinishReason, SamplingParams, StepOutput
 from engine.engine import Engine
 from engine.errors import ContextLengthError
+from engine.executor import Outcome
+from engine.forward.batch import Work
 from tests.cluster.circle import CONTEXT
 
 PROMPT = np.array([5], np.int32)
@@ -92,7 +96,7 @@ def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -
     found = asyncio.run(batches(replica, [job("a"), job("long", CONTEXT), job("b")]))
     items = [pair for batch in found for pair in batch]
     assert [type(item) for place, item in items if place == 1] == [ContextLengthError]
-    assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count("length") == 2
+    assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count(FinishReason.LENGTH) == 2
 
 
 def test_a_job_of_another_version_is_refused(replica: EngineReplica) -> None:
@@ -150,3 +154,42 @@ def test_who_stops_listening_frees_all_slots(replica: EngineReplica) -> None:
         assert (await replica.describe()).counts.free_slots == 4
 
     asyncio.run(run())
+
+
+def test_a_failed_device_is_the_last_word_on_each_job_and_then_the_process_ends(
+    circle_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelOptions(path=str(circle_model), dtype="float32", threads=1)
+    made = EngineReplica(model, EngineOptions(max_running=4), SpeculationOptions("llma"), ParallelismOptions(), None, 60.0)
+    streams: list[int] = []  # that had not ended when the process would have
+    ended = threading.Event()
+
+    def end() -> None:
+        streams.append(made._streams)
+        ended.set()
+
+    monkeypatch.setattr(module, "LEAVE_S", 60.0)
+    monkeypatch.setattr(module, "end_process", end)
+    executor = made._replica._engine._executor
+    execute = executor.execute
+
+    def fails(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        if all(work.request.num_output > 30 for work in works):
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+        return execute(works, top_k)
+
+    executor.execute = fails  # type: ignore[method-assign]
+
+    async def run() -> None:
+        calls = [batches(made, [job(f"{call}/{at}", CONTEXT - 1) for at in range(3)]) for call in range(2)]  # two jobs wait
+        for found in await asyncio.gather(*calls):
+            for place in range(3):
+                *outputs, last = [item for batch in found for at, item in batch if at == place]
+                assert isinstance(last, DeviceLostError) and last.kind == "uncorrectable_ecc"
+                assert all(isinstance(item, StepOutput) and item.finish_reason is None for item in outputs)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert ended.wait(60) and streams == [0]
+    late = asyncio.run(batches(made, [job("late/0")]))
+    assert [type(item) for batch in late for _, item in batch] == [DeviceLostError]
+    made._replica.stop()

@@ -1,0 +1,35 @@
+"""Counts of devices that failed while they served: a replica that loses its device says so and ends, with its own counts."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from actors.description import DeviceLostError
+from engine.errors import DEVICE_FAULTS
+
+logger = logging.getLogger(__name__)
+
+_MOST_ENGINES = 1000  # that are remembered, so that the requests of one engine count once
+
+
+class DeviceFailures:
+    """What replicas said of their devices before they ended. For one event loop."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(DEVICE_FAULTS, 0)  # all of them from the start: a rate begins at 0
+        self._engines: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, lost: DeviceLostError) -> None:
+        """Counts a failure, unless another request was told of it before."""
+        if lost.engine in self._engines:
+            return
+        self._engines[lost.engine] = None
+        if len(self._engines) > _MOST_ENGINES:
+            self._engines.popitem(last=False)
+        self._counts[lost.kind] += 1
+        logger.error("device_failed: %s in engine %s: %s", lost.kind, lost.engine, lost.reason)
+
+    def counts(self) -> dict[str, int]:
+        """Failures since the start, by one of ``DEVICE_FAULTS``."""
+        return dict(self._counts)

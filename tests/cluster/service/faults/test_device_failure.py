@@ -1,0 +1,100 @@
+"""A device fails for good while a real service of two replicas answers: every answer is whole, and nothing is quarantined."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import cluster.app
+from cluster.serving.engine_replica import EngineReplica
+from cluster.serving.generation import Job
+from cluster.serving.handle_engine import Item
+from decoding.request import SamplingParams
+from engine.executor import Outcome
+from engine.forward.batch import Work
+from tests.cluster.circle import Server
+from tests.cluster.service.applications import PROMPT, Application, plain_answers, serving, tiny_config
+from tests.helpers.waiting import eventually
+
+TOKENS = 400  # of an answer: seconds, so that the device fails in its middle
+FATAL = 100  # output tokens of a request with which a replica's device fails
+KIND = "illegal_memory_access"
+MESSAGE = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
+
+
+class Fragile(EngineReplica):
+    """A replica whose device fails in the middle of an answer, unless another replica's did."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._folder = Path(arguments[0].path).parent
+        executor, self._failed = self._replica._engine._executor, False
+        execute = executor.execute
+
+        def guarded(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+            outcomes = execute(works, top_k)
+            if any(work.request.num_output >= FATAL for work in works):
+                with contextlib.suppress(FileExistsError):
+                    (self._folder / "failed").touch(exist_ok=False)
+                    self._failed = True
+            if self._failed:
+                raise torch.AcceleratorError(MESSAGE)
+            return outcomes
+
+        executor.execute = guarded  # type: ignore[method-assign]
+
+    async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
+        """As the service's own; writes down what it is asked for."""
+        with (self._folder / "jobs").open("a") as told:
+            told.writelines(f"suspect={job.suspect} emitted={bool(job.emitted)}\n" for job in jobs)
+        async for batch in super().generate(jobs):
+            yield batch
+
+
+@pytest.fixture
+def fragile(api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Application]:
+    """A service of two replicas of that kind."""
+    monkeypatch.setattr(cluster.app, "EngineReplica", Fragile)
+    with serving(api_server, "fragile", tiny_config(tmp_path, server={"replicas": 2}), TOKENS) as made:
+        made.becomes(status="ok", replicas=2)
+        yield made
+
+
+def failures(of: Application) -> dict[str, float]:
+    """What /metrics tells of failed devices, by kind."""
+    text = httpx.get(f"{of.url}/metrics", timeout=60).text
+    return {kind: float(count) for kind, count in re.findall(r'device_failures_total\{error="(\w+)"\} (\S+)', text)}
+
+
+@pytest.mark.slow
+def test_answers_go_on_elsewhere_when_a_device_fails(fragile: Application, tmp_path: Path) -> None:
+    before = fragile.engines()
+    assert len(before) == 2 and KIND in failures(fragile) and not any(failures(fragile).values())
+    (greedy,) = plain_answers(tiny_config(tmp_path).model, (PROMPT, dataclasses.replace(fragile.params, temperature=0.0)))
+    both = (fragile, dataclasses.replace(fragile, expected=greedy, params=SamplingParams(TOKENS, ignore_eos=True)))
+    with fragile.client() as client, concurrent.futures.ThreadPoolExecutor(12) as threads:
+        answers = [threads.submit(both[number % 2].ask, client) for number in range(8)]
+        streams = [threads.submit(lambda each: list(each.ask(client, stream=True)), each) for each in both * 2]
+        for number, answer in enumerate(answers):
+            choice = answer.result(180).choices[0]
+            assert (choice.text, choice.finish_reason) == (both[number % 2].expected.text, "length")
+        for number, stream in enumerate(streams):
+            events = [choice for event in stream.result(180) for choice in event.choices]
+            assert "".join(choice.text for choice in events) == both[number % 2].expected.text
+            assert events[-1].finish_reason == "length"
+    jobs = (tmp_path / "jobs").read_text().splitlines()
+    assert not any("suspect=True" in job for job in jobs), jobs
+    assert any("emitted=True" in job for job in jobs) and (tmp_path / "failed").exists()
+    assert {kind: count for kind, count in failures(fragile).items() if count} == {KIND: 1.0}
+    fragile.becomes(status="ok", replicas=2)
+    eventually(lambda: len(fragile.engines()) == 2)
+    assert len(fragile.engines() & before) == 1  # the process of the other one has ended
