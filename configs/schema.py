@@ -43,6 +43,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {  # lowest and highest value of a num
     "engine.max_running": (1, 4096),
     "engine.kv_slots": (1, 2**16),
     "engine.max_step_tokens": (1, 2**20),
+    "engine.gpu_memory_utilization": (0.001, 1),
     "engine.max_waiting": (0, 2**20),
     "engine.max_wait_s": (0, 86400),
     "speculation.max_draft_tokens": (0, 4096),

@@ -31,7 +31,9 @@ class ModelOptions:
     # int8, int4: quantized at load, on a CPU, which makes another model of it
     weights: Weights = "auto"
     device: str = "auto"  # auto: cuda if there is one, else cpu
-    max_model_len: int | None = None  # tokens of prompt and output together; the model's own context when absent
+    # tokens of prompt and output together; when absent the model's own context, and on a GPU without memory for that the longest
+    # of 128k, 64k, 32k, 16k, 8k and 4k that fits
+    max_model_len: int | None = None
     threads: int | None = None  # torch threads on a CPU; when absent all cores, or cpus_per_replica where several share them
     # LoRA adapters by the names that requests give as model: folders with adapter_config.json and adapter_model.safetensors
     adapters: dict[str, str] = field(default_factory=dict)
@@ -58,8 +60,12 @@ class EngineOptions:
     compile: bool = False  # on a GPU: torch.compile joins the small operations of each layer, for a longer start
     prefix_caching: bool = True  # a prompt that begins as an earlier one of its tenant does reuses the KV that is still there
     # KV slots: those beyond max_running keep what ended requests computed, for prompts that begin alike. When absent three times
-    # max_running, the others in at most a quarter of the memory that is left; max_running where ranks share the steps
+    # max_running, the others in what is left of a GPU's share, on a CPU in a quarter of the memory; max_running where ranks share
+    # the steps
     kv_slots: int | None = None
+    # Share of a GPU's memory that a replica may take, for weights, KV slots and steps together; of replicas that share a GPU each
+    # takes server.gpus_per_replica times that
+    gpu_memory_utilization: float = 0.9
 
     @property
     def kept_slots(self) -> int | None:

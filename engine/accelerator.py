@@ -7,6 +7,7 @@ Nothing else in ``engine/`` calls ``torch.cuda``. Tests run the engine on a doub
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -59,6 +60,10 @@ class Accelerator(Protocol):
 
     def name(self, device: torch.device) -> str:
         """Return the model of a GPU."""
+        ...
+
+    def uuid(self, device: torch.device) -> str:
+        """Return what NVML knows a GPU by: ``GPU-`` and hexadecimal digits."""
         ...
 
     def capability(self, device: torch.device) -> tuple[int, int]:
@@ -134,8 +139,13 @@ class Cuda:
         if torch.cuda.is_available():
             return None
         if torch.version.cuda is None:
-            return "this is a CPU build of torch: install a CUDA build of the same version"
-        return "torch sees no GPU: check CUDA_VISIBLE_DEVICES, or update the NVIDIA driver (outrider doctor)"
+            release = torch.__version__.partition("+")[0]
+            return f"this is a CPU build of torch: pip install --force-reinstall torch=={release}, from an index with CUDA builds"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and hidden.strip() in _NO_DEVICES:
+            return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides all GPUs: unset it, or give it numbers of GPUs"
+        others = "" if hidden is None else f", or CUDA_VISIBLE_DEVICES={hidden!r} names no GPU of this machine"
+        return f"the NVIDIA driver is missing or too old for CUDA {torch.version.cuda}{others}: update it (nvidia-smi shows it)"
 
     def device_count(self) -> int:
         """See ``Accelerator``."""
@@ -144,6 +154,10 @@ class Cuda:
     def name(self, device: torch.device) -> str:
         """See ``Accelerator``."""
         return str(torch.cuda.get_device_name(device))
+
+    def uuid(self, device: torch.device) -> str:
+        """See ``Accelerator``."""
+        return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         """See ``Accelerator``."""
@@ -232,8 +246,8 @@ _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CU
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a GPU lacked memory. It goes on."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
+    if isinstance(error, torch.OutOfMemoryError | DeviceError):
+        return isinstance(error, torch.OutOfMemoryError)
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 

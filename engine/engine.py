@@ -28,6 +28,7 @@ from engine.loading.draft_model import load_draft_model
 from engine.loading.memory import give_heap_back
 from engine.loading.model import LoadedModel, load_model
 from engine.loading.model_info import ModelInfo, strategies_apart
+from engine.loading.slot_memory import fitted
 from engine.measures.energy import EnergyMeter, NoMeter
 from engine.measures.energy_ledger import EnergyCounts, EnergyLedger
 from engine.measures.metrics import EngineCounts, EngineMetrics, MetricsCounts
@@ -51,8 +52,8 @@ def load_runner(
     Raises:
         ModelLoadError: the model cannot be used, or its slots do not fit.
     """
-    loaded = load_model(model)
-    runner = runner_over(loaded, options, speculation, world_size)
+    loaded = load_model(model, options.gpu_memory_utilization)
+    loaded, runner = runner_over(loaded, options, speculation, world_size)
     _grammars_of(runner).prepare()
     give_heap_back()
     return loaded, runner
@@ -69,18 +70,21 @@ def runner_over(
     speculation: SpeculationOptions,
     world_size: int,
     make: RunnerMaker = make_runner,
-) -> ModelRunner:
+) -> tuple[LoadedModel, ModelRunner]:
     """As ``load_runner``, over a model that is loaded, by another maker than the runner's own where one is given.
 
-    Its grammars are not prepared. Ranks have as many slots as each other, whatever memory each of them has.
+    Its grammars are not prepared. Ranks have as many slots as each other, whatever memory each of them has. On a GPU the model's
+    context may come back shorter, see ``engine.loading.slot_memory``.
     """
     if world_size > 1 and options.kv_slots is None:
         options = dataclasses.replace(options, kv_slots=options.max_running)
-    capacity = loaded.max_model_len + speculation.most_draft_tokens * world_size
-    runner = make(loaded.model, capacity, options)
+    if loaded.model.device.type == "cuda":
+        loaded, options = fitted(loaded, options, speculation, world_size)
+    drafts = speculation.most_draft_tokens * world_size
+    runner = make(loaded.model, loaded.max_model_len + drafts, options, 1 + drafts)
     runner.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     runner.adapt(loaded.adapters)
-    return runner
+    return loaded, runner
 
 
 class Engine:
@@ -155,12 +159,14 @@ class Engine:
         check_drafters(drafter, names, speculation.draft_model, speculation.exact, world_size > 1)
         check_options(options)
         tell("reading the weights")
-        loaded = load_model(model)
+        loaded = load_model(model, options.gpu_memory_utilization)
         tell("checking that steps are exact")
         info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
-        runner = runner_over(loaded, options, speculation, world_size, make)
-        apart = strategies_apart(speculation)
-        info = dataclasses.replace(info, device=str(runner.model.device), exact=runner.exact, strategies_apart=apart)
+        loaded, runner = runner_over(loaded, options, speculation, world_size, make)
+        info = dataclasses.replace(
+            info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
+            strategies_apart=strategies_apart(speculation),
+        )  # fmt: skip
         computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
         if drafter.draft_rows and speculation.draft_model is not None:
             slots, rows = runner.cache.slots, options.max_step_tokens

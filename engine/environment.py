@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from engine.accelerator import accelerator
+
+_DEVICES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia")  # where an NVIDIA driver shows
 
 
 @contextlib.contextmanager
@@ -39,5 +44,10 @@ def cpu_name() -> str:
 def device_name(device: torch.device) -> str:
     """Of a GPU its model, of a CPU the processor's; torch's name of what is neither."""
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+        return accelerator().name(device)
     return cpu_name() if device.type == "cpu" else str(device)
+
+
+def nvidia_device_present() -> bool:
+    """Return whether this machine has an NVIDIA GPU, by its driver or the driver's tool; torch is not asked."""
+    return any(_DEVICES.glob("nvidia[0-9]*")) or _DRIVER.exists() or shutil.which("nvidia-smi") is not None

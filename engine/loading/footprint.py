@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,8 +19,10 @@ from engine.loading.memory import kept_slots, left_bytes, stored_type, weight_by
 from engine.loading.model import context_length, device_of, served_config, stays_packed
 from engine.loading.model_files import PACKAGED_MODELS, base_of, find_files, is_adapter, is_gguf, is_whole, kept_models
 from engine.loading.outline import Outline, outline
+from engine.loading.slot_memory import slot_memory
 from engine.loading.weights.adapters import find_merged
 from engine.loading.weights.packing import ROUNDED, refuse_unpackable
+from engine.loading.weights.quantized import quantization_of
 
 _SLICED = ("tensor", "pipeline")  # modes whose ranks share one copy of the weights
 
@@ -44,18 +46,20 @@ class Footprint:
     max_running: int
     kv_slots: int
     slot_bytes: int
-    free_bytes: int
+    free_bytes: int  # of a GPU what a replica may take of it
+    reserved_bytes: int = 0  # on a GPU, see ``slot_memory.reserved_bytes``; with the weights of a draft model
+    context_len: int = 0  # as set, or the model's own: max_model_len is less where that does not fit
     advice: tuple[str, ...] = ()  # what would make it smaller
 
     @property
     def need_bytes(self) -> int:
-        """Weights and all slots."""
-        return self.weight_bytes + self.kv_slots * self.slot_bytes
+        """Weights, all slots, and what is kept back."""
+        return self.weight_bytes + self.kv_slots * self.slot_bytes + self.reserved_bytes
 
     @property
     def slots_that_fit(self) -> int:
         """Requests of ``max_model_len`` for which there is memory beside the weights."""
-        return max(0, self.free_bytes - self.weight_bytes) // self.slot_bytes
+        return max(0, self.free_bytes - self.weight_bytes - self.reserved_bytes) // self.slot_bytes
 
     @property
     def fits(self) -> bool:
@@ -85,6 +89,7 @@ def footprint(
     config, files, device = served_config(model.path), find_files(model.path), device_of(model.device)
     refuse_place(config, device.type, model.dtype)
     found, dtype = outline(config), _dtype(model, config, files)
+    stay = device.type == "cuda" and quantization_of(config) is not None  # as they are in the files
     refuse_unpackable(model.weights, device, dtype)
     packed = stays_packed(model.path, model.weights, device, dtype)
     if is_adapter(model.path):
@@ -98,23 +103,32 @@ def footprint(
         model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
         parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."),
         weights=model.weights, device=str(device), ranks=ranks,
-        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, dtype, packed) // ranks),
+        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, "auto" if stay else dtype, packed) // ranks),
         kv_bytes_per_token=per_token, max_model_len=length, draft_rows=rows, max_running=engine.max_running,
         slot_bytes=per_token * (length + rows) + found.state_bytes(dtype, engine.max_running) // engine.max_running,
-        kv_slots=engine.most_slots(True), free_bytes=left_bytes(device),
+        kv_slots=engine.most_slots(True), free_bytes=left_bytes(device, 1.0 if sliced else engine.gpu_memory_utilization),
+        context_len=length,
     )  # fmt: skip
-    if engine.kept_slots is None and parallelism.mode == "none":
+    if device.type == "cuda" and not sliced:  # whose parts take slots of the whole context
+        options = engine if parallelism.mode == "none" else replace(engine, kv_slots=made.kv_slots)
+        may_shorten, room = model.max_model_len is None, made.free_bytes - made.weight_bytes
+        slots = slot_memory(config, dtype, device, room, length, may_shorten, options, speculation, _width(parallelism))
+        made = replace(
+            made, max_model_len=slots.max_model_len, kv_slots=slots.slots, slot_bytes=slots.slot_bytes,
+            reserved_bytes=slots.reserved_bytes,
+        )  # fmt: skip
+    elif engine.kept_slots is None and parallelism.mode == "none":
         kept = kept_slots(engine.max_running, made.slot_bytes, made.free_bytes - made.weight_bytes)
         made = replace(made, kv_slots=engine.max_running + kept)
     return replace(made, advice=tuple(_advice(made, found, dtype, device)))
 
 
-def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype, packed: bool = False) -> int:
-    """Of the weights as they are held; of those that are quantized at load as if all of them were."""
+def _weight_bytes(weights: str, parameters: int, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False) -> int:
+    """Of the weights as they are held, with ``auto`` as in the files; of those quantized at load as if all of them were."""
     if weights in ROUNDED:
         form = FORMATS[ROUNDED[weights]]
         return parameters * form.block_bytes // (form.block * PANEL)
-    return weight_bytes(files, dtype, packed) if packed else parameters * dtype.itemsize
+    return weight_bytes(files, dtype, packed) if packed or dtype == "auto" else parameters * dtype.itemsize
 
 
 def _dtype(model: ModelOptions, config: PreTrainedConfig, files: str) -> torch.dtype:
@@ -144,7 +158,7 @@ def _advice(made: Footprint, found: Outline, dtype: torch.dtype, device: torch.d
     if made.weights == "auto" and has_kernels(device, dtype) and not is_gguf(made.model):
         sizes = (f"{name} {shown_bytes(_weight_bytes(name, made.parameters, '', dtype))}" for name in ROUNDED)
         advice.append(f"model.weights={'|'.join(ROUNDED)}, another model with other outputs: {', '.join(sizes)} of weights")
-    room = made.free_bytes - made.weight_bytes
+    room = made.free_bytes - made.weight_bytes - made.reserved_bytes
     if made.fits or room <= 0:
         return advice
     if made.slots_that_fit:

@@ -13,13 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from configs.slices import KEPT
+from engine.accelerator import accelerator
 from engine.errors import ModelLoadError
 from engine.forward.cpu.products.block_formats import FORMATS, PANEL
 from engine.loading.model_files import is_gguf
 from engine.loading.weights.gguf import read_header
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
-KEPT_SHARE = 0.25  # of what is left beside the slots of running requests: other processes load models, too
+KEPT_SHARE = 0.25  # on a CPU, of what is left beside the slots of running requests: other processes load models, too
+_CPU = torch.device("cpu")
 _MACHINE = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")  # as a container sees its own limits; elsewhere nothing is limited there
 
@@ -58,27 +60,41 @@ def give_heap_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def left_bytes(device: torch.device) -> int:
-    """What may still be taken of a device's memory; 0 where there is no such device."""
+def left_bytes(device: torch.device, utilization: float = 1.0) -> int:
+    """Return what this process may still take of a device's memory, in bytes; 0 where there is no such device.
+
+    Of a GPU that is its share less what it has taken, whatever the other replicas on it have by now, and never more than is free.
+
+    Args:
+        device: of the model; a GPU with its number.
+        utilization: share of a GPU's memory that this process may take.
+    """
     if device.type != "cuda":
         return free_bytes()
     with contextlib.suppress(RuntimeError):
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, total = accelerator().memory(device)
+        return max(0, min(free, int(utilization * total) - accelerator().reserved(device)))
     return 0
 
 
-def kept_slots(running: int, slot_bytes: int, left: int) -> int:
-    """KV slots beyond those of running requests, where nobody says how many.
+def kept_slots(running: int, slot_bytes: int, left: int, share: float = KEPT_SHARE) -> int:
+    """KV slots beyond those of running requests, where nobody says how many: as many as fit into a share of what is left.
 
     Example: 8 requests with slots of 190 MiB, and 20 GiB that are left: 16, as a quarter of the 18.5 GiB beside the eight has
     room for 24. With 10 GiB left it would be 11.
     """
     beside = max(0, left - running * slot_bytes)
-    return min(KEPT * running, int(KEPT_SHARE * beside) // max(1, slot_bytes))
+    return min(KEPT * running, int(share * beside) // max(1, slot_bytes))
 
 
 def refuse_too_large(
-    path: str, files: str, dtype: torch.dtype | Literal["auto"], packed: bool = False, adapter_bytes: int = 0
+    path: str,
+    files: str,
+    dtype: torch.dtype | Literal["auto"],
+    packed: bool = False,
+    adapter_bytes: int = 0,
+    device: torch.device = _CPU,
+    utilization: float = 1.0,
 ) -> None:
     """Refuses a model whose weights do not fit into memory, before they are read; of files on a hub loading decides.
 
@@ -88,21 +104,26 @@ def refuse_too_large(
         dtype: of the weights in memory; auto: as in the files, bfloat16 for a GGUF file.
         packed: those of a GGUF file stay quantized. What is quantized at load is there in the type of the files first.
         adapter_bytes: that the adapters take in memory.
+        device: where the weights go.
+        utilization: see ``left_bytes``.
 
     Raises:
         ModelLoadError: with how much it needs.
     """
-    refuse_more_than_free(path, weight_bytes(files, dtype, packed), adapter_bytes)
+    refuse_more_than_free(path, weight_bytes(files, dtype, packed), adapter_bytes, device, utilization)
 
 
-def refuse_more_than_free(path: str, need: int, adapter_bytes: int = 0) -> None:
+def refuse_more_than_free(
+    path: str, need: int, adapter_bytes: int = 0, device: torch.device = _CPU, utilization: float = 1.0
+) -> None:
     """As ``refuse_too_large``, of a model the bytes of whose weights are known."""
-    need, free = need + adapter_bytes, free_bytes()
+    need, free = need + adapter_bytes, left_bytes(device, utilization)
     if need > free:
         what = "weights and adapters" if adapter_bytes else "weights"
+        where, more = ("memory", "") if device.type == "cpu" else (str(device), ", raise engine.gpu_memory_utilization")
         raise ModelLoadError(
-            f"model {path!r} needs {need / 2**30:.1f} GiB for its {what}, and {free / 2**30:.1f} GiB of memory are free: "
-            "end what takes it, or give a smaller model"
+            f"model {path!r} needs {need / 2**30:.1f} GiB for its {what}, and {free / 2**30:.1f} GiB of {where} are free: "
+            f"end what takes it{more}, or give a smaller model"
         )
 
 

@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from configs.slices import ModelOptions, Weights
+from engine.accelerator import accelerator
+from engine.environment import nvidia_device_present
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cpu.products.packed_weight import PackedWeight
@@ -58,6 +60,7 @@ class LoadedModel:
     weights: str = ""  # what they are held as: see ``engine.loading.weights.packing.described``
     adapters: tuple[Adapter, ...] = ()
     path: str = ""  # as in ``ModelOptions``
+    may_shorten: bool = False  # max_model_len is the model's own context, to which a GPU may have no room for KV slots
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +88,12 @@ class LoadedModel:
         )
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
+def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
     """Loads a stock causal language model with tree attention.
+
+    Args:
+        options: of the model.
+        utilization: as ``EngineOptions.gpu_memory_utilization``: weights that take more of a GPU are refused.
 
     Raises:
         ModelLoadError: no such model or adapter, a broken checkpoint, or an architecture that cannot be served; the message says
@@ -110,10 +117,11 @@ def load_model(options: ModelOptions) -> LoadedModel:
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     refuse_unpackable(options.weights, device, dtype)
     beside = sum(each.nbytes for each in adapters)
-    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside).eval()
+    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside, utilization).eval()
     tokenizer, context = load_tokenizer(options.path), context_length(config, options)
     held, read = described(model, options.weights), tuple(each.read() for each in adapters)
-    return LoadedModel(model, tokenizer, options.name, context, _end_tokens(model, tokenizer), held, read, options.path)
+    end = _end_tokens(model, tokenizer)
+    return LoadedModel(model, tokenizer, options.name, context, end, held, read, options.path, options.max_model_len is None)
 
 
 def served_config(path: str) -> PreTrainedConfig:
@@ -146,6 +154,7 @@ def load_weights(
     device: torch.device | None = None,
     weights: Weights = "dequantized",
     adapter_bytes: int = 0,
+    utilization: float = 1.0,
 ) -> PreTrainedModel:
     """The model alone, whatever it is.
 
@@ -158,6 +167,7 @@ def load_weights(
         device: where it goes; the CPU when absent.
         weights: as in ``ModelOptions``.
         adapter_bytes: that its adapters will take beside it.
+        utilization: see ``load_model``.
 
     Raises:
         ModelLoadError: no such model, a broken checkpoint, one that does not fit into memory, or weights in a format that the
@@ -184,8 +194,11 @@ def load_weights(
             checkpoint = QuantizedCheckpoint(path, files, config, None if dtype == "auto" else dtype)
             model = _dequantized(checkpoint, path, attention, adapter_bytes)
         else:
-            if on_cpu and not unpacked:
+            if (on_cpu and not unpacked) or is_gguf(files):  # which is read into the memory of the machine first
                 refuse_too_large(path, files, dtype, packed, adapter_bytes)
+            if not on_cpu:  # quantized weights stay what they are in the files
+                held = "auto" if quantization is not None else dtype
+                refuse_too_large(path, files, held, packed, adapter_bytes, target, utilization)
             model = _as_stored(path, files, quantization, target, dtype, attention, packed)
         if adapter is not None:
             stored = None if config is None or dequantized else stored_type(files) or config.dtype
@@ -233,15 +246,14 @@ def _as_stored(
     """A model as transformers reads it, on its device. ``packed``: the weights of a GGUF file stay what they are."""
     if is_gguf(files):
         return load_gguf_model(files, torch.bfloat16 if dtype == "auto" else dtype, attention, packed).to(device)
-    stays = quantization is not None and device.type != "cpu"
-    if quantization is not None and stays:
+    if quantization is not None and device.type != "cpu":
         refuse_unusable(path, quantization, on_cpu=False)
-    placed = {"device_map": {"": device}} if stays else {}  # where the package's kernels are
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # weight by weight, with no copy of all on the host
     model, found = AutoModelForCausalLM.from_pretrained(
         files, dtype=dtype, attn_implementation=attention, output_loading_info=True, **placed
     )
     refuse_missing(path, found, quantization is not None)
-    return model if stays else model.to(device)
+    return model
 
 
 def _dequantized(checkpoint: QuantizedCheckpoint, path: str, attention: str, adapter_bytes: int) -> PreTrainedModel:
@@ -274,16 +286,34 @@ def _refuse_unsupported(config: PreTrainedConfig, path: str) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a setting. Raises ``ModelLoadError`` where there is none such."""
+    """Return the device of a setting, a GPU with its number.
+
+    On a machine with an NVIDIA GPU that cannot be used, ``auto`` is the CPU, and a line of the log says why.
+
+    Raises:
+        ModelLoadError: there is no such device.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        why = accelerator().unavailable()
+        if why is None:
+            return torch.device("cuda", 0)
+        if nvidia_device_present():
+            logger.warning("this machine has an NVIDIA GPU, and the model is computed on the CPU: %s", why)
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ModelLoadError(f"model.device {name!r} is not known: give cpu, cuda, cuda:1, ... or auto") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError("model.device is cuda, but torch sees no GPU: run `outrider doctor`, or set model.device=cpu")
-    return device
+    if device.type != "cuda":
+        return device
+    why = accelerator().unavailable()
+    if why is not None:
+        raise ModelLoadError(f"model.device is {name}, and no GPU can be used: {why}, or set model.device=cpu")
+    count, number = accelerator().device_count(), device.index or 0
+    if number >= count:
+        known = "cuda:0" if count == 1 else f"cuda:0 {'or' if count == 2 else 'to'} cuda:{count - 1}"
+        raise ModelLoadError(f"model.device is {name}, but this process sees {count} GPU{'s' * (count > 1)}: give {known}")
+    return torch.device("cuda", number)
 
 
 def context_length(config: PreTrainedConfig, options: ModelOptions) -> int:

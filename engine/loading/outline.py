@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import ModelLoadError, first_line
 from engine.forward.attention import TREE_ATTENTION
@@ -46,6 +46,8 @@ class Outline:
     layers: tuple[LayerOutline, ...]  # those that attend
     parameters: int
     states: Mapping[int, StateShape] = field(default_factory=dict)  # of what other layers keep, by the numbers of their mixers
+    widest: int = 0  # numbers that the widest product of a layer makes or takes of a row, with all experts that the row goes to
+    routed: bool = False  # a mixture of experts: how many rows an expert computes at once depends on the tokens
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
@@ -129,7 +131,8 @@ def _outline(key: _Key) -> Outline:
             model(input_ids=row, position_ids=row, use_cache=False, logits_to_keep=row[0], tree_step=step)
         if has_states:
             survey.check()
-            return Outline(tuple(map(_layer_of, survey.calls)), model.num_parameters(), survey.shapes)
+            attending = tuple(map(_layer_of, survey.calls))
+            return Outline(attending, model.num_parameters(), survey.shapes, _widest(model), _routed(model))
     except ModelLoadError:
         raise
     except Exception as error:  # the code of any model, with any configuration
@@ -150,7 +153,20 @@ def _outline(key: _Key) -> Outline:
         kept = "and one pair of keys and values is kept"
         raise ModelLoadError(f"{name} cannot be served: layers {several} attend more than once, {kept}")
     layers = dict(listener.calls)
-    return Outline(tuple(layers[layer] for layer in range(count)), model.num_parameters())
+    ordered = tuple(layers[layer] for layer in range(count))
+    return Outline(ordered, model.num_parameters(), widest=_widest(model), routed=_routed(model))
+
+
+def _routed(model: PreTrainedModel) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
+def _widest(model: PreTrainedModel) -> int:
+    experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1  # whose weights are [experts, .., ..]
+    ends = (*(one for one in model.modules() if isinstance(one, torch.nn.Embedding)), model.get_output_embeddings())
+    layers = [one for one in model.modules() if all(one is not end for end in ends)]
+    weights = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim > 1]
+    return max((max(weight.shape[-2:]) * (experts if weight.ndim == 3 else 1) for weight in weights), default=0)
 
 
 _NOT_THROUGH = "its attention does not go through transformers' AttentionInterface"

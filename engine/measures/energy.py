@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from engine.accelerator import accelerator
+
 logger = logging.getLogger(__name__)
 
 POWERCAP = Path("/sys/class/powercap")
@@ -189,9 +191,8 @@ def meter_name(device: str | torch.device) -> str:
     known = torch.device(device)
     if known.type != "cuda":
         return known.type
-    if not torch.cuda.is_available():
-        return str(known)
-    return f"GPU-{str(torch.cuda.get_device_properties(known).uuid).removeprefix('GPU-')}"  # as NVML writes it
+    gpus = accelerator()
+    return str(known) if gpus.unavailable() else gpus.uuid(torch.device("cuda", known.index or 0))
 
 
 def measure_idle(meter: EnergyMeter, seconds: float) -> float | None:

@@ -1,0 +1,181 @@
+"""Memory of a GPU beside the weights: what forwards take, and how long and how many the KV slots are that fit into the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from configs.slices import SELF, EngineOptions, SpeculationOptions
+from engine.accelerator import accelerator
+from engine.errors import ModelLoadError
+from engine.forward.cuda.slot_attention import num_splits
+from engine.forward.cuda.static_runner import ROWS
+from engine.loading.memory import kept_slots, left_bytes
+from engine.loading.model import LoadedModel, load_config
+from engine.loading.outline import outline
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)  # tokens of prompt and output, where the model's own context does not fit
+STRICT_ROWS = 64  # of every forward with ``engine.exact=strict``, see ``engine.forward.runners``
+# What ``reserved_bytes`` does not count: the CUDA context with the kernels' code, 0.39 GiB as vLLM reported it (its issue 11251);
+# executables of graphs, 0.36 GiB for 16 of vLLM's (gpustack/runner, pull request 251); workspaces of cuBLAS and cuBLASLt, 32 MiB
+# each on Hopper (PyTorch, pull request 120925), in the two streams of a warm-up. Step buffers take less than 1 MiB.
+_LIBRARIES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMemory:
+    """KV slots on a GPU, and what is kept back beside them. Sizes are in bytes."""
+
+    max_model_len: int
+    slots: int
+    slot_bytes: int
+    reserved_bytes: int
+    room_bytes: int  # what weights have left
+
+    @property
+    def need_bytes(self) -> int:
+        """All slots."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What slots may take."""
+        return max(0, self.room_bytes - self.reserved_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for all slots."""
+        return self.need_bytes <= self.free_bytes
+
+
+def reserved_bytes(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions, capacity: int) -> int:
+    """Return what KV slots never take of a GPU, in bytes: activations, graphs, states of the attention kernels, libraries.
+
+    A forward holds of each row at once, besides what is a layer's for a moment:
+
+        logits               2 x vocabulary in the model's type (a bound of scores makes a copy), 1 x in float32
+        an MLP or attention  4 x the widest product: gate, up, activation and their product, or queries and what is rotated
+        residual and norm    4 x hidden in the model's type, 3 x in float32
+
+    The largest forward outside of graphs has STRICT_ROWS rows, or ``max_step_tokens`` in rounding; the largest graph has as many
+    rows as steps that are captured. Graphs share the memory of their layers, and each keeps its logits. Between its two kernels
+    attention keeps the state of each row, head and split, [rows, heads, splits, head_dim + 4] in float32: one buffer, of the
+    largest graph.
+
+    Args:
+        config: of the model.
+        dtype: of its weights.
+        options: ``exact`` and ``max_step_tokens`` count.
+        capacity: entries of a slot.
+    """
+    text, found = config.get_text_config(), outline(config)
+    vocab, hidden, wide = int(text.vocab_size), int(text.hidden_size), dtype.itemsize
+    of_row = vocab * (2 * wide + 4) + 4 * wide * found.widest + hidden * (4 * wide + 12)
+    strict = options.exact == "strict"
+    sizes = (STRICT_ROWS,) if strict else ROWS
+    rows = STRICT_ROWS if strict else max(options.max_step_tokens, ROWS[-1])
+    heads = max(layer.heads for layer in found.layers)
+    states = sizes[-1] * heads * num_splits(capacity) * (max(layer.head_dim for layer in found.layers) + 4) * 4
+    return (rows + sizes[-1]) * of_row + sum(sizes[:-1]) * vocab * wide + states + _LIBRARIES
+
+
+def slot_memory(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    room: int,
+    length: int,
+    may_shorten: bool,
+    options: EngineOptions,
+    speculation: SpeculationOptions,
+    world_size: int,
+) -> SlotMemory:
+    """Return the KV slots of a model on a GPU: of the longest context that fits, running requests' first.
+
+    Args:
+        config: of the model.
+        dtype: of its weights.
+        device: where it is.
+        room: bytes beside the weights.
+        length: tokens of prompt and output.
+        may_shorten: where slots of that length do not fit, they have the longest of ``LENGTHS`` that does.
+        options: of the engine. Without ``kv_slots`` there are as many beyond those of running requests as have room.
+        speculation: a draft model takes of the room, and of each slot.
+        world_size: the most ranks that share a step.
+
+    Returns:
+        What fits, or where nothing does, the shortest that was tried.
+    """
+    per_token, beside, drafts = _per_token(config, dtype, device), 0, speculation.most_draft_tokens * world_size
+    if speculation.draft_model is not None and speculation.draft_model not in SELF:
+        small = load_config(speculation.draft_model)
+        per_token += _per_token(small, dtype, device)
+        beside = outline(small).parameters * dtype.itemsize
+    least = options.max_running + (options.kept_slots or 0)
+    lengths = (length, *(one for one in LENGTHS if one < length)) if may_shorten else (length,)
+    for tried in lengths:
+        reserved = beside + reserved_bytes(config, dtype, options, tried + drafts)
+        made = SlotMemory(tried, least, per_token * (tried + drafts), reserved, room)
+        if made.fits:
+            break
+    if options.kept_slots is None:
+        kept = kept_slots(options.max_running, made.slot_bytes, made.free_bytes, 1.0)
+        made = dataclasses.replace(made, slots=least + kept)
+    return made
+
+
+def _per_token(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    return outline(config).kv_shape(dtype, device).bytes_per_token()
+
+
+def fitted(
+    loaded: LoadedModel, options: EngineOptions, speculation: SpeculationOptions, world_size: int
+) -> tuple[LoadedModel, EngineOptions]:
+    """Return a model on a GPU with the context that its KV slots have room for, and options with the number of these slots.
+
+    A context that is not the model's own whole one is said in a line of the log.
+
+    Raises:
+        ModelLoadError: the slots do not fit.
+    """
+    model, length = loaded.model, loaded.max_model_len
+    accelerator().empty_cache()  # of what loading took
+    room = left_bytes(model.device, options.gpu_memory_utilization)
+    found = slot_memory(
+        model.config, model.dtype, model.device, room, length, loaded.may_shorten, options, speculation, world_size
+    )
+    if not found.fits:
+        advice = " or ".join(fewer_or_shorter(found, options, speculation.most_draft_tokens * world_size))
+        raise ModelLoadError(
+            f"{found.slots} KV slots of {found.max_model_len} tokens need {found.need_bytes / 2**30:.1f} GiB, and "
+            f"{found.free_bytes / 2**30:.1f} GiB are free on {model.device} beside the weights: "
+            f"{f'set {advice}' if advice else 'end what takes it, or give a smaller model'}"
+        )
+    if found.max_model_len != length:
+        drafts = speculation.most_draft_tokens * world_size
+        whole = options.max_running * found.slot_bytes // (found.max_model_len + drafts) * (length + drafts)
+        logger.warning(
+            "model.max_model_len is %d: %d requests of the model's %d tokens need %.1f GiB for keys and values, and %.1f GiB are "
+            "free on %s", found.max_model_len, options.max_running, length, whole / 2**30, found.free_bytes / 2**30, model.device,
+        )  # fmt: skip
+    return dataclasses.replace(loaded, max_model_len=found.max_model_len), dataclasses.replace(options, kv_slots=found.slots)
+
+
+def fewer_or_shorter(found: SlotMemory, options: EngineOptions, draft_rows: int) -> list[str]:
+    """Return the settings with each of which slots that do not fit would; none where the memory is too small for any."""
+    advice = []
+    name = "engine.max_running" if found.slots == options.max_running else "engine.kv_slots"
+    slots = found.free_bytes // found.slot_bytes
+    if slots >= (1 if name == "engine.max_running" else options.max_running):
+        advice.append(f"{name}={slots}")
+    per_token = found.slot_bytes // (found.max_model_len + draft_rows)
+    tokens = found.free_bytes // (found.slots * per_token) - draft_rows
+    if tokens >= 2:
+        advice.append(f"model.max_model_len={tokens}")
+    return advice
