@@ -21,7 +21,16 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.heap import trim_heap
 from cluster.admission.controller import admission_options, capacity
-from cluster.cli.launch.preflight import LaunchError, baseline_parallelism, check_address, check_secret, group_size, redis_address
+from cluster.cli.launch.preflight import (
+    LaunchError,
+    baseline_parallelism,
+    check_address,
+    check_secret,
+    group_size,
+    most_ranks,
+    options_of_a_rank,
+    redis_address,
+)
 from cluster.http.admin.port import AdminPort
 from cluster.http.answers.stream_guard import StreamGuard
 from cluster.http.api import Service, create_api
@@ -208,8 +217,8 @@ def _engines(
         **_placement(config.parallelism, server.cpus_per_replica, gpus),
         **_routing(config, most_replicas),
     )(EngineReplica).bind(
-        config.model, config.engine, config.speculation, config.parallelism, place, server.start_timeout_s, membership,
-        _has_devices_alone(config, gpus), version_of(config),
+        config.model, options_of_a_rank(config.engine, gpus), config.speculation, config.parallelism, place,
+        server.start_timeout_s, membership, _has_devices_alone(config, gpus), version_of(config),
     )  # fmt: skip
 
 
@@ -248,7 +257,7 @@ def _membership_options(config: Config) -> MembershipOptions | None:
     if options.mode != "lookahead" or options.world_size != "auto" or server.replicas == 1:
         return None
     deployment = serve.deployment(name="membership", ray_actor_options=_without_model(server), graceful_shutdown_timeout_s=0.0)
-    return MembershipOptions(deployment(MembershipActor).bind(), min(server.replicas, MAX_WORLD_SIZE))
+    return MembershipOptions(deployment(MembershipActor).bind(), most_ranks(config))
 
 
 def _has_devices_alone(config: Config, gpus: float) -> bool:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cluster.cli.launch.preflight import ray_folder
+from cluster.cli.launch.preflight import most_ranks, options_of_a_rank, ray_folder
 from cluster.cli.terminal import fail, fail_input
 from decoding import jit
 from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
@@ -112,7 +112,11 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
 
     logging.set_verbosity_error()  # what a model's own code warns of is not asked for
     try:
-        found = footprint(settings.model, settings.engine, settings.speculation, settings.parallelism)
+        options = options_of_a_rank(settings.engine, settings.server.gpus_per_replica or 1.0)
+        parallelism = settings.parallelism
+        if parallelism.mode == "lookahead":
+            parallelism = replace(parallelism, world_size=most_ranks(settings))
+        found = footprint(settings.model, options, settings.speculation, parallelism)
     except ModelLoadError as error:
         if not as_json:
             fail(str(error))
@@ -126,16 +130,20 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
     per_rank = f", on each of {found.ranks} ranks" if found.ranks > 1 else ""
     kv, slot = shown_bytes(found.kv_bytes_per_token * 1000), shown_bytes(found.slot_bytes)
     slots = f"{found.max_running} requests and {found.kv_slots - found.max_running} more KV slots"
+    of_context = f" of the model's {found.context_len:,}" if found.max_model_len < found.context_len else ""
+    tokens = f"{found.max_model_len:,} tokens{of_context}"
     rows = [
         Finding("model", "ok", f"{found.architecture}, {found.parameters:,} parameters"),
         Finding("type", "ok", f"{found.dtype} on {found.device}"),
         Finding("weights", "ok", f"{shown_bytes(found.weight_bytes)}{_held(found.weights)}{per_rank}"),
         Finding("keys and values", "ok", f"{kv} per 1,000 tokens{per_rank}"),
-        Finding("a request", "ok", f"{slot} for {found.max_model_len:,} tokens and {found.draft_rows} drafted ones"),
+        Finding("a request", "ok", f"{slot} for {tokens} and {found.draft_rows} drafted ones"),
         Finding("memory", "ok" if found.fits else "missing", f"{need} for {slots}, {free} are free"),
         Finding("requests that fit", "ok" if found.slots_that_fit else "missing", f"{found.slots_that_fit:,}"),
         *(Finding("smaller", "optional", "", advice) for advice in found.advice),
     ]
+    if found.reserved_bytes:
+        rows.insert(5, Finding("kept back", "ok", f"{shown_bytes(found.reserved_bytes)} for activations, graphs and libraries"))
     if not found.has_weights:
         rows.insert(1, Finding("files", "optional", "no weights in the folder: what follows is of the configuration alone"))
     _print_table(rows, "to make it smaller")
@@ -149,20 +157,21 @@ def _held(weights: str) -> str:
 def examine() -> list[Finding]:
     """All findings, in the order in which they matter."""
     gpus = list_gpus()
+    has_gpu = bool(gpus) or _has_driver()
     checks: list[Callable[[], Finding]] = [
         _python,
-        lambda: _gpus(gpus),
-        lambda: _torch(bool(gpus)),
+        lambda: _gpus(gpus, has_gpu),
+        lambda: _torch(has_gpu),
         lambda: _package("transformers"),
         lambda: _package("ray"),
         _redis,
         _flash_attention,
-        lambda: _triton(bool(gpus)),
-        lambda: _exact(bool(gpus)),
+        lambda: _triton(has_gpu),
+        lambda: _exact(has_gpu),
         _compiled_code,
         _tiles,
         _energy,
-        lambda: _deepspeed(bool(gpus)),
+        lambda: _deepspeed(has_gpu),
         lambda: _package("accelerate", "pip install accelerate (.gguf files)", needed=False),
         lambda: _package("gguf", "pip install gguf (.gguf files)", needed=False),
         *(partial(_model, name) for name in PACKAGED_MODELS),
@@ -204,6 +213,14 @@ def list_gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
+def _has_driver() -> bool:
+    if _version("torch") is None:
+        return False
+    from engine.environment import nvidia_device_present
+
+    return nvidia_device_present()
+
+
 def _version(package: str) -> str | None:
     try:
         return installed_version(package)
@@ -222,9 +239,11 @@ def _python() -> Finding:
     return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
 
 
-def _gpus(gpus: list[str]) -> Finding:
+def _gpus(gpus: list[str], has_gpu: bool) -> Finding:
     if gpus:
         return Finding("gpu", "ok", "; ".join(gpus))
+    if has_gpu:
+        return Finding("gpu", "optional", "an NVIDIA GPU whose driver does not answer nvidia-smi", "update the NVIDIA driver")
     return Finding("gpu", "optional", "none: models run on the CPU", "an NVIDIA driver, if this machine has a GPU")
 
 
@@ -236,13 +255,13 @@ def _torch(has_gpu: bool) -> Finding:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if not has_gpu:
         return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
-    if not torch.version.cuda:
-        release = torch.__version__.split("+")[0]
-        remedy = f"pip install --force-reinstall torch=={release} (from an index with the CUDA build)"
-        return Finding("torch", "optional", f"{torch.__version__} ({build}): the GPU is not used", remedy)
-    if not torch.cuda.is_available():
-        return Finding("torch", "optional", f"{torch.__version__} ({build}) sees no GPU", "update the NVIDIA driver")
-    return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.cuda.device_count()} GPUs visible")
+    from engine.accelerator import accelerator
+
+    why = accelerator().unavailable()
+    if why is not None:
+        reason, _, remedy = why.partition(": ")
+        return Finding("torch", "optional", f"{torch.__version__} ({build}), the GPU is not used: {reason}", remedy)
+    return Finding("torch", "ok", f"{torch.__version__} ({build}), {accelerator().device_count()} GPUs visible")
 
 
 def _redis() -> Finding:
@@ -269,7 +288,7 @@ def _triton(has_gpu: bool) -> Finding:
     if not has_gpu:
         return Finding("triton", "ok", version or "not needed without a GPU")
     if version is None:
-        return Finding("triton", "optional", "not installed", "pip install triton (without it steps are no CUDA graphs)")
+        return Finding("triton", "optional", "not installed", "pip install triton (else steps are no CUDA graphs, and not exact)")
     compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
     if not any(shutil.which(name) for name in compilers if name):
         return Finding("triton", "missing", f"{version}, without a C compiler", "apt-get install gcc libc6-dev")

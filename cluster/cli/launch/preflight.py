@@ -16,9 +16,9 @@ import psutil
 
 from cache_service.store.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
-from configs.schema import Config, ConfigError
+from configs.schema import MAX_WORLD_SIZE, Config, ConfigError
 from configs.server_checks import admin_address
-from configs.slices import SELF, ParallelismOptions, ServerOptions, SpeculationOptions
+from configs.slices import SELF, EngineOptions, ParallelismOptions, ServerOptions, SpeculationOptions
 from configs.tenancy_checks import key_is_required
 from engine.errors import ModelLoadError
 from engine.loading.model_files import base_of, is_adapter
@@ -211,6 +211,23 @@ def check_address(config: Config) -> None:
 def group_size(options: ParallelismOptions) -> int:
     """Ranks that are reserved for each replica, its own included; 1 where it computes alone, or with whoever is free."""
     return options.world_size if options.mode != "none" and options.world_size != "auto" else 1
+
+
+def most_ranks(config: Config) -> int:
+    """Return the ranks of the largest group that a replica may lead, where each of them has the whole model."""
+    options, server = config.parallelism, config.server
+    if options.mode != "lookahead":
+        return 1
+    return min(max(1, server.replicas), MAX_WORLD_SIZE) if options.world_size == "auto" else options.world_size
+
+
+def options_of_a_rank(engine: EngineOptions, gpus: float) -> EngineOptions:
+    """Return an engine's options where each rank reserves so many GPUs: of a part of one it takes that part of the memory.
+
+    Example: with 0.5, two replicas share a GPU, and each takes 0.45 of its memory.
+    """
+    share = gpus if 0 < gpus < 1 else 1.0
+    return dataclasses.replace(engine, gpu_memory_utilization=share * engine.gpu_memory_utilization)
 
 
 def baseline_parallelism(config: Config) -> ParallelismOptions:

@@ -130,4 +130,4 @@ def test_what_is_not_served_says_why(tmp_path: Path) -> None:
     assert "does not exist" in told("./no/where/at-all")["reason"]
     if not torch.cuda.is_available():
         llama_config().save_pretrained(tmp_path / "llama")
-        assert "torch sees no GPU" in told(tmp_path / "llama", "--device", "cuda")["reason"]
+        assert "no GPU can be used" in told(tmp_path / "llama", "--device", "cuda")["reason"]

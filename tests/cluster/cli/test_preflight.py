@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache_service.store.embedded import EmbeddedRedis
+from cluster.app import application
 from cluster.cli.launch.preflight import (
     LaunchError,
     check_api_nodes,
@@ -18,10 +19,11 @@ from cluster.cli.launch.preflight import (
     check_port,
     check_processors,
     check_reservation,
+    most_ranks,
 )
 from cluster.cli.launch.serve import _state_of_redis, base_url, serve_until_stopped
-from configs.schema import Config, load_config
-from configs.slices import BaselineOptions, ServerOptions
+from configs.schema import Config, ConfigError, load_config
+from configs.slices import BaselineOptions, EngineOptions, ServerOptions
 from tests.helpers.network import free_port
 
 
@@ -127,6 +129,34 @@ def test_what_cannot_be_reserved_is_an_error_before_anything_starts() -> None:
     check_reservation(configured(2, 4), "GPU", 1.0, 8.0)
     with pytest.raises(LaunchError, match=r"2 x 4 ranks need 8 GPUs.*server.gpus_per_replica"):
         check_reservation(configured(2, 4), "GPU", 1.0, 7.0)
+
+
+def test_replicas_of_a_gpu_take_their_parts_of_its_memory() -> None:
+    def share(gpus: float | None, utilization: float = 0.9) -> float:
+        config = Config.model_validate(
+            {
+                "model": {"path": "demo_model", "device": "cuda"},
+                "engine": {"gpu_memory_utilization": utilization},
+                "server": {"replicas": 2, "gpus_per_replica": gpus},
+            }
+        )
+        engine = application(config)._bound_deployment.init_args[0]._bound_deployment
+        options: EngineOptions = engine.init_args[1]
+        return options.gpu_memory_utilization
+
+    assert share(0.5) == 0.45 and share(0.25, 1.0) == 0.25
+    assert share(None) == share(1) == share(0) == share(2) == 0.9
+
+
+def test_the_ranks_that_slots_have_room_for() -> None:
+    assert [most_ranks(configured(4, size)) for size in (2, "auto")] == [2, 4]
+    assert most_ranks(configured(0, "auto")) == most_ranks(Config()) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "-0.1"])
+def test_a_share_of_memory_is_between_none_and_all(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.gpu_memory_utilization is .*allowed: 0\.001 to 1"):
+        load_config(None, [f"engine.gpu_memory_utilization={value}"])
 
 
 def test_each_replica_of_the_api_needs_a_node() -> None:
