@@ -74,7 +74,9 @@ class EngineReplica:
             logger.warning("this environment lacks %s", missing)
         spare_collector()
         if membership is not None and elastic is not None:
-            self._membership_client = MembershipClient(membership.actor, version, elastic.address, elastic.meet)
+            # Who has slots of another length cannot follow: those do not meet.
+            alike = f"{version} {self._replica.describe().info.max_model_len}"
+            self._membership_client = MembershipClient(membership.actor, alike, elastic.address, elastic.meet)
 
     async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
         """The outputs of some jobs, each with the job's place, all at once that have come; nothing comes as a beat.

@@ -22,7 +22,7 @@ from cluster.observe.device_failures import DeviceFailures
 from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handles import for_this_loop, for_threads
 from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
-from engine.errors import QueueFullError, RequestError
+from engine.errors import ContextLengthError, QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class HandleEngine:
             resume_timeout_s: a request that lost its replica gets that long until another one has taken it.
             describe_timeout_s: a replica that does not describe itself within it counts as missing.
             replicas: of the deployment. Where there are several, the jobs of an answer are in as many calls at least, and a job
-                that one refuses for a full queue is sent once more, to another one.
+                that one refuses for a full queue or its shorter context is sent once more, to another one.
             accept_timeout_s: a request that no replica has taken gets that long.
             version: of what is served. In a redeploy there may be replicas of another one, which count as none; empty: all count.
             failures: counts those of the replicas' devices; to nobody when absent.
@@ -229,11 +229,11 @@ class HandleEngine:
             except _LostError as lost:
                 reason = lost
             except (QueueFullError, RequestError) as refusal:
-                if isinstance(refusal, QueueFullError) and progress.spare and not progress.taken:
+                if isinstance(refusal, QueueFullError | ContextLengthError) and progress.spare and not progress.taken:
                     progress.spare = False
                     progress.attempts -= 1  # nothing was computed
                     continue
-                if not _passes(refusal, progress):
+                if not (_passes(refusal, progress) or self._fits_others(refusal, progress)):
                     raise
                 reason = refusal
             if progress.hopeless or time.monotonic() + progress.pause_s > progress.deadline_s:
@@ -243,6 +243,10 @@ class HandleEngine:
             logger.warning("request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
             await asyncio.sleep(progress.pause_s)
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
+
+    def _fits_others(self, refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
+        """Whether a request under way came to a replica with less memory, and so a shorter context, than the one it lost."""
+        return isinstance(refusal, ContextLengthError) and progress.taken and self._replicas > 1
 
     async def _attempt(self, job: Job, call: _Call, place: int, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
         """What is new of the outputs of one replica.

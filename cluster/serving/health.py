@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,8 @@ from actors.description import Description, GroupState
 from cluster.http.errors import ApiError
 from cluster.serving.cache_port import CacheAdminPort
 from engine.loading.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -29,7 +33,7 @@ class HealthService:
     others: Callable[[], Awaitable[Sequence[Description]]] | None = None  # replicas of the baseline, of which one has to answer
     wake: Callable[[], None] | None = None  # has an engine start, where there may be none (server.replicas=0)
     _complete: bool = field(default=False, init=False)
-    _info: ModelInfo | None = field(default=None, init=False)  # of the engine that answered last
+    _info: ModelInfo | None = field(default=None, init=False)  # see ``_agreed``
 
     async def health(self) -> Response:
         """200 with the load of all replicas, ``degraded`` where ranks or replicas are missing; 503 while none answers, or
@@ -44,8 +48,8 @@ class HealthService:
         return JSONResponse({"status": "ready", "replicas": await self.replicas(), "of": self.configured})
 
     async def info(self) -> ModelInfo:
-        """The model that is served. Raises ``ApiError`` (503) while no replica has answered."""
-        return self._info or (await self._answering())[0].info
+        """The model that is served, see ``_agreed``. Raises ``ApiError`` (503) while no replica has answered."""
+        return self._info or self._agreed(await self._answering())
 
     async def replicas(self) -> int:
         """How many engine replicas answer. Raises ``ApiError`` (503 ``not_ready``) while something is missing."""
@@ -64,8 +68,21 @@ class HealthService:
     async def _described(self) -> Sequence[Description]:
         replicas = await self.describe()
         if replicas:
-            self._info = replicas[0].info
+            self._info = self._agreed(replicas)
         return replicas
+
+    def _agreed(self, replicas: Sequence[Description]) -> ModelInfo:
+        """Return the model that replicas have, with the shortest context that any of them has had.
+
+        What one of them takes fits the others, to which it goes when that one is lost.
+        """
+        lengths = {replica.info.max_model_len for replica in replicas}
+        before = max(lengths) if self._info is None else self._info.max_model_len
+        shortest = min(before, *lengths)
+        if shortest < before:
+            message = "an engine replica has memory for requests of %d tokens and another for %d: %d are served by all"
+            logger.warning(message, shortest, before, shortest)
+        return dataclasses.replace(replicas[0].info, max_model_len=shortest)
 
     async def _answering(self) -> Sequence[Description]:
         """At least one."""

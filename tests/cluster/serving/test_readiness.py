@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -65,6 +66,29 @@ def test_where_there_may_be_no_engine_one_has_to_have_been_there(circle_engine: 
     assert asyncio.run(readiness.replicas()) == 0 and woken == [True]
     assert json.loads(bytes(asyncio.run(readiness.health()).body))["status"] == "idle"
     assert asyncio.run(readiness.info()) == info
+
+
+def test_the_shortest_context_of_all_replicas_is_served(circle_engine: EnginePort, caplog: pytest.LogCaptureFixture) -> None:
+    described: Description = asyncio.run(circle_engine.describe())[0]
+    engines: list[Description] = []
+
+    async def replicas() -> list[Description]:
+        return engines
+
+    def holds(*lengths: int) -> int:
+        infos = [dataclasses.replace(described.info, max_model_len=length) for length in lengths]
+        engines[:] = [dataclasses.replace(described, info=info) for info in infos]
+        assert asyncio.run(readiness.replicas()) == len(lengths)
+        return asyncio.run(readiness.info()).max_model_len
+
+    readiness = HealthService(replicas, 1)
+    assert holds(32768, 32768) == 32768 and not caplog.records
+    assert holds(32768, 16384) == 16384
+    (line,) = caplog.records
+    assert "16384" in line.getMessage() and "32768" in line.getMessage()
+    assert holds(32768) == 16384  # while the other one is silent: it may get requests all the same
+    assert holds(16384, 16384) == 16384 and caplog.records == [line]
+    assert asyncio.run(readiness.info()) == dataclasses.replace(described.info, max_model_len=16384)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
