@@ -93,6 +93,7 @@ class Group(Ranks):
         self._pinned: int | None = None  # the thread that computes, by its identity
         self._start_timeout_s, self._secret = start_timeout_s, secrets.token_bytes(32)
         self._executor: LookaheadParallelExecutor | None = None
+        self._max_model_len = 0  # of the leader
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="group", daemon=True)
         self._members = [_Member(rank) for rank in range(1, self.world_size)]
@@ -104,6 +105,7 @@ class Group(Ranks):
         if self._cores:
             pin_thread(self._cores)
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._parallelism, self._chunk)
+        self._max_model_len = runner.cache.capacity - self._speculation.most_draft_tokens * self.world_size
         return self._executor
 
     def start(self) -> None:
@@ -169,10 +171,15 @@ class Group(Ranks):
         return sum(nodes[lower] == nodes[rank] for lower in range(rank)), self._threads
 
     def _join(self, member: _Member) -> None:
-        """Takes a rank in that has loaded. Raises GroupError when it has not, or does not let itself be connected to."""
+        """Takes a rank in that has loaded. Raises GroupError when it has not, has shorter slots than the leader, or is silent."""
         assert self._executor is not None and member.actor is not None and member.loading is not None
         try:
             place: RankPlace = ray.get(member.loading)
+            if place.max_model_len < self._max_model_len:
+                raise GroupError(
+                    f"rank {member.rank} has memory for requests of {place.max_model_len} tokens, and the leader serves "
+                    f"{self._max_model_len}: set model.max_model_len={place.max_model_len}, or end what takes memory of its GPU"
+                )
             if place.node == ray.get_runtime_context().get_node_id():
                 member.actor.process, member.device = psutil.Process(place.pid), place.device
             member.link = connect(place.address, self._secret, self._parallelism.rank_timeout_s)

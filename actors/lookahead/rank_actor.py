@@ -26,6 +26,7 @@ class RankPlace:
     pid: int
     node: str
     device: str  # of the model, as ``engine.measures.energy`` knows it on that node
+    max_model_len: int  # tokens of a request for which its slots have room
 
 
 class RankActor:
@@ -55,9 +56,9 @@ class RankActor:
             GroupError: the node has too few cores.
         """
         prepare = None if pinned is None else functools.partial(pin_thread, own_cores(*pinned, allowed_cores()))
-        _, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
+        loaded, runner = load_runner(self._model, self._engine, self._speculation, self._world_size)
         spare_collector()
         host = "127.0.0.1" if self._parallelism.placement == "STRICT_PACK" else ray.util.get_node_ip_address()
         self._server = RankServer(LocalExecutor(runner), secret, self._parallelism, host, prepare)
         node, device = ray.get_runtime_context().get_node_id(), meter_name(runner.model.device)
-        return RankPlace(self._server.address, os.getpid(), node, device)
+        return RankPlace(self._server.address, os.getpid(), node, device, loaded.max_model_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -179,6 +180,17 @@ def test_a_rank_that_cannot_be_loaded_says_why(model: ModelOptions, tmp_path: Pa
     group = Group(absent, ENGINE, SPECULATION, ParallelismOptions(mode="lookahead", world_size=2), bundles)
     Engine.load(model, ENGINE, SPECULATION, group.world_size, group.executor)
     with pytest.raises(GroupError, match=r"rank 1 could not be loaded: model path '.*absent' does not exist"):
+        group.start()
+    remove_placement_group(bundles)
+
+
+@pytest.mark.usefixtures("bundles")
+def test_a_rank_with_shorter_slots_than_the_leader_s_is_refused(model: ModelOptions) -> None:
+    bundles = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    shorter = dataclasses.replace(model, max_model_len=64)
+    group = Group(shorter, ENGINE, SPECULATION, ParallelismOptions(mode="lookahead", world_size=2), bundles)
+    Engine.load(dataclasses.replace(model, max_model_len=96), ENGINE, SPECULATION, group.world_size, group.executor)
+    with pytest.raises(GroupError, match=r"rank 1 .* 64 tokens, .* 96: set model\.max_model_len=64"):
         group.start()
     remove_placement_group(bundles)
 
