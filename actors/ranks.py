@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
 from actors.description import GroupState
 from actors.lookahead.executor import StepTimes
 from configs.slices import EngineOptions
+from engine.errors import DeviceError
 from engine.executor import Executor
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
@@ -25,6 +27,9 @@ class Ranks(ABC):
     """
 
     world_size: int  # the most ranks to which a step's trees may be partitioned: trees are as many times as large
+
+    # To be told, from any thread, that a device failed without which this process is of no use; it may not return.
+    device_failed: Callable[[DeviceError], object] | None = None
 
     def runner(self, model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
         """The engine's own runner, of the whole model or a part; see ``engine.forward.runners``. Called once, before

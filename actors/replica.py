@@ -56,7 +56,7 @@ class Replica:
             cache: where outputs are shared with other replicas; None to keep them to this one.
             ranks: those that share its steps, closed with it; None to compute alone.
             meter: opens the meter of its devices; None where their counters are not of its requests alone.
-            end: ends this process, when its device has failed and all requests were told; called in the replica's thread.
+            end: ends this process, when its device or a rank's has failed and all requests were told.
 
         Raises:
             engine.errors.ModelLoadError: the model cannot be loaded.
@@ -87,6 +87,8 @@ class Replica:
                 self._open_meter(meter)
             parts.pop_all()
         self._engine.before_suspect = self._announce
+        if ranks is not None and end is not None:
+            ranks.device_failed = self._lose_device
         self._chores_from_s = time.monotonic() + SETTLED_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -197,16 +199,12 @@ class Replica:
                 elif self._until_chore_s() == 0.0:
                     self._engine.chore()
         except DeviceError as error:
-            place = f"{self._info.device}, {len(self._live)} requests go on elsewhere and this process ends"
-            logger.critical("device_failed: %s on %s: %s", error.kind, place, error.reason, exc_info=error)
-            fault = DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)
+            self._lose_device(error)
         except Exception as error:
             logger.exception("the engine's thread ends")
             fault = ReplicaError(f"the engine failed: {one_line(error)}")
         finally:
             self._close(fault)
-        if isinstance(fault, DeviceLostError) and self._end is not None:
-            self._end()
 
     def _tell_ranks(self) -> None:
         """Says whether there are requests, whenever that has changed."""
@@ -332,16 +330,31 @@ class Replica:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {one_line(error)}") from error
 
-    def _close(self, fault: ReplicaError) -> None:
+    def _lose_device(self, error: DeviceError) -> None:
+        """Tells all requests that a device failed, then has this process ended. From any thread: the engine's may hang."""
+        count, device = len(self._live), self._info.device
+        if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
+            text = "device_failed: %s on %s, %d requests go on elsewhere and this process ends: %s"
+            logger.critical(text, error.kind, device, count, error.reason, exc_info=error)
+            self._inbox.put(None)
+            if self._end is not None:
+                self._end()
+
+    def _close(self, fault: ReplicaError) -> bool:
+        """Takes nothing any more and tells all requests why; False where that was done before."""
         with self._closing:
+            if self._fault is not None:
+                return False
             self._fault = fault
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if isinstance(command, Live):
-                command.put(_again(fault))
-        for live in self._live.values():
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if isinstance(command, Live):
+                    command.put(_again(fault))
+        for live in list(self._live.values()):
             live.put(_again(fault))
         self._live.clear()
+        return True
 
 
 def _again(fault: ReplicaError) -> ReplicaError:

@@ -29,7 +29,7 @@ class QueueFullError(RuntimeError):
     """As many requests wait as the configuration allows (``engine.max_waiting``); try again later."""
 
 
-# What a failed device is counted as (``outrider:device_failures``), by words of CUDA's message; "other" for any other one.
+# What a failed device is counted as (``outrider:device_failures``), by words of the message; "other" for any other one.
 _DEVICE_FAULTS = {
     "illegal memory access": "illegal_memory_access",
     "ecc error": "uncorrectable_ecc",
@@ -39,6 +39,7 @@ _DEVICE_FAULTS = {
     "is lost": "device_lost",
     "launch": "launch_failure",
     "assert": "device_assert",
+    "rank": "rank_lost",
 }
 DEVICE_FAULTS = (*dict.fromkeys(_DEVICE_FAULTS.values()), "other")
 

@@ -18,6 +18,7 @@ from actors.placement.blocks import share_ranks
 from actors.placement.pinning import allowed_cores, own_cores, pin_thread
 from actors.ranks import GroupError, Ranks
 from configs.slices import ParallelismOptions
+from engine.errors import DeviceError
 from engine.executor import Executor, LocalExecutor
 from engine.forward.runner import ModelRunner
 
@@ -86,7 +87,7 @@ class Elastic(Ranks):
     def executor(self, runner: ModelRunner) -> Executor:
         """See ``Ranks``. The same model and slots serve as a rank of other replicas, in turn."""
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._options, REFILL_ROWS)
-        self._server = RankServer(LocalExecutor(runner), self._secret, self._options, self._host, self._pin)
+        self._server = RankServer(LocalExecutor(runner), self._secret, self._options, self._host, self._pin, self._fail)
         return self._executor
 
     def start(self) -> None:
@@ -136,6 +137,11 @@ class Elastic(Ranks):
             member.peer.close()
             if member.link is not None:
                 member.link.close()
+
+    def _fail(self, error: DeviceError) -> None:
+        """Says that the device failed in another leader's step."""
+        if self.device_failed is not None:
+            self.device_failed(error)
 
     def _pin(self) -> None:
         """Keeps the calling thread, which computes, on the cores of this replica's number, where that is asked for."""

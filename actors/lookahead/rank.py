@@ -16,7 +16,8 @@ from actors.lookahead.messages import Away, Beat, Failure, OutcomeMessage, Reply
 from configs.slices import ParallelismOptions
 from decoding.request import Request, RequestState
 from decoding.tree import DraftTree, Int32Array
-from engine.errors import one_line
+from engine.accelerator import device_error
+from engine.errors import DeviceError, one_line
 from engine.executor import LocalExecutor, Outcome
 from engine.forward.batch import Work
 
@@ -114,6 +115,7 @@ class RankServer:
         options: ParallelismOptions,
         host: str = "127.0.0.1",
         prepare: Callable[[], None] | None = None,
+        device_failed: Callable[[DeviceError], object] | None = None,
     ) -> None:
         """
         Args:
@@ -122,11 +124,13 @@ class RankServer:
             options: of the group.
             host: address to listen at.
             prepare: called once in each thread that computes, before it does.
+            device_failed: told in a thread of its own that the device failed for good.
 
         Raises:
             OSError: the address cannot be listened at.
         """
         self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
+        self._model_device, self._device_failed = executor.runner.model.device, device_failed
         self._device = threading.Lock()  # one step at a time, and none while busy
         self._guard = threading.Lock()  # of the fields below
         self._links: list[Link] = []
@@ -208,6 +212,9 @@ class RankServer:
                 logger.exception("a step failed")
                 self._leader = None
                 self._rank.forget(failed=True)
+                lost = device_error(error, self._model_device)
+                if lost is not None and self._device_failed is not None:
+                    threading.Thread(target=self._device_failed, args=(lost,), name="rank-device-failed", daemon=True).start()
                 return Failure(one_line(error), isinstance(error, DisagreementError))
 
     def _leave(self, link: Link) -> None:

@@ -31,7 +31,7 @@ from actors.sharded.shard import Shard, Terms, meet
 from actors.sharded.shared_sums import sweep
 from actors.wire import encode
 from configs.slices import EngineOptions, ModelOptions
-from engine.errors import ModelLoadError, one_line
+from engine.errors import DeviceError, ModelLoadError, one_line
 from engine.executor import Executor, LocalExecutor
 from engine.forward.batch import Batch
 from engine.forward.runner import ModelRunner
@@ -170,6 +170,8 @@ class ShardedGroup(Ranks):
             yield
         except Exception as error:  # the ranks are not in step any more: none can be used
             self._lose(f"a forward failed: {one_line(error)}")
+            if self._lost.is_set():  # another thread ends the process
+                raise DeviceError(self._fault or one_line(error)) from error
             raise
         self._began_s = None
 
@@ -206,7 +208,7 @@ class ShardedGroup(Ranks):
         return None
 
     def _lose(self, reason: str) -> None:
-        """Ends the group, and this process with it. While the ranks meet, the leader may say why first."""
+        """Ends the group, tells the requests, and ends this process. While the ranks meet, the leader may say why first."""
         if self._closing.is_set():
             return
         self._fault = self._fault or reason
@@ -215,4 +217,6 @@ class ShardedGroup(Ranks):
         if not self._all_ready.is_set() and self._closing.wait(RAISE_S):
             return  # it has
         self.close()
+        if self.device_failed is not None:
+            self.device_failed(DeviceError(self._fault))
         end_process()

@@ -11,13 +11,16 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+import torch
 
-from actors.description import GroupState, ReplicaError
+from actors.description import DeviceLostError, GroupState, ReplicaError
 from actors.lookahead.elastic import Elastic
 from actors.lookahead.executor import LookaheadParallelExecutor
 from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
+from engine.executor import Outcome
+from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
 from tests.helpers import waiting
 from tests.helpers.models import llama_config, save_model
@@ -55,7 +58,9 @@ class Node:
 
     def __init__(self, model: ModelOptions, world: int, widest: int = WORLD) -> None:
         self.ranks = [Watched(LOOKAHEAD, SECRET, widest, idle_s=0.05) for _ in range(world)]
-        self.replicas = [Replica(model, ENGINE, AUTO, ranks=ranks) for ranks in self.ranks]
+        self.ended: list[int] = []  # replicas whose process would have ended
+        ends = [functools.partial(self.ended.append, rank) for rank in range(world)]
+        self.replicas = [Replica(model, ENGINE, AUTO, ranks=ranks, end=end) for ranks, end in zip(self.ranks, ends, strict=True)]
         self.meet(range(world))
 
     def meet(self, members: Sequence[int]) -> None:
@@ -237,6 +242,60 @@ def test_a_replica_that_ends_in_the_middle(model: ModelOptions, expected: Expect
         assert await others >= 2
 
     asyncio.run(ask())
+    node.stop()
+
+
+def test_a_replica_whose_device_fails_in_the_step_of_another_one_ends(
+    model: ModelOptions, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(model, 2)
+    over = asyncio.Event()
+
+    def fails(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    async def ask() -> None:
+        asked = asyncio.create_task(keep_busy(node.replicas[0], over, expected))
+        await until(lambda: node.ranks[0].group.width == 2)
+        server = node.ranks[1]._server
+        assert server is not None
+        monkeypatch.setattr(server._rank._executor, "execute", fails)
+        await until(lambda: node.ended == [1])
+        with pytest.raises(DeviceLostError):
+            node.replicas[1].check_health()
+        over.set()
+        assert await asked >= 2
+        node.replicas[0].check_health()
+
+    asyncio.run(ask())
+    node.stop()
+
+
+def test_a_leader_s_step_that_runs_out_of_memory_is_computed_in_smaller_ones(
+    model: ModelOptions, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(model, 2)
+    local = node.ranks[0].group._local
+    execute, lacked = local.execute, 0
+
+    def short(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        nonlocal lacked
+        if len(works) > 2 or sum(work.end - work.start for work in works) > 4:
+            lacked += 1
+            raise torch.OutOfMemoryError
+        return execute(works, top_k)
+
+    monkeypatch.setattr(local, "execute", short)
+
+    async def ask() -> None:
+        await until(lambda: len(node.state(0).ready) == 2)
+        asked = [(number, seed) for number in range(4) for seed in (None, 7)]
+        streams = [stream(node.replicas[0], request(f"{number}-{seed}", PROMPTS[number], seed)) for number, seed in asked]
+        assert await asyncio.gather(*streams) == [expected[each] for each in asked]
+
+    asyncio.run(asyncio.wait_for(ask(), 120))
+    assert lacked and max(node.seen(0)) == 2 and not node.ended
+    assert node.state(0).losses == 0
     node.stop()
 
 
