@@ -75,7 +75,7 @@ def reserved_bytes(config: PreTrainedConfig, dtype: torch.dtype, options: Engine
         capacity: entries of a slot.
     """
     text, found = config.get_text_config(), outline(config)
-    vocab, hidden, wide = int(text.vocab_size), int(text.hidden_size), dtype.itemsize
+    vocab, hidden, wide = int(text.vocab_size), int(getattr(text, "hidden_size", found.widest)), dtype.itemsize
     of_row = vocab * (2 * wide + 4) + 4 * wide * found.widest + hidden * (4 * wide + 12)
     strict = options.exact == "strict"
     sizes = (STRICT_ROWS,) if strict else ROWS
