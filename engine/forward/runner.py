@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.sampling.ranking import SignedArray
+from engine.accelerator import accelerator
 from engine.errors import ModelLoadError
 from engine.forward.attention import StepContext
 from engine.forward.batch import Batch, Segment, adapters_of, cut
@@ -207,17 +208,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Computes all rows, stores their KV and returns the wanted logits, [len(batch.logit_rows), vocab]."""
+        """Compute all rows, store their KV and return the wanted logits, [len(batch.logit_rows), vocab]."""
+        with accelerator().current(self._device):  # streams and graphs are those of the thread's current device
+            return self._in_parts(batch)
+
+    def _in_parts(self, batch: Batch) -> torch.Tensor:
+        """As ``forward``, in as many forwards as it takes."""
         if self.fixed_rows is None or len(batch.token_ids) <= self.fixed_rows:
             return self._compute(batch)
-        logits = None
+        logits = computed = torch.empty(0)
         for part, places in cut(batch, self.fixed_rows):
             computed = self._compute(part)
-            if logits is None:
-                logits = computed.new_empty(len(batch.logit_rows), computed.shape[1])
-            logits[torch.from_numpy(places).to(logits.device)] = computed
-        assert logits is not None, batch
-        return logits
+            if len(places):  # which lie side by side
+                if not len(logits):
+                    logits = computed.new_empty(len(batch.logit_rows), computed.shape[1])
+                logits[places[0] : places[-1] + 1] = computed
+        return logits if len(logits) else computed
 
     def _compute(self, batch: Batch) -> torch.Tensor:
         """As ``forward``, in one."""

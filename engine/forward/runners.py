@@ -14,7 +14,7 @@ from engine.errors import ModelLoadError, one_line
 from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, tree_attention
 from engine.forward.cpu.states.mixers import mixers
-from engine.forward.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_graphs
+from engine.forward.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_exactness, lacks_graphs
 from engine.forward.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -44,20 +44,20 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, t
 
 
 def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-    graphs, name = has_graphs(model), type(model).__name__
-    without = lacks_graphs(model) if model.device.type == "cuda" else None
+    graphs, name, on_gpu = has_graphs(model), type(model).__name__, model.device.type == "cuda"
     if options.compile and not graphs:
         raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {model.device}: leave it out")
     if options.compile:
         compile_layers(model)
     if options.exact == "rounding":
-        if model.device.type == "cpu":
+        if not on_gpu:
             raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
-        if without is not None:
-            logger.warning("%s on %s runs without CUDA graphs, which is slower: %s", name, model.device, without)
+        if not graphs:
+            logger.warning("%s on %s runs without CUDA graphs, which is slower: %s", name, model.device, lacks_graphs(model))
         runner = _made(model, capacity, options, None, graphs, tree_rows)
         _refuse_strays(runner)
         return runner
+    without = lacks_exactness(model) if on_gpu else None
     if without is not None:
         advice = "Set engine.exact=rounding, where near-ties may fall either way, or model.device=cpu"
         raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {without}. {advice}")

@@ -123,12 +123,12 @@ class DoubleGraph:
     """A list of operations on tensors. A replay executes it on the same memory, without any Python of the model."""
 
     def __init__(self, gpu: DoubleGpu, index: int) -> None:
-        self._gpu, self._index = gpu, index
+        self._gpu, self.index = gpu, index
         self.operations: list[_Recorded] = []
 
     def replay(self) -> None:
         """See ``engine.accelerator.Graph``."""
-        self._gpu.launch(self._index, "replays", self._execute)
+        self._gpu.queue(self.index, "replays", self._execute)
 
     def _execute(self) -> None:
         for each in self.operations:
@@ -165,7 +165,7 @@ class DoubleGpu:
     It fails where a GPU would: an operation over two devices, one outside of ``current``, work on a stream that nobody waits for,
     a capture that waits for the host or copies from its pageable memory. A copy from pinned memory, and a replay behind it, take
     place as late as the program allows, so that a buffer that is filled again too early shows. ``counts`` has the launches,
-    replays, copies (``to_device``, ``to_host``) and waits of the host since it was cleared.
+    replays, copies (``to_device``, ``to_host``) and waits of the host since the start, and all of them as ``calls``.
     """
 
     def __init__(self, gpus: int = 2, capability: tuple[int, int] = (8, 0), memory_gib: float = 80.0) -> None:
@@ -178,7 +178,7 @@ class DoubleGpu:
         self._pinned: set[int] = set()
         self.counts: Counter[str] = Counter()
         self.graphs: list[DoubleGraph] = []
-        self._fault: tuple[int, Exception] | None = None  # launches until it happens
+        self._fault: tuple[int, Exception] | None = None  # calls until it happens
         self.broken: Exception | None = None  # of a GPU that was lost: every later call raises it
 
     # ---- Accelerator --------------------------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ class DoubleGpu:
                 output = forward()
         finally:
             thread.capture = None
+            self.current_stream(device).wait_stream(own)
         if not graph.operations:
             raise DoubleError("the graph is empty: what was to be captured ran on another device")
-        self.current_stream(device).wait_stream(own)
         for each in graph.operations:  # what no replay has computed yet is no number
             for made in () if each.writes else each.outputs:
                 made.fill_(float("nan") if made.dtype.is_floating_point else 0)
@@ -309,12 +309,12 @@ class DoubleGpu:
                         part._buffers[name] = buffer.to(device)
         return module
 
-    def fail_at(self, launch: int, error: Exception) -> None:
-        """Have the n-th launch from now on, counted from 1, raise an error.
+    def fail_at(self, call: int, error: Exception) -> None:
+        """Have the n-th launch, replay, copy or wait from now on, counted from 1, raise an error.
 
         After ``torch.AcceleratorError`` the GPU is lost, and so is every later call.
         """
-        self._fault = launch, error
+        self._fault = call, error
 
     def counted(self, step: Callable[[], Any]) -> Counter[str]:
         """Return the counts of one call."""
@@ -350,7 +350,7 @@ class DoubleGpu:
     def _cast(self, func: Any, args: Any, kwargs: Any, target: int | None) -> Any:
         source = args[0]
         if isinstance(source, DoubleTensor) and target is None:  # to the host
-            self._read(source, "to_host")
+            self._read(source)
             return func(*_on_cpu(args), **_on_cpu(kwargs)).clone()
         assert target is not None, func
         if isinstance(source, DoubleTensor):
@@ -359,31 +359,30 @@ class DoubleGpu:
         pinned = source.untyped_storage().data_ptr() in self._pinned and bool(flags)
         numbers = func(*_on_cpu(args), **_on_cpu(kwargs))
         made = self._made(numbers.clone() if numbers is source else numbers, target)
+        self._call("to_device")
         self._wrote(made)
-        self.counts["to_device"] += 1
         if not pinned:
-            self._pageable(target)
+            self._wait_here(target)
         return made
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         if not isinstance(to, DoubleTensor):  # to the host
             assert isinstance(source, DoubleTensor), source
-            self._read(source, "to_host")
+            self._read(source)
             return to.copy_(source.numbers)
         if source.dim() == 0:  # a number, which travels with the launch
             self._launched((to,), (to,))
             to.numbers.copy_(source)
             return to
-        self.counts["to_device"] += 1
         index = _index(to.device)
         self._use(to)
         self._wrote(to)
-        if source.untyped_storage().data_ptr() not in self._pinned or not non_blocking:
-            self._pageable(index)
-            to.numbers.copy_(source)
+        if source.untyped_storage().data_ptr() in self._pinned and non_blocking:
+            self.queue(index, "to_device", lambda: to.numbers.copy_(source))
             return to
-        self._raise_fault()
-        self.launch(index, "", lambda: to.numbers.copy_(source))
+        self._call("to_device")
+        self._wait_here(index)
+        to.numbers.copy_(source)
         return to
 
     def _compute(self, func: Any, name: str, ours: Sequence[DoubleTensor], args: Any, kwargs: Any, target: int | None) -> Any:
@@ -398,12 +397,11 @@ class DoubleGpu:
                 raise DoubleError(f"a kernel over tensors of cuda:{index} while another device is current")
         waits = name in _WAITING or (name in ("index", "index_put_", "index_put") and _masked(args))
         if waits:
-            self._waits(index)
+            self._wait_here(index)
         writes = [own for own, argument in zip(args, _schema(func, len(args)), strict=False) if argument and torch.is_tensor(own)]
-        if name == "slot_attention":
-            func = attend_slots
+        func = {"slot_attention": attend_slots, "histc": _histc}.get(name, func)
         capture = self._thread.capture
-        if capture is not None and capture._index == index:
+        if capture is not None and capture.index == index:
             return self._record(capture, func, ours, writes, cpu_args, cpu_kwargs, index)
         found = self._execute(func, name, ours, writes, cpu_args, cpu_kwargs, index)
         return found
@@ -462,21 +460,17 @@ class DoubleGpu:
                 if not torch.is_tensor(own) or isinstance(own, DoubleTensor) or own.dim() == 0:
                     continue
                 if name in ("index", "index_put_", "index_put") and place == 1:
-                    self.counts["to_device"] += 1
-                    self._pageable(index)
+                    self._call("to_device")
+                    self._wait_here(index)
                 else:
                     raise DoubleError(f"{name} over a tensor of cuda:{index} and one of the CPU, {tuple(own.shape)}")
 
     # ---- below: order -------------------------------------------------------------------------------------------------------
 
-    def launch(self, index: int, kind: str, work: Callable[[], Any]) -> None:
+    def queue(self, index: int, kind: str, work: Callable[[], Any]) -> None:
         """Queue work of a device that takes place when somebody needs its results."""
         with self._lock:
-            self._raise_broken()
-            if kind:
-                self._raise_fault()
-                self.counts[kind] += 1
-                self.counts["launches"] += 1
+            self._call(kind)
             if self._thread.capture is not None:
                 raise RuntimeError(_CAPTURING)
             self._gpus[index].queue.append(work)
@@ -489,8 +483,7 @@ class DoubleGpu:
     def wait(self, index: int, place: int | None = None) -> None:
         """Have the host wait for the queued work of a device, up to a place in it."""
         with self._lock:
-            self._waits(index)
-            self._flush(index, place)
+            self._wait_here(index, place)
 
     def _flush(self, index: int, place: int | None = None) -> None:
         gpu = self._gpus[index]
@@ -500,30 +493,38 @@ class DoubleGpu:
                     gpu.queue.pop(0)()
                     gpu.flushed += 1
 
-    def _waits(self, index: int) -> None:
-        self._raise_broken()
+    def _wait_here(self, index: int, place: int | None = None) -> None:
+        """Count a wait of the host. Copies between a device and memory that is not pinned are of this kind."""
+        self._call("waits")
         capture = self._thread.capture
-        if capture is not None and capture._index == index:
+        if capture is not None and capture.index == index:
             raise RuntimeError(_CAPTURING)
-        self.counts["waits"] += 1
-        self._flush(index)
+        self._flush(index, place)
 
-    def _pageable(self, index: int) -> None:
-        """A copy between a device and memory that is not pinned: the host goes on when it is over."""
-        self._waits(index)
-
-    def _read(self, source: DoubleTensor, kind: str) -> None:
+    def _read(self, source: DoubleTensor) -> None:
         self._use(source)
-        self.counts[kind] += 1
-        self._waits(_index(source.device))
+        self._call("to_host")
+        self._wait_here(_index(source.device))
 
     def _launched(self, reads: Sequence[DoubleTensor], writes: Sequence[DoubleTensor], launches: int = 1) -> None:
-        self._raise_fault()
-        self.counts["launches"] += launches
+        self._call("launches", launches)
         for each in reads:
             self._use(each)
         for each in writes:
             self._wrote(each)
+
+    def _call(self, kind: str, count: int = 1) -> None:
+        """Count a call of the device, which fails where it is time to."""
+        self._raise_broken()
+        if self._fault is not None:
+            left, error = self._fault
+            self._fault = (left - 1, error) if left > 1 else None
+            if left <= 1:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    self.broken = error
+                raise error
+        self.counts[kind] += count
+        self.counts["calls"] += 1
 
     def _stream(self, index: int) -> DoubleStream:
         return self._thread.streams.get(index, self._gpus[index].default)
@@ -543,21 +544,14 @@ class DoubleGpu:
     def _made(self, numbers: torch.Tensor, index: int) -> DoubleTensor:
         return DoubleTensor(numbers, index, self)
 
-    def _raise_fault(self) -> None:
-        if self._fault is None:
-            return
-        left, error = self._fault
-        if left > 1:
-            self._fault = left - 1, error
-            return
-        self._fault = None
-        if not isinstance(error, torch.OutOfMemoryError):
-            self.broken = error
-        raise error
-
     def _raise_broken(self) -> None:
         if self.broken is not None:
             raise self.broken
+
+
+def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute a histogram of integers, too, as GPUs do."""
+    return torch.histc(input.double(), *args, **kwargs).to(input.dtype)
 
 
 def _index(device: torch.device) -> int:

@@ -57,6 +57,13 @@ def lacks_graphs(model: PreTrainedModel) -> str | None:
     return None
 
 
+def lacks_exactness(model: PreTrainedModel) -> str | None:
+    """Return why the outputs of a model on a GPU are not exact, in a few words; None where the check of exactness decides."""
+    if outline(model.config).routed:  # whatever that check says of its few tokens
+        return "its experts compute as many rows at once as are routed to each"
+    return lacks_graphs(model)
+
+
 def has_graphs(model: PreTrainedModel) -> bool:
     """Return whether steps of a model are captured where it is."""
     return model.device.type == "cuda" and lacks_graphs(model) is None
