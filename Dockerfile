@@ -47,22 +47,30 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip install -c constraints.txt -r requirements.txt -r tracing.txt matplotlib \
     && pip install -c constraints.txt --no-build-isolation -r baselines.txt
 
-# The default index's torch is built for CUDA 13: nodes need an NVIDIA driver of 580 or newer.
+# The default index's torch is built for CUDA 13: nodes need an NVIDIA driver of 580 or newer. --build-arg CUDA=cu126 takes the same
+# torch built for CUDA 12.6, which runs on any driver from 525 on; what that torch requires is on the default index.
 FROM environment AS cuda-environment
+ARG CUDA=cu130
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/$CUDA
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install -c constraints.txt -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
+    if [ "$CUDA" != cu130 ]; then \
+    pip install --no-deps --index-url "$TORCH_INDEX_URL" -c constraints.txt torch; fi \
+    && pip install -c constraints.txt -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
     && pip install -c constraints.txt --no-build-isolation -r baselines.txt
 
 # A wheel of flash-attn for this Python, torch and CUDA: minutes on many cores, hours on few. MAX_JOBS compilers run at once, each
 # takes some gigabytes. --build-arg FLASH_ATTN=none leaves it out (prompts go by torch's flash kernels then), and an address of a
-# wheel takes that one.
+# wheel takes that one. Every kernel is compiled once for each of FLASH_ATTN_CUDA_ARCHS: 80 is A100, 90 is H100 and H200, and code
+# for one does not run on the other. One of them alone is half the work. nvcc.txt is CUDA 13's compiler: with another CUDA nothing
+# is compiled.
 FROM cuda-environment AS flash-attn
+ARG CUDA=cu130
 ARG FLASH_ATTN=flash-attn==2.8.3.post2
-ARG FLASH_ATTN_CUDA_ARCHS=80
+ARG FLASH_ATTN_CUDA_ARCHS=80;90
 ARG MAX_JOBS=4
 WORKDIR /wheels
 RUN --mount=type=cache,target=/root/.cache/pip \
-    if [ "$FLASH_ATTN" != none ]; then \
+    if [ "$FLASH_ATTN" != none ] && { [ "$CUDA" = cu130 ] || [ "${FLASH_ATTN#*://}" != "$FLASH_ATTN" ]; }; then \
     pip install -c /src/constraints.txt -r /src/nvcc.txt \
     && home=$(python -c 'import nvidia.cu13; print(*nvidia.cu13.__path__)') \
     && ln -sf libcudart.so.13 "$home/lib/libcudart.so" \

@@ -160,7 +160,7 @@ class Builder:
             }
         elif one.name == "ARG":
             name, _, value = one.text.partition("=")
-            layer.environment.setdefault(name, self._arguments.get(name, value))
+            layer.environment.setdefault(name, self._arguments.get(name, _filled(value, layer.environment)))
         elif one.name == "WORKDIR":
             layer.workdir = one.text
             (layer.mounted / one.text.lstrip("/")).mkdir(parents=True, exist_ok=True)

@@ -253,12 +253,12 @@ def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]
                 installed.setdefault(stage.name, []).append(words[2:])
                 assert {"constraints.txt", "/src/constraints.txt", "--no-index"} & set(words), words
     torch, rest, baselines = installed["cpu-environment"]
-    assert (
-        baselines == ["-c", "constraints.txt", "--no-build-isolation", "-r", "baselines.txt"] == installed["cuda-environment"][1]
-    )
+    assert baselines == ["-c", "constraints.txt", "--no-build-isolation", "-r", "baselines.txt"]
     assert torch == ["--no-deps", "--index-url", "$TORCH_INDEX_URL", "-c", "constraints.txt", "torch"]
+    of_another_cuda, everything, of_cuda = installed["cuda-environment"]
+    assert (of_another_cuda, of_cuda) == (torch, baselines)
     assert rest[rest.index("requirements.txt") :] == ["requirements.txt", "-r", "tracing.txt", "matplotlib"]
-    assert "gpu.txt" in installed["cuda-environment"][0] and "--index-url" not in installed["cuda-environment"][0]
+    assert "gpu.txt" in everything and "--index-url" not in everything
     assert Version(PINS["torch"]) in next(
         one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"]) if one.name == "torch"
     )
@@ -269,6 +269,47 @@ def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]
     assert {"gpu", "tracing", "baselines"} <= lists <= known and "nvcc" in known
     (index,) = found["cpu-environment"].of("ARG")
     assert index.text.startswith("TORCH_INDEX_URL=https://") and index.text.endswith("/cpu")
+
+
+# Says what pip would be asked instead of asking it.
+_SAID = """
+pip() { echo "$@" "$FLASH_ATTN_CUDA_ARCHS"; }
+python() { :; }
+ln() { :; }
+"""
+CUDA_12 = "https://download.pytorch.org/whl/cu126"
+
+
+@pytest.mark.parametrize(
+    ("given", "index", "wheel"),
+    [
+        ({}, None, "flash-attn==2.8.3.post2 80;90"),  # A100, H100 and H200
+        ({"CUDA": "cu126"}, CUDA_12, None),  # drivers before 580
+        ({"CUDA": "cu126", "FLASH_ATTN": "https://example.com/a.whl"}, CUDA_12, "https://example.com/a.whl 80;90"),
+        ({"CUDA": "cu126", "TORCH_INDEX_URL": "https://example.com/cu126"}, "https://example.com/cu126", None),
+        ({"FLASH_ATTN": "none"}, None, None),
+        ({"FLASH_ATTN_CUDA_ARCHS": "80"}, None, "flash-attn==2.8.3.post2 80"),
+    ],
+    ids=str,
+)
+def test_what_is_built_is_for_the_cuda_and_the_gpus_that_are_asked_for(
+    found: dict[str, Stage], given: dict[str, str], index: str | None, wheel: str | None
+) -> None:
+    arguments: dict[str, str] = {}
+    said: list[str] = []
+    for stage in (found["cuda-environment"], found["flash-attn"]):
+        for one in stage.of("ARG"):
+            name, _, value = one.text.partition("=")
+            arguments[name] = given.get(name, re.sub(r"\$(\w+)", lambda match: arguments[match[1]], value))
+        environment = {"FLASH_ATTN_CUDA_ARCHS": ""} | arguments
+        told = run("/bin/bash", "-euo", "pipefail", "-c", _SAID + stage.of("RUN")[0].text, cwd=ROOT, env=environment)
+        assert told.returncode == 0, told.stderr
+        said += told.stdout.splitlines()
+    assert given.keys() <= arguments.keys()
+    indexes = [line.split()[line.split().index("--index-url") + 1] for line in said if "--index-url" in line]
+    assert indexes == ([] if index is None else [index])
+    wheels = [line.partition("-w /wheels ")[2] for line in said if line.startswith("wheel")]
+    assert wheels == ([] if wheel is None else [wheel])
 
 
 def test_every_pinned_version_has_hashes_but_torch() -> None:
