@@ -19,7 +19,7 @@ API, ENGINE = f"{CLUSTER} workerGroupSpecs 0", f"{CLUSTER} workerGroupSpecs 1"
 HEAD_RAY, API_RAY, ENGINE_RAY = (f"{group} template spec containers 0" for group in (HEAD, API, ENGINE))
 API_POD, ENGINE_POD = f"{API} template spec", f"{ENGINE} template spec"
 CACHE = "spec template spec containers 0"
-OVERLAY, COMPARE = "dgx-8xa100", "dgx-8xa100-compare"
+OVERLAY, LOOKAHEAD, COMPARE = "dgx-8xa100", "dgx-8xa100-lookahead", "dgx-8xa100-compare"
 
 # The title of a document; a path in it, keys and indices divided by spaces; what is put there (nothing if it is GONE; what a
 # function makes of what is there); words of the message; the overlay, if it is another one.
@@ -145,9 +145,9 @@ OF_KUBERAY = [
 ]
 OF_SERVE = [
     serve("      port: 8000\n      replicas", "      port: 8080\n      replicas", "server.port 0.0.0.0 and 8080"),
-    serve("max_running: 8", "max_running: 16", "is not what the command in its first line makes"),
+    serve("max_running: 32", "max_running: 16", "is not what the command in its first line makes"),
     serve("# outrider", "# Outrider", "the first line is not the command"),
-    serve("8xA100.yaml", "9xA100.yaml", "the command in its first line fails: no config file"),
+    serve("single_gpu.yaml", "single_gpus.yaml", "the command in its first line fails: no config file"),
     serve("proxy_location: EveryNode", "proxy_location: Everywhere", "proxy_location"),
     serve("proxy_location: EveryNode", "proxy_locations: EveryNode", "unknown key proxy_locations"),
     serve("  port: 8000\napplications", "  ports: 8000\napplications", "unknown key http_options.ports"),
@@ -157,17 +157,18 @@ OF_SERVE = [
         "unknown key applications.0.deployments.0.ray_actor_options.num_gpu"),
     serve("cluster.app:build_app", "cluster.app:build", "import_path cluster.app:build: module 'cluster.app' has no attribute"),
     serve("cluster.app:build_app", "cluster.app:capacity", "is no function of one Config"),
-    serve("max_running: 8", "max_runing: 8", "args.engine.max_runing"),
-    serve("max_running: 8", "max_running: 0", "args: engine.max_running is 0; allowed: 1 to 4096"),
+    serve("max_running: 32", "max_runing: 32", "args.engine.max_runing"),
+    serve("max_running: 32", "max_running: 0", "args: engine.max_running is 0; allowed: 1 to 4096"),
     serve("anonymous: null", "anonymous: me", "tenancy.anonymous is 'me'"),
     serve("admin_port: 8001", "admin_port: 9000", "server.admin_port is 9000, and the container's port admin 8001"),
     serve("admin_host: 0.0.0.0", "admin_host: 127.0.0.1", "Prometheus does not reach it"),
     serve("api_resource: outrider_api", "api_resource: outrider_http", "server.api_resource is outrider_http"),
-    serve("      replicas: 1", "      replicas: 2", "group 2 of 2, 8 ranks, finds no"),
+    serve("      replicas: 8", "      replicas: 9", "group 9 of 9, 1 ranks, finds no 4 CPU and 1 GPU in the pods"),
+    serve("      replicas: 1", "      replicas: 2", "group 2 of 2, 8 ranks, finds no", LOOKAHEAD),
     serve("api_replicas: 2", "api_replicas: 3", "group api: 2 pods, and server.api_replicas is 3"),
     serve("      replicas: 2", "      replicas: 3", "group 3 of 3, 4 ranks, finds no", "dgx-8xa100-2x4"),
-    serve("world_size: 8", "world_size: 16", "group 1 of 1, 16 ranks, finds no"),
-    serve("cpus_per_replica: 4", "cpus_per_replica: 9", "finds no 72 CPU and 8 GPU in one pod"),
+    serve("world_size: 8", "world_size: 16", "group 1 of 1, 16 ranks, finds no", LOOKAHEAD),
+    serve("cpus_per_replica: 4", "cpus_per_replica: 9", "finds no 72 CPU and 8 GPU in one pod", LOOKAHEAD),
     serve("shadow: 0.05", "shadow: 1.5", "args: baseline.shadow is 1.5; allowed: 0 to 1", COMPARE),
     serve("shadow: 0.05", "shadows: 0.05", "args.baseline.shadows", COMPARE),
     serve("      enabled: true\n      kind: tensor", "      kind: tensor", "baseline.shadow is 0.05, and there is no", COMPARE),
@@ -175,7 +176,7 @@ OF_SERVE = [
     serve("      world_size: 4\n      shadow", "      world_size: 5\n      shadow", "group 2 of 2, 5 ranks, finds no", COMPARE),
     serve("world_size: 4\n      placement", "world_size: 5\n      placement", "group 2 of 2, 4 ranks, finds no", COMPARE),
     serve("world_size: 2\n      shadow", "world_size: 3\n      shadow", "group 2 of 2, 3 ranks, finds no 3 CPU", "cpu-compare"),
-    serve("      replicas: 4", "      replicas: 3", "4 engine pods for 3 replicas", "multi-node"),
+    serve("      replicas: 32", "      replicas: 3", "4 engine pods for 3 replicas", "multi-node"),
     serve("device: cuda", "device: auto", "say cpu or cuda"),
     serve("stop_timeout_s: 30", "stop_timeout_s: 90", "terminationGracePeriodSeconds is not above server.stop_timeout_s"),
     serve("@outrider-redis:", "@redis:", "redis_url is at redis, and no Service has that name"),
@@ -187,7 +188,7 @@ OF_SERVE = [
     (RAY, f"{CLUSTER} rayVersion", "2.59.0", "rayVersion is 2.59.0, and constraints.txt has ray==2.60.0"),
     (RAY, f"{API} rayStartParams resources", GONE, "none does"),
     (RAY, f"{ENGINE} rayStartParams resources", '"{\\"outrider_api\\": 1}"', "group api, RayService outrider, group engine does"),
-    (RAY, f"{ENGINE_RAY} resources limits nvidia.com/gpu", "4", "8 ranks, finds no"),
+    (RAY, f"{ENGINE_RAY} resources limits nvidia.com/gpu", "4", "group 5 of 8, 1 ranks, finds no"),
     (RAY, f"{ENGINE} replicas", 1, "group 2 of 2, 1 ranks, finds no 1 CPU", "cpu-demo"),
     (RAY, f"{API_RAY} ports 0 containerPort", 8010, "the container's port serve 8010"),
     (RAY, f"{HEAD_RAY} volumeMounts 3", GONE, "head: tenancy.keys_file"),
@@ -240,6 +241,9 @@ OF_NETWORK = [
     policy("dns", "egress 0 ports 0", GONE, "cannot reach DNS on port 53 by UDP"),
     policy("dns", "egress 0 ports", GONE, "StatefulSet outrider-redis may reach DNS on port 22"),
     policy("dns", "podSelector", COMPONENT, "group api cannot reach DNS on port 53"),
+    policy("dns", "egress 0 to 1", GONE, "group engine cannot reach NodeLocal DNS on port 53"),
+    policy("dns", "egress 0 to 1", GONE, "group engine cannot reach NodeLocal DNS on port 53 by UDP"),
+    policy("dns", "egress 0 to 2", GONE, "group engine cannot reach kubespray's NodeLocal DNS on port 53"),
     ("PodMonitor outrider", "spec podMetricsEndpoints 0 port", "serve", "Prometheus cannot reach"),
 ]
 OF_REFERENCES = [
@@ -329,6 +333,16 @@ OF_JOBS = [
     (JOB, f"{JOB_RAY} args 0", "--model=/model", "/model is under no mounted volume"),
     (JOB, f"{JOB_RAY} args 11", "--out=/tmp", "--out /tmp is no claim to write to"),
 ]
+PRODUCTS = "affinity nodeAffinity requiredDuringSchedulingIgnoredDuringExecution nodeSelectorTerms 0 matchExpressions 0 values"
+OF_DEVICES = [
+    (RAY, f"{ENGINE_POD} runtimeClassName", GONE, "group engine: runtimeClassName is None, not nvidia"),
+    (JOB, "spec template spec runtimeClassName", "runc", "Job outrider-scaling: runtimeClassName is runc, not nvidia"),
+    (RAY, f"{ENGINE_POD} tolerations", [], "does not tolerate the taint nvidia.com/gpu"),
+    (RAY, f"{ENGINE_POD} affinity", GONE, "gpu.product does not name NVIDIA-H200, NVIDIA-H200-NVL: on nodes with H200"),
+    (RAY, f"{ENGINE_POD} {PRODUCTS}", ["NVIDIA-A100-SXM4-80GB"], "NVIDIA-H100-PCIe: on nodes with H100 the pod stays Pending"),
+    (JOB, f"spec template spec {PRODUCTS} 2", "NVIDIA-A100-80GB-PCIe-MIG-1g.10gb", "MIG-1g.10gb, which is no whole A100"),
+    (JOB, f"spec template spec {PRODUCTS} 8", "NVIDIA-H200-NVL-SHARED", "NVIDIA-H200-NVL-SHARED, which is no whole A100"),
+]
 
 # fmt: on
 BROKEN: dict[str, list[Change]] = {
@@ -343,6 +357,7 @@ BROKEN: dict[str, list[Change]] = {
     "monitoring": OF_MONITORING,
     "tls": OF_TLS,
     "jobs": OF_JOBS,
+    "devices": OF_DEVICES,
 }
 CASES = [
     pytest.param(check, document, path, value, fault, *(rest or [OVERLAY]), id=f"{check}: {fault}")

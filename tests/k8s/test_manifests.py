@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.k8s.checks import CHECKS
+from tests.k8s.checks.devices import GPU
 from tests.k8s.checks.monitoring import query_faults
 from tests.k8s.checks.tls import is_on
-from tests.k8s.manifests import K8S, OVERLAYS, kustomize, load_all, monitoring, overlay, quantity, ray_pods
+from tests.k8s.manifests import (
+    K8S,
+    OVERLAYS,
+    REPOSITORY,
+    kustomize,
+    load_all,
+    monitoring,
+    overlay,
+    quantity,
+    ray_pods,
+    resource,
+    serve_arguments,
+)
 
 needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="no kustomize on the PATH, nor at KUSTOMIZE")
 
@@ -20,6 +35,31 @@ needs_kustomize = pytest.mark.skipif(kustomize() is None, reason="no kustomize o
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_overlay_has_no_fault(name: str, check: str) -> None:
     assert CHECKS[check](overlay(name)) == []
+
+
+def test_the_overlay_that_is_applied_has_eight_replicas_of_one_gpu() -> None:
+    documents = overlay("dgx-8xa100")
+    arguments = serve_arguments(documents)
+    assert (arguments["server"]["replicas"], arguments["server"]["gpus_per_replica"]) == (8, 1)
+    assert arguments.get("parallelism", {}).get("mode", "none") == "none"
+    (engines,) = (pods for pods in ray_pods(documents) if resource(pods.ray, GPU))
+    assert (engines.count, resource(engines.ray, GPU)) == (1, 8)
+    for page in (K8S / "README.md", REPOSITORY / "docs" / "operations.md"):
+        applied = re.findall(r"kubectl apply -k k8s/overlays/([\w-]+)", page.read_text(encoding="utf-8"))
+        assert applied[0] == "dgx-8xa100", page
+
+
+def test_the_page_of_the_group_of_eight_begins_with_what_the_record_has() -> None:
+    arguments = serve_arguments(overlay("dgx-8xa100-lookahead"))
+    assert (arguments["parallelism"]["world_size"], arguments["server"]["replicas"]) == (8, 1)
+    record = "experiments/results/2026-11-22-simulate.json"
+    rows = json.loads((REPOSITORY / record).read_text())["results"]["rows"]
+    p50 = {(row["traffic"], row["deployment"], row["strategy"]): f"{row['e2e_s']['p50']:.2f} s" for row in rows}
+    pages = (K8S / "overlays" / "dgx-8xa100-lookahead" / "kustomization.yaml", REPOSITORY / "docs" / "lookahead-parallel.md")
+    for text in (page.read_text(encoding="utf-8") for page in pages):
+        start = text.split("\napiVersion")[0].split("\n\n```")[0]
+        assert record in start and p50["8 a second", "8 x 1 GPU", "auto"] in start, start
+        assert p50["8 a second", "1 x 8 GPUs lookahead", "auto"] in start, start
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.k8s.checks import (
+    devices,
     jobs,
     kuberay,
     monitoring,
@@ -31,4 +32,5 @@ CHECKS: dict[str, Callable[[list[Document]], list[str]]] = {
     "monitoring": monitoring.check,
     "tls": tls.check,
     "jobs": jobs.check,
+    "devices": devices.check,
 }

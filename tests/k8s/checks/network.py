@@ -27,6 +27,9 @@ from tests.k8s.manifests import (
 )
 
 DASHBOARD = 8265
+DNS = "DNS"
+# NodeLocal DNSCache, which listens on the node's own network, so that no selector finds it: its default address, and kubespray's.
+NODE_LOCAL = {"NodeLocal DNS": "169.254.20.10", "kubespray's NodeLocal DNS": "169.254.25.10"}
 # Where Ray listens, by default or at random, where Outrider and Redis do, and where nobody does.
 PORTS = {22, 53, 80, 443, 6379, 8000, 8001, 8080, DASHBOARD, 9000, 10001, 10002, 15000, 19999, 44217, 52365}
 
@@ -77,10 +80,10 @@ def check(documents: list[Document]) -> list[str]:
                 is_let = (source.is_inside and goes) or (target.is_inside and comes)
                 if is_let and connection not in needed | tolerated:
                     found.append(f"{source.name} may reach {target.name} on port {port}, which nothing needs")
-    names = next(peer for peer in peers if peer.name == "DNS")
-    for source in (peer for peer in peers if peer.is_ray):
-        if not lets_out(policies, source, names, 53, "UDP"):
-            found.append(f"{source.name} cannot reach DNS on port 53 by UDP")
+    for server in (peer for peer in peers if peer.name in (DNS, *NODE_LOCAL)):
+        for source in (peer for peer in peers if peer.is_ray):
+            if not lets_out(policies, source, server, 53, "UDP"):
+                found.append(f"{source.name} cannot reach {server.name} on port 53 by UDP")
     return found
 
 
@@ -153,7 +156,8 @@ def _peers(documents: list[Document]) -> list[Peer]:
         *outside,
         Peer("another pod of the namespace", namespace=here),
         Peer("a pod of another namespace", namespace={"kubernetes.io/metadata.name": "default"}),
-        Peer("DNS", {"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}, ports={"dns": 53}),
+        Peer(DNS, {"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}, ports={"dns": 53}),
+        *(Peer(name, address=address, ports={"dns": 53}) for name, address in NODE_LOCAL.items()),
         Peer("the internet", address="203.0.113.7"),
     ]
 
@@ -167,7 +171,7 @@ def _needed(documents: list[Document], peers: list[Peer]) -> set[Connection]:
     found |= {("KubeRay's operator", peer.name, port) for peer in heads for port in (DASHBOARD, http)}
     # Most of Ray's ports are chosen at random.
     found |= {(one.name, other.name, port) for one in ray for other in ray for port in PORTS | set(other.ports.values())}
-    found |= {(peer.name, "DNS", 53) for peer in ray}
+    found |= {(peer.name, name, 53) for peer in ray for name in (DNS, *NODE_LOCAL)}
     url = urlsplit(serve_arguments(documents).get("redis_url") or "redis://")
     found |= {
         (peer.name, one.where, port) for peer in ray for one, port in behind(documents, f"{url.hostname}:{url.port or 6379}")
@@ -185,7 +189,7 @@ def _needed(documents: list[Document], peers: list[Peer]) -> set[Connection]:
 def _tolerated(documents: list[Document], peers: list[Peer]) -> set[Connection]:
     """Names that nobody asks for, and a port for metrics where nobody listens."""
     admin = serve_arguments(documents).get("server", {}).get("admin_port", 8001)
-    asked = {(peer.name, "DNS", 53) for peer in peers}
+    asked = {(peer.name, name, 53) for peer in peers for name in (DNS, *NODE_LOCAL)}
     return asked | {("Prometheus", peer.name, port) for peer in peers if peer.is_ray for port in (8080, admin)}
 
 

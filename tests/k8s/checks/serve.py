@@ -25,6 +25,7 @@ from cluster.cli.launch.serve_config import serve_config_text
 from configs.schema import Config, ConfigError, check_values
 from configs.server_checks import admin_address
 from configs.tenancy_checks import is_loopback
+from tests.k8s.checks.devices import GPU
 from tests.k8s.checks.kuberay import start_resources
 from tests.k8s.manifests import (
     REPOSITORY,
@@ -41,8 +42,6 @@ from tests.k8s.manifests import (
     resource,
     serve_document,
 )
-
-GPU = "nvidia.com/gpu"
 
 
 def check(documents: list[Document]) -> list[str]:
