@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from configs.slices import EngineOptions
 from engine.accelerator import accelerator
@@ -15,7 +15,8 @@ from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION, tree_attention
 from engine.forward.cpu.states.mixers import mixers
 from engine.forward.cuda.static_runner import TREE_ROWS, StaticRunner, has_graphs, lacks_exactness, lacks_graphs
-from engine.forward.runner import ModelRunner
+from engine.forward.runner import ModelRunner, kv_shape
+from engine.kv.kv_cache import KVShape
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +45,17 @@ def make_runner(model: PreTrainedModel, capacity: int, options: EngineOptions, t
 
 
 def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree_rows: int) -> ModelRunner:
-    graphs, name, on_gpu = has_graphs(model), type(model).__name__, model.device.type == "cuda"
-    if options.compile and not graphs:
-        raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {model.device}: leave it out")
+    graphs, name = has_graphs(model), type(model).__name__
+    refuse_form(name, model.config, kv_shape(model), options)
     if options.compile:
         compile_layers(model)
     if options.exact == "rounding":
-        if not on_gpu:
-            raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
         if not graphs:
-            logger.warning("%s on %s runs without CUDA graphs, which is slower: %s", name, model.device, lacks_graphs(model))
+            why = lacks_graphs(model.config, kv_shape(model))
+            logger.warning("%s on %s runs without CUDA graphs, which is slower: %s", name, model.device, why)
         runner = _made(model, capacity, options, None, graphs, tree_rows)
         _refuse_strays(runner)
         return runner
-    without = lacks_exactness(model) if on_gpu else None
-    if without is not None:
-        advice = "Set engine.exact=rounding, where near-ties may fall either way, or model.device=cpu"
-        raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {without}. {advice}")
     forms = (None,) if next(mixers(model), None) is not None else _FORMS[model.device.type]
     for number, rows in enumerate(forms, start=1):
         runner = _made(model, capacity, options, rows, graphs, tree_rows)
@@ -79,6 +74,31 @@ def _checked(model: PreTrainedModel, capacity: int, options: EngineOptions, tree
             )  # fmt: skip
     advice = "" if model.device.type == "cpu" else " Set engine.exact=rounding, where near-ties may fall either way"
     raise ModelLoadError(f"{name} cannot be served exactly on {model.device}: {fault}.{advice}")
+
+
+def refuse_form(name: str, config: PreTrainedConfig, shape: KVShape, options: EngineOptions) -> None:
+    """Refuse options that a model cannot be served with on its device, whatever its weights are.
+
+    Args:
+        name: of the model's class.
+        config: of the model.
+        shape: of its KV, with its type and device.
+        options: ``exact`` and ``compile`` count.
+
+    Raises:
+        ModelLoadError: it cannot.
+    """
+    on_gpu = shape.device.type == "cuda"
+    if options.compile and not (on_gpu and lacks_graphs(config, shape) is None):
+        raise ModelLoadError(f"engine.compile=true needs a GPU and Triton, and the model is on {shape.device}: leave it out")
+    if options.exact == "rounding":
+        if not on_gpu:
+            raise ModelLoadError("engine.exact=rounding is for GPUs: on a CPU exact outputs take no longer. Leave it out")
+        return
+    without = lacks_exactness(config, shape) if on_gpu else None
+    if without is not None:
+        advice = "Set engine.exact=rounding, where near-ties may fall either way, or model.device=cpu"
+        raise ModelLoadError(f"{name} cannot be served exactly on {shape.device}: {without}. {advice}")
 
 
 def _refuse_strays(runner: ModelRunner) -> None:

@@ -58,6 +58,11 @@ def num_splits(capacity: int) -> int:
     return -(-capacity // SPLIT)
 
 
+def states_size(rows: int, heads: int, capacity: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Return the shape of the float32 states that attention keeps between its two kernels."""
+    return rows, heads, num_splits(capacity), head_dim + 4  # 4: rows stay aligned to 16 bytes
+
+
 def launch_sizes(head_dim: int, group: int, dtype: torch.dtype, block_rows: int = 64) -> dict[str, int | bool]:
     """Return what the kernels are compiled for: constants and options that both share, as both must round alike.
 
@@ -124,7 +129,7 @@ class SlotAttention:
         self.rows_of_tile = rows_per_tile(heads, shape.kv_heads, block_rows)
         self.shape, self.heads, self.rows, self.capacity = shape, heads, rows, capacity
         self._block_rows = block_rows
-        taken = (rows, heads, num_splits(capacity), shape.head_dim + 4)  # 4: rows stay aligned to 16 bytes
+        taken = states_size(rows, heads, capacity, shape.head_dim)
         self._states = torch.empty(taken, dtype=torch.float32, device=shape.device)
 
     def attend(self, call: AttentionCall, keys: Tensor, values: Tensor, rows: StepRows, output: Tensor) -> None:

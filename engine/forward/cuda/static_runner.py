@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.accelerator import Graph, accelerator
 from engine.errors import ModelLoadError, one_line
@@ -40,15 +40,15 @@ _WARM_UPS = 2  # forwards before a capture: kernels are compiled and libraries t
 MakeAttention = Callable[[KVShape, int, int, int], SlotAttention]  # of a shape, heads, rows and the capacity of a slot
 
 
-def lacks_graphs(model: PreTrainedModel) -> str | None:
+def lacks_graphs(config: PreTrainedConfig, shape: KVShape) -> str | None:
     """Return why the steps of a model on a GPU cannot be captured, in a few words; None where they can."""
-    shape, text = kv_shape(model), model.config.get_text_config()
+    text = config.get_text_config()
     group = text.num_attention_heads // shape.kv_heads
-    if length_rope(model.config) is not None:  # a graph has the same frequencies for all rows
+    if length_rope(config) is not None:  # a graph has the same frequencies for all rows
         return "its rope depends on the length of the text"
     if getattr(text, "attn_temperature_tuning", None):
         return "its queries are scaled by their positions"
-    if not outline(model.config).is_plain:
+    if not outline(config).is_plain:
         return "its attention has sinks, chunks or heads of several sizes"
     if not available(shape):
         return f"the attention kernels need Triton, and bfloat16, float16 or float32; the model is in {shape.dtype}"
@@ -57,16 +57,27 @@ def lacks_graphs(model: PreTrainedModel) -> str | None:
     return None
 
 
-def lacks_exactness(model: PreTrainedModel) -> str | None:
+def lacks_exactness(config: PreTrainedConfig, shape: KVShape) -> str | None:
     """Return why the outputs of a model on a GPU are not exact, in a few words; None where the check of exactness decides."""
-    if outline(model.config).routed:  # whatever that check says of its few tokens
+    if outline(config).routed:  # whatever that check says of its few tokens
         return "its experts compute as many rows at once as are routed to each"
-    return lacks_graphs(model)
+    return lacks_graphs(config, shape)
 
 
 def has_graphs(model: PreTrainedModel) -> bool:
     """Return whether steps of a model are captured where it is."""
-    return model.device.type == "cuda" and lacks_graphs(model) is None
+    return model.device.type == "cuda" and lacks_graphs(model.config, kv_shape(model)) is None
+
+
+def step_room(size: int, sequences: int, tree_rows: int) -> tuple[int, int]:
+    """Return the segments and the entries of a path that the buffers of a step have room for."""
+    return max(sequences, 2), max(size, tree_rows)  # the check of exactness computes two segments, however many may run
+
+
+def step_kinds(fixed_rows: int | None) -> tuple[bool, ...]:
+    """Return for each step of a size whether it computes logits."""
+    # Where steps have any size, pieces of prompts share those with logits: they are few and their rows, too.
+    return (True,) if fixed_rows is None else (True, False)
 
 
 def slot_attention(shape: KVShape, heads: int, rows: int, capacity: int) -> SlotAttention:
@@ -196,8 +207,7 @@ class StaticRunner(ModelRunner):
         with accelerator().current(device):
             pool = accelerator().graph_pool()
             for size in reversed(self.sizes):  # the largest first: it takes the memory that the others share
-                # Where steps have any size, pieces of prompts share those with logits: they are few and their rows, too.
-                for logits in (True,) if self.fixed_rows is None else (True, False):
+                for logits in step_kinds(self.fixed_rows):
                     self._prepare(self._step(size, logits), size, pool)
         captured = [size for size in self.sizes if size not in self.capture_failures]
         if captured:
@@ -250,8 +260,7 @@ class StaticRunner(ModelRunner):
             if self._attention is None:
                 heads = self.model.config.get_text_config().num_attention_heads
                 self._attention = self._make_attention(shape, heads, self.sizes[-1], self.cache.capacity)
-            path = max(size, self._tree_rows)
-            segments = max(self.sequences, 2)  # the check of exactness computes two at once, however many may run
+            segments, path = step_room(size, self.sequences, self._tree_rows)
             buffers = StepBuffers(size, self._attention.rows_of_tile, segments, path, device)
             step = self._steps[size, logits] = StaticStep(self.model, self.cache, buffers, self._attention, logits)
         return step

@@ -55,14 +55,20 @@ def longest_path(batch: Batch) -> int:
     )  # fmt: skip
 
 
+def buffer_sizes(rows: int, rows_per_tile: int, segments: int, path: int) -> tuple[int, ...]:
+    """Return the int32 numbers of each input of a forward: ids, positions, slots, starts, entries, tiles and paths."""
+    tiles = rows // rows_per_tile + min(segments, rows)
+    return rows, rows, rows, rows, rows, 2 * tiles, rows * path
+
+
 class StepBuffers:
     """Token ids, positions and ``StepRows`` of R rows."""
 
     def __init__(self, rows: int, rows_per_tile: int, segments: int, path: int, device: torch.device) -> None:
         """R rows, and at most so many of a tile, segments of a batch and entries of a path."""
         self.rows, self.path = rows, path
-        self._per_tile, self._tiles = rows_per_tile, rows // rows_per_tile + min(segments, rows)
-        sizes = (rows, rows, rows, rows, rows, 2 * self._tiles, rows * path)
+        self._per_tile = rows_per_tile
+        sizes = buffer_sizes(rows, rows_per_tile, segments, path)
         self._cuts = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
         size = sum(sizes)
         on_gpu = device.type == "cuda"

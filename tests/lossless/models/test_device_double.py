@@ -30,7 +30,7 @@ from engine.engine import Engine
 from engine.executor import Executor, LocalExecutor
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.cuda.static_runner import StaticRunner, lacks_exactness, lacks_graphs
-from engine.forward.runner import ModelRunner
+from engine.forward.runner import ModelRunner, kv_shape
 from engine.forward.runners import make_runner
 from experiments.device_double.gpu import DoubleGpu
 from experiments.device_double.guard import unavailable
@@ -139,7 +139,8 @@ def outcome_of(family: dict[str, Any], gpu: DoubleGpu, exact: str) -> str | Coun
     dtype = torch.float32 if exact == "strict" else torch.float64
     model = model_of(family, gpu, GPUS[0], dtype)
     with gpu.current(GPUS[0]):
-        reason = lacks_exactness(model) if exact == "strict" else lacks_graphs(model)
+        lacks = lacks_exactness if exact == "strict" else lacks_graphs
+        reason = lacks(model.config, kv_shape(model))
     if reason is not None:
         return reason
     runner = made(model, exact)
