@@ -15,7 +15,7 @@ TOOLS_PINS := cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-all validate-k8s lint lock sbom scan clean
+.PHONY: help install install-dev serve test test-all prove-gpu validate-k8s lint lock sbom scan clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -63,6 +63,9 @@ test: lint ## lint, then the tests that this machine can run, but for the slow o
 test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+prove-gpu: install-dev ## every model family on the double of a GPU, half an hour; the record goes to experiments/results
+	@$(BIN)/python -m pytest tests/lossless/models/test_device_double.py tests/cluster/service/faults/test_device_failure.py -n 0 --proof experiments/results/$$(date +%F)-device-double.json
 
 validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster
 	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)

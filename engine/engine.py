@@ -160,30 +160,33 @@ class Engine:
         check_options(options)
         tell("reading the weights")
         loaded = load_model(model, options.gpu_memory_utilization)
-        tell("checking that steps are exact")
-        info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
-        loaded, runner = runner_over(loaded, options, speculation, world_size, make)
-        info = dataclasses.replace(
-            info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
-            strategies_apart=strategies_apart(speculation),
-        )  # fmt: skip
-        computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
-        if drafter.draft_rows and speculation.draft_model is not None:
-            slots, rows = runner.cache.slots, options.max_step_tokens
-            small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
-            drafter.draft_model = small
-        tell("preparing drafts")
-        chores: list[Iterator[None]] | None = [] if put_off else None
-        target = LocalTarget(runner, info, loaded.tokenizer, chores=chores)
-        drafter.prepare(target)
-        engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
-        engine._chores = chores or []
-        if put_off:
-            engine._chores.insert(0, _grammars_of(runner).chore())
-        else:
-            _grammars_of(runner).prepare()
-            give_heap_back()
-        return engine
+        with accelerator().current(loaded.model.device):
+            tell("checking that steps are exact")
+            info = loaded.info(speculation.strategy, LOSSLESS.issuperset(names), others)  # of the whole model
+            loaded, runner = runner_over(loaded, options, speculation, world_size, make)
+            info = dataclasses.replace(
+                info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
+                strategies_apart=strategies_apart(speculation),
+            )  # fmt: skip
+            computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures
+            if drafter.draft_rows and speculation.draft_model is not None:
+                slots, rows = runner.cache.slots, options.max_step_tokens
+                small = load_draft_model(speculation.draft_model, model, loaded, slots, rows, drafter.draft_rows)
+                drafter.draft_model = small
+            if speculation.max_draft_tokens is None and runner.fixed_rows is not None:
+                most = min(most, runner.fixed_rows - 1)  # with the root, one forward
+            tell("preparing drafts")
+            chores: list[Iterator[None]] | None = [] if put_off else None
+            target = LocalTarget(runner, info, loaded.tokenizer, chores=chores)
+            drafter.prepare(target)
+            engine = cls(computes, drafter, options, most, info, loaded.tokenizer, runner.grammars, target)
+            engine._chores = chores or []
+            if put_off:
+                engine._chores.insert(0, _grammars_of(runner).chore())
+            else:
+                _grammars_of(runner).prepare()
+                give_heap_back()
+            return engine
 
     @property
     def has_work(self) -> bool:

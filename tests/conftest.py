@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--proof``."""
-    parser.addoption("--proof", type=Path, help="try every case of a long proof, in one process, and write its record to this file")
+    parser.addoption("--proof", type=Path, help="try every case of a long proof, in one process, and write its record here")
 
 
 @pytest.fixture(scope="session")

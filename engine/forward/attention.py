@@ -140,7 +140,8 @@ class StepContext:
             visible[:, start:] = torch.from_numpy(segment.mask).to(device)
         if window is not None or chunk is not None:
             own = self.positions[segment.offset : segment.offset + rows]
-            keys = torch.cat([torch.arange(start, device=device), torch.tensor(segment.before, dtype=torch.int64).to(device), own])
+            before = torch.tensor(segment.before, dtype=torch.int64).to(device)
+            keys = torch.cat([torch.arange(start, device=device), before, own])
             if window is not None:
                 visible &= own[:, None] - keys[None, :] < window
             if chunk is not None:

@@ -171,6 +171,11 @@ class ModelRunner:
         return {"rows": self.fixed_rows, "graphs": None, "compiled": compiled} | ({"packed": kinds} if kinds else {})
 
     @property
+    def full_rows(self) -> tuple[int, ...]:
+        """Numbers of rows of a step beyond which one row more takes another forward, or a forward of a slower kind."""
+        return () if self.fixed_rows is None else tuple(self.fixed_rows * count for count in (1, 2, 3))
+
+    @property
     def rope(self) -> LengthRope | None:
         """How the model's frequencies follow the length of a text; None where they stay the same."""
         return self._ropes[0].rope if self._ropes else None

@@ -117,7 +117,8 @@ def load_model(options: ModelOptions, utilization: float = 1.0) -> LoadedModel:
     dtype: torch.dtype | Literal["auto"] = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     refuse_unpackable(options.weights, device, dtype)
     beside = sum(each.nbytes for each in adapters)
-    model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside, utilization).eval()
+    with accelerator().current(device):
+        model = load_weights(options.path, dtype, TREE_ATTENTION, device, options.weights, beside, utilization).eval()
     tokenizer, context = load_tokenizer(options.path), context_length(config, options)
     held, read = described(model, options.weights), tuple(each.read() for each in adapters)
     end = _end_tokens(model, tokenizer)

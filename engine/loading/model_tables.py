@@ -140,7 +140,10 @@ def bigram_rows(runner: ModelRunner, table: Int32Array, bos: int | None, most_ro
     """
     vocab_size, width = table.shape
     first = 0 if bos is None else 1
-    rows = max(1, min(most_rows, _MAX_LOGITS // vocab_size, runner.cache.capacity - first))
+    rows = min(most_rows, _MAX_LOGITS // vocab_size, runner.cache.capacity - first)
+    if runner.fixed_rows is not None and rows >= runner.fixed_rows:  # with the row of ``bos``, whole forwards
+        rows = rows // runner.fixed_rows * runner.fixed_rows - first
+    rows = max(1, rows)
     for start in range(0, vocab_size, rows):
         tokens = np.arange(start, min(start + rows, vocab_size))
         runner.cache.prefixes.cut(0, 0)

@@ -95,7 +95,7 @@ class CalibrationFile:
         return Calibration(timings.seconds, fit(timings.seconds), self._setting, timings.spread)
 
     def _cases(self) -> list[Case]:
-        return cases(self._runner.sequences, self._runner.cache.capacity, self._max_model_len)
+        return cases(self._runner.sequences, self._runner.cache.capacity, self._max_model_len, self._runner.full_rows)
 
     def keep(self, found: Calibration) -> bool:
         """Writes the file. Where that cannot be, a warning says so, and the answer is False."""

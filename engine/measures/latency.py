@@ -46,8 +46,8 @@ class Case:
     context: int
 
 
-def cases(slots: int, capacity: int, max_model_len: int) -> list[Case]:
-    """What is timed, the smallest steps first.
+def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = ()) -> list[Case]:
+    """Return what is timed, the smallest steps first.
 
     Example: 4 slots of 2112 entries for a context of 2048: 1, 2, 4, 8, 12, ... 256 rows of one sequence behind 256 entries, one
     row behind 64, and one row and 64 rows behind 1024 and 2046; of 2 and of 4 sequences, 1 row and 8 rows each behind 256 and one
@@ -57,10 +57,12 @@ def cases(slots: int, capacity: int, max_model_len: int) -> list[Case]:
         slots: sequences at once.
         capacity: entries of a slot; at least 2.
         max_model_len: tokens of prompt and output together; at least 2.
+        full: see ``ModelRunner.full_rows``: each of these numbers of rows is timed, and one row more.
     """
     most = min(_ROWS[-1], capacity // 2 + 1)
     context = max(0, min(_CONTEXT, max_model_len - 2, capacity - most))
-    rows = (*(count for count in _ROWS if count < most), most)
+    stairs = {count + more for count in full for more in (0, 1)}
+    rows = (*(count for count in sorted({*_ROWS, *stairs}) if count < most), most)
     deepest = min(max_model_len - 2, capacity - min(_WIDE, most))
     far = {min(each, deepest) for each in _FAR if deepest > context}
     found = {Case(1, count, context) for count in rows} | {Case(1, 1, min(_NEAR, context))}
@@ -105,7 +107,9 @@ def result_of(work: Generator[None, None, Result]) -> Result:
 
 def glance(runner: ModelRunner, max_model_len: int) -> LatencyCurve:
     """A rough curve, of a few forwards: for a start that does not wait for ``measure``."""
-    wanted = [case for case in cases(1, runner.cache.capacity, max_model_len) if case.rows in _GLANCED]
+    full = runner.full_rows[:1]  # the stair that a single request's tree may climb
+    glanced = {*_GLANCED, *(count + 1 for count in full)}
+    wanted = [case for case in cases(1, runner.cache.capacity, max_model_len, full) if case.rows in glanced]
     context = max((case.context for case in wanted if case.rows > 1), default=0)
     timings = timing(runner, [case for case in wanted if case.context == context], most_rounds=_LEAST_ROUNDS)
     return fit(result_of(timings).seconds)
@@ -169,7 +173,7 @@ def timing(
 
 def measure(runner: ModelRunner, max_model_len: int, report: Report | None = None) -> Timings:
     """Times the steps that ``fit`` needs. Without a report the log has a line every few seconds, where it takes long."""
-    wanted = cases(runner.sequences, runner.cache.capacity, max_model_len)
+    wanted = cases(runner.sequences, runner.cache.capacity, max_model_len, runner.full_rows)
     if report is None:
         progress = TableProgress(f"timing the steps of {type(runner.model).__name__}", _PARTS)
 

@@ -1,4 +1,4 @@
-"""Double of a GPU for a CPU build of torch: the engine's GPU path runs on it, CUDA graphs included, and fails for the same reasons.
+"""Double of a GPU for a CPU build of torch: the engine's GPU path runs on it, CUDA graphs included.
 
 Tensors say ``cuda:0`` and hold their numbers in the memory of the CPU. ``DoubleGpu`` is an ``engine.accelerator.Accelerator``;
 ``engine.accelerator.use`` installs it. It shows what a GPU shows of the order of work, of devices, of graphs and of waiting. It

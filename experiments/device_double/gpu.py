@@ -7,11 +7,11 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -42,7 +42,7 @@ class DoubleTensor(torch.Tensor):
 
     numbers: torch.Tensor
     gpu: DoubleGpu
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor, index: int, gpu: DoubleGpu) -> DoubleTensor:
@@ -55,7 +55,7 @@ class DoubleTensor(torch.Tensor):
         made.numbers, made.gpu = numbers, gpu
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show no numbers: a print would wait for them."""
         return f"DoubleTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -64,7 +64,7 @@ class DoubleTensor(torch.Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation outside of ``Accelerator.current``."""
         gpu = next(each.gpu for each in tree_flatten((args, kwargs))[0] if isinstance(each, DoubleTensor))
         return gpu.run(func, args, kwargs or {})
@@ -79,6 +79,17 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._gpu.run(func, args, kwargs or {})
+
+
+class _Factories(TorchFunctionMode):
+    """Has ``torch.tensor`` copy from the host to a GPU, as it does: no dispatch mode sees what it makes there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device") if func is torch.tensor else None
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": "cpu"}).to(device)
 
 
 class DoubleStream:
@@ -230,7 +241,10 @@ class DoubleGpu:
         before, thread.index = thread.index, index
         thread.active += 1
         try:
-            with _Mode(self) if thread.active == 1 else contextlib.nullcontext():
+            with contextlib.ExitStack() as modes:
+                if thread.active == 1:
+                    modes.enter_context(_Factories())
+                    modes.enter_context(_Mode(self))
                 yield
         finally:
             thread.index = before
@@ -336,7 +350,7 @@ class DoubleGpu:
             self._raise_broken()
             if name in _CASTS and self._moves(ours, args, kwargs):
                 return self._cast(func, args, kwargs, target)
-            if name == "copy_" and not (len(ours) == 2):
+            if name == "copy_" and len(ours) != 2:
                 return self._copy(args[0], args[1], bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking")))
             return self._compute(func, name, ours, args, kwargs, target)
 
@@ -390,11 +404,11 @@ class DoubleGpu:
         if len(indices) != 1:
             raise DoubleError(f"{func} over tensors of several devices: {sorted(map(str, indices))}")
         (index,) = indices
-        self._check_mixed(name, args, kwargs, index)
+        if not (name.endswith("_like") or name.startswith("new_")):  # of those only the shape and the type are read
+            self._check_mixed(name, args, kwargs, index)
         cpu_args, cpu_kwargs = _on_cpu(args), _on_cpu(kwargs)
-        if name == "slot_attention":
-            if index != self._thread.index or not self._thread.active:
-                raise DoubleError(f"a kernel over tensors of cuda:{index} while another device is current")
+        if name == "slot_attention" and (index != self._thread.index or not self._thread.active):
+            raise DoubleError(f"a kernel over tensors of cuda:{index} while another device is current")
         waits = name in _WAITING or (name in ("index", "index_put_", "index_put") and _masked(args))
         if waits:
             self._wait_here(index)
@@ -422,8 +436,9 @@ class DoubleGpu:
         return wrapped
 
     def _record(
-        self, graph: DoubleGraph, func: Any, ours: Sequence[DoubleTensor], writes: Sequence[Any], args: Any, kwargs: Any, index: int
-    ) -> Any:
+        self, graph: DoubleGraph, func: Any, ours: Sequence[DoubleTensor], writes: Sequence[Any], args: Any, kwargs: Any,
+        index: int,
+    ) -> Any:  # fmt: skip
         for each in ours:
             self._use(each)
         before = [(each.numbers, each.numbers.clone()) for each in writes if isinstance(each, DoubleTensor)]

@@ -171,12 +171,13 @@ def test_flash_attn_is_taken_where_it_can_be_imported(monkeypatch: pytest.Monkey
         scores = torch.einsum("brhd,bkhd->bhrk", q, k) * softmax_scale
         return torch.einsum("bhrk,bkhd->brhd", scores.softmax(3), v), scores.logsumexp(3), None
 
+    monkeypatch.setattr(attention_parts, "usable", lambda function, device: function)  # see test_gpu_double.py
     attention_parts._library.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import raises ImportError, as where it is for another torch
-    assert attention_parts._library() is None
+    assert attention_parts._library(torch.device("cpu")) is None
     attention_parts._library.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
-    library = attention_parts._library()
+    library = attention_parts._library(torch.device("cpu"))
     attention_parts._library.cache_clear()
     assert library is not None
     query, keys, values = tensors(np.random.default_rng(6), 1, 5, 24, torch.float64, "cpu")

@@ -14,24 +14,36 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.slices import EngineOptions
+from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.drafters import build_drafter
 from decoding.request import Request, SamplingParams
 from decoding.tree import DraftTree
 from engine.accelerator import accelerator, use
+from engine.engine import Engine
 from engine.errors import DeviceError, ModelLoadError
-from engine.forward import exactness, runners
+from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
+from engine.forward.attention_parts import usable
 from engine.forward.batch import Line, LineWork, pack
-from engine.forward.cuda import step_buffers
 from engine.forward.cuda.static_runner import StaticRunner
-from engine.forward.cuda.step_buffers import StepBuffers
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
+from engine.loading.model_tables import bigram_rows
+from engine.measures.latency import cases, glance
 from experiments.device_double.gpu import DoubleError, DoubleGpu
 from experiments.device_double.guard import unavailable
+from tests.helpers.models import (
+    FAMILIES,
+    MAX_DRAFT,
+    VOCAB,
+    TinyTarget,
+    engine_over,
+    llama_config,
+    nearly,
+    run,
+    save_model,
+)
 from tests.helpers.ranks import BranchingDrafter
-from tests.helpers.models import FAMILIES, MAX_DRAFT, VOCAB, TinyTarget, engine_over, nearly, run
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -155,6 +167,54 @@ def test_the_second_gpu_is_used_while_the_first_is_current(gpu: DoubleGpu) -> No
             second._steps[64, True]._forward()
 
 
+@pytest.fixture
+def loadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has transformers read weights in this thread, and not ask ``torch.cuda`` how many it can take at once."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)
+
+
+def test_an_engine_loads_with_the_defaults_on_the_second_gpu(gpu: DoubleGpu, loadable: None, tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path, llama_config(max_position_embeddings=CONTEXT)))
+    answers = []
+    for device, options in (("cuda:1", EngineOptions(max_running=2)), ("cuda", EngineOptions(max_running=4, max_step_tokens=64))):
+        engine = Engine.load(ModelOptions(folder, device=device), options, SpeculationOptions())
+        assert engine.info.exact and engine.info.device == ("cuda:1" if device == "cuda:1" else "cuda:0")
+        answers.append(run(engine, Request("a", list(range(1, 99)), SamplingParams(max_tokens=30, ignore_eos=True))))
+        assert engine._scheduler._max_draft_rows == 63  # with the root, one forward
+    assert answers[0] == answers[1] and gpu.counts["replays"] > 100
+
+
+def test_the_stairs_of_a_gpu_s_steps_are_timed(gpu: DoubleGpu) -> None:
+    strict, rounding = runner_on(gpu), runner_on(gpu, exact="rounding")
+    for runner, stairs in ((strict, (64, 65, 128, 129, 192, 193)), (rounding, (128, 129))):
+        rows = {case.rows for case in cases(4, runner.cache.capacity, CONTEXT, runner.full_rows)}
+        assert rows >= set(stairs)
+    with gpu.current(GPU):
+        assert {64, 65} <= set(glance(strict, CONTEXT).rows)
+
+
+def test_a_bigram_table_is_computed_in_whole_forwards(gpu: DoubleGpu) -> None:
+    runner = runner_on(gpu)
+    for most, forwards in ((64, -(-VOCAB // 63)), (128, -(-VOCAB // 127) * 2)):
+        table = np.empty((VOCAB, 4), np.int32)
+        assert gpu.counted(lambda: list(bigram_rows(runner, table, 0, most)))["replays"] <= forwards  # noqa: B023
+
+
+def test_a_flash_attn_without_code_for_the_gpu_is_left_out(gpu: DoubleGpu, caplog: pytest.LogCaptureFixture) -> None:
+    def without_code(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    def with_code(*_: Any, **__: Any) -> Any:
+        return None
+
+    with gpu.current(GPU):
+        assert usable(with_code, GPU) is with_code and not caplog.records
+        assert usable(without_code, GPU) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "sm_80" in record.getMessage()
+
+
 # ---- mistakes that the double has to find -----------------------------------------------------------------------------------
 
 
@@ -261,9 +321,10 @@ def test_a_capture_on_another_device_is_empty(gpu: DoubleGpu) -> None:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda there: there.sum().item(), lambda there: there.tolist(), lambda there: there.nonzero(), lambda there: bool(there[0]),
-        lambda there: torch.equal(there, there), lambda there: there.cpu(), lambda there: there[there > 0],
-        lambda there: torch.ones(3).to(GPU), lambda there: there[torch.tensor([0, 1])],
+        lambda there: there.sum().item(), lambda there: there.tolist(), lambda there: there.nonzero(),
+        lambda there: bool(there[0]), lambda there: torch.equal(there, there), lambda there: there.cpu(),
+        lambda there: there[there > 0], lambda there: there[torch.tensor([0, 1])], lambda there: torch.ones(3).to(GPU),
+        lambda there: torch.tensor(1.0, device=GPU),
         lambda there: accelerator().synchronize(GPU),
     ],
 )  # fmt: skip

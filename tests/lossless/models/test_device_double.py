@@ -1,7 +1,6 @@
 """Families of models on the double of a GPU: with CUDA graphs an engine emits the tokens that it emits without them.
 
-By default those families of ``families.json`` are tried that are marked ``each_time``. ``make prove-gpu`` tries all of them and
-writes a record.
+By default a few families of ``families.json`` are tried. ``make prove-gpu`` tries all of them and writes a record.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -43,9 +41,12 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 CONTEXT, MAX_TOKENS, RUNNING = 1024, 20, 8
 GPUS = [torch.device("cuda", index) for index in range(2)]
 SERVED = [each for each in FAMILIES if "refused" not in each]
+SHORT = ("Llama, scaled rope", "Mistral", "Gemma 3", "OPT", "Mixtral")
+UNCAPTURED = {"Gemma 3n"}  # it copies a number to the device in every layer
 _RNG = np.random.default_rng(5)
 _MOTIF = _RNG.integers(1, 40, 15).tolist()
-PROMPTS = ([7], [1, 2, 3, 4] * 6, _MOTIF * 2 + _MOTIF[:7], _RNG.integers(1, VOCAB, 60).tolist(), _RNG.integers(1, VOCAB, 700).tolist())
+_LONG = [_RNG.integers(1, VOCAB, length).tolist() for length in (60, 700)]
+PROMPTS = ([7], [1, 2, 3, 4] * 6, _MOTIF * 2 + _MOTIF[:7], *_LONG)
 DRAWN = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.9, top_p=0.9, seed=3)
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 CASES = [*((prompt, GREEDY) for prompt in PROMPTS), *((prompt, DRAWN) for prompt in (PROMPTS[1], PROMPTS[2], PROMPTS[4]))]
@@ -123,14 +124,14 @@ def answers_of_two_ranks(runners: Sequence[ModelRunner], answers: Sequence[Seque
 def made(model: Any, exact: str) -> StaticRunner:
     options = EngineOptions(max_running=RUNNING, kv_slots=RUNNING, exact=exact)  # type: ignore[arg-type]
     runner = make_runner(model, CONTEXT + 2 * MAX_DRAFT, options, 1 + 2 * MAX_DRAFT)
-    assert isinstance(runner, StaticRunner) and not runner.capture_failures, runner
+    assert isinstance(runner, StaticRunner)
     return runner
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All families for a proof, else a few."""
     if "family" in metafunc.fixturenames:
-        chosen = SERVED if metafunc.config.getoption("--proof") else [each for each in SERVED if each.get("each_time")]
+        chosen = SERVED if metafunc.config.getoption("--proof") else [each for each in SERVED if each["family"] in SHORT]
         metafunc.parametrize("family", chosen, ids=[each["family"] for each in chosen])
 
 
@@ -144,6 +145,8 @@ def outcome_of(family: dict[str, Any], gpu: DoubleGpu, exact: str) -> str | Coun
     if reason is not None:
         return reason
     runner = made(model, exact)
+    if runner.capture_failures:
+        return f"a capture fails: {runner.capture_failures[runner.sizes[-1]]}"
     with runner.uncaptured():
         plain = answers_one_by_one(runner)
     assert len({tuple(output) for output in plain}) > len(PROMPTS) // 2, plain
@@ -171,5 +174,5 @@ def test_a_family_emits_with_graphs_what_it_emits_without(
         "answers": {} if isinstance(outcome, str) else dict(outcome), "of": len(CASES), "graphs": len(graphs),
         "operations": max(graphs, default=0), "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
-    if not isinstance(outcome, str):
-        assert set(outcome.values()) == {len(CASES)}, outcome
+    assert isinstance(outcome, str) or set(outcome.values()) == {len(CASES)}, outcome
+    assert str(outcome).startswith("a capture fails") == (family["family"] in UNCAPTURED)
