@@ -242,6 +242,11 @@ class StaticRunner(ModelRunner):
         finally:
             self._replays = True
 
+    @property
+    def full_rows(self) -> tuple[int, ...]:
+        """See ``ModelRunner``."""
+        return super().full_rows or self.sizes[-1:]
+
     def form(self) -> dict[str, Any]:
         """See ``ModelRunner``."""
         return super().form() | {"graphs": [size for size in self.sizes if size not in self.capture_failures]}
