@@ -166,6 +166,7 @@ class Engine:
             loaded, runner = runner_over(loaded, options, speculation, world_size, make)
             info = dataclasses.replace(
                 info, max_model_len=loaded.max_model_len, device=str(runner.model.device), exact=runner.exact,
+                uncaptured_rows=tuple(runner.capture_failures),
                 strategies_apart=strategies_apart(speculation),
             )  # fmt: skip
             computes = executor(runner)  # first: it may settle where this thread runs, and so what the drafter measures

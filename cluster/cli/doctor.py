@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,6 +23,9 @@ from cluster.cli.launch.preflight import most_ranks, options_of_a_rank, ray_fold
 from cluster.cli.terminal import fail, fail_input
 from decoding import jit
 from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
+
+if TYPE_CHECKING:
+    from engine.loading.plan import Plan
 
 GIB = 2**30
 MIN_MEMORY_GIB = 4
@@ -59,6 +62,12 @@ def doctor(
     threads: Annotated[
         int | None, typer.Option(help="With --calibrate: torch threads on a CPU; when absent as many as a server's replica has.")
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: tell what it comes to on a GPU that is not here: A100-80, A100-40, H100, H200, L40S, L4, A10 or RTX-4090."
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="With --model or --calibrate: a yaml file as of `outrider serve`. The other options win over it."),
@@ -71,6 +80,7 @@ def doctor(
     """Tell what this machine has and what is missing. Exit code 1 when the server cannot run.
 
     With --model: whether that model is served and fits into memory, without reading its weights; exit code 1 where not.
+    With --model and --gpu: whether it starts on that GPU, with what, and how fast by arithmetic, from config.json alone.
     With --calibrate: how long a step of a model takes here, by rows, requests and context, as a table and a figure.
     """
     settings = {"model.path": model, "model.dtype": dtype, "model.device": device, "model.threads": threads}
@@ -83,9 +93,11 @@ def doctor(
     for name in ("threads", "out"):
         if context.params[name] is not None:
             fail_input(f"--{name} is of --calibrate, which was not given")
+    if gpu is not None and device is not None:
+        fail_input("--device is not for --gpu, which is the device: leave one of them out")
     if model is not None:
-        raise typer.Exit(_examine_model(config, overrides, as_json))
-    for name in ("dtype", "device", "config"):
+        raise typer.Exit(_examine_model(config, overrides, as_json, gpu))
+    for name in ("dtype", "device", "gpu", "config"):
         if context.params[name] is not None:
             fail_input(f"--{name} is of --model or --calibrate, and neither was given")
     findings = examine()
@@ -97,8 +109,8 @@ def doctor(
     raise typer.Exit(0 if healthy else 1)
 
 
-def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> int:
-    """Tells whether a model runs here and what it takes; the exit code."""
+def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu: str | None = None) -> int:
+    """Tells whether a model runs here, or on a GPU of a name, and what it takes; the exit code."""
     from configs.schema import REPOSITORY, ConfigError, load_config
 
     try:
@@ -108,7 +120,9 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
     from transformers.utils import logging  # with the next one it takes a moment
 
     from engine.errors import ModelLoadError
+    from engine.loading.cards import find_card
     from engine.loading.footprint import footprint, shown_bytes
+    from engine.loading.plan import plan
 
     logging.set_verbosity_error()  # what a model's own code warns of is not asked for
     try:
@@ -116,7 +130,16 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
         parallelism = settings.parallelism
         if parallelism.mode == "lookahead":
             parallelism = replace(parallelism, world_size=most_ranks(settings))
+        if gpu is not None:
+            made = plan(settings.model, options, settings.speculation, parallelism, find_card(gpu))
+            if as_json:
+                typer.echo(json.dumps({"ok": True, "reason": "", **made.to_json()}, indent=2))
+            else:
+                _print_table(_planned(made))
+            return 0
         found = footprint(settings.model, options, settings.speculation, parallelism)
+    except ValueError as error:
+        fail_input(str(error))
     except ModelLoadError as error:
         if not as_json:
             fail(str(error))
@@ -150,6 +173,39 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool) -> 
     return 0 if found.fits else 1
 
 
+def _planned(made: Plan) -> list[Finding]:
+    """The lines of a model on a GPU that is not here."""
+    from engine.loading.footprint import shown_bytes
+
+    found, card = made.footprint, made.card
+    of_context = f" of the model's {found.context_len:,}" if found.max_model_len < found.context_len else ""
+    slots = f"{found.max_running} requests and {found.kv_slots - found.max_running} more KV slots"
+    sizes = ", ".join(map(str, made.graphs))
+    purposes = {
+        name: f"{shown_bytes(size)}{' (allowance)' if name in ('activations', 'graphs_and_libraries') else ''}"
+        for name, size in made.memory.items()
+        if size > 0
+    }
+    context = f"behind {made.context:,} tokens"
+    steps = ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in made.step_ms.items())
+    prompts = ", ".join(f"{tokens:,} tokens {ms:,.0f} ms" for tokens, ms in made.prefill_ms.items())
+    launches = "" if made.graphs else ", and launches on top, which are not counted"
+    return [
+        Finding("model", "ok", f"{found.architecture}, {found.parameters:,} parameters, {found.dtype}"),
+        Finding("gpu", "ok", f"{card.name}, of which a process is given {shown_bytes(card.memory_bytes)}"),
+        Finding("starts", "ok", f"{slots}, of {found.max_model_len:,} tokens{of_context} and {found.draft_rows} drafted ones"),
+        Finding("exact outputs", "ok", "strict; the check at the start decides")
+        if made.exact
+        else Finding("exact outputs", "optional", f"no: {made.not_exact}"),
+        Finding("path", "ok", f"CUDA graphs of {sizes} rows")
+        if made.graphs
+        else Finding("path", "optional", f"kernel by kernel, without CUDA graphs: {made.no_graphs}"),
+        *(Finding(f"memory: {name.replace('_', ' ')}", "ok", size) for name, size in purposes.items()),
+        Finding("a step, computed", "ok", f"{steps}, {context}, by the roofline, not measured{launches}"),
+        Finding("prefill, computed", "ok", f"{prompts}, by the roofline, not measured{launches}"),
+    ]
+
+
 def _held(weights: str) -> str:
     return "" if weights in ("auto", "dequantized") else f" in {weights}"
 
@@ -167,6 +223,7 @@ def examine() -> list[Finding]:
         _redis,
         _flash_attention,
         lambda: _triton(has_gpu),
+        *([_graphs] if has_gpu else []),
         lambda: _exact(has_gpu),
         _compiled_code,
         _tiles,
@@ -293,6 +350,21 @@ def _triton(has_gpu: bool) -> Finding:
     if not any(shutil.which(name) for name in compilers if name):
         return Finding("triton", "missing", f"{version}, without a C compiler", "apt-get install gcc libc6-dev")
     return Finding("triton", "ok", version)
+
+
+def _graphs() -> Finding:
+    """Capture a small graph on each GPU."""
+    import torch
+
+    from engine.accelerator import accelerator
+    from engine.forward.cuda.probe import graph_fault
+
+    name, count = "cuda graphs", 0 if accelerator().unavailable() else accelerator().device_count()
+    for index in range(count):
+        fault = graph_fault(torch.device("cuda", index))
+        if fault is not None:
+            return Finding(name, "optional", f"cuda:{index}: {fault}", "see the log of `outrider serve`: steps are slower without")
+    return Finding(name, "ok" if count else "optional", f"captured on {count} GPUs" if count else "not tried: no GPU is used")
 
 
 def _exact(has_gpu: bool) -> Finding:

@@ -154,6 +154,11 @@ STEPS: tuple[Family, ...] = (
         "1 where rows were seen, at the start, to have the same bits in any company; else near-ties may fall either way.",
         lambda one: float(one.replica.info.exact),
     ),
+    gauge(
+        "outrider:cuda_graph_failures",
+        "Sizes of steps on a GPU that could not be captured as CUDA graphs: they are launched kernel by kernel, which is slower.",
+        lambda one: float(len(one.replica.info.uncaptured_rows)),
+    ),
     counter("outrider:steps", "Forwards of the target model.", lambda one: one.metrics.steps),
     counter(
         "outrider:step_rows", "Rows that these computed: prompt tokens, roots and drafted rows.", lambda one: one.metrics.rows

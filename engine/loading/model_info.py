@@ -40,6 +40,7 @@ class ModelInfo:
     adapters: tuple[AdapterInfo, ...] = ()
     adapter_of: tuple[str, str] | None = None  # of an adapter that is the model itself, its folder and its model
     strategies_apart: frozenset[str] = frozenset()  # see there
+    uncaptured_rows: tuple[int, ...] = ()  # steps on a GPU of so many rows could not be captured as CUDA graphs, and are slower
     exact: bool = False  # every row has the same bits in any company, as was seen at the start: ``engine.forward.exactness``
 
     @property

@@ -189,7 +189,8 @@ class StaticRunner(ModelRunner):
         self._attention: SlotAttention | None = None
         self._steps: dict[tuple[int, bool], StaticStep] = {}
         self._replays = True
-        self.capture_failures: dict[int, str] = {}  # by rows: why steps of that size are launched kernel by kernel
+        self._failures: dict[int, str] = {}
+        self.capture_failures = self._failures
         super().__init__(model, slots, capacity, fixed_rows=fixed_rows, kept=kept)
 
     @torch.inference_mode()
@@ -231,7 +232,7 @@ class StaticRunner(ModelRunner):
         try:
             step.capture(pool)
         except RuntimeError as error:
-            self.capture_failures[size] = one_line(error)
+            self._failures[size] = one_line(error)
 
     @contextlib.contextmanager
     def uncaptured(self) -> Iterator[None]:

@@ -11,6 +11,8 @@ import torch
 
 from cluster.cli import doctor
 from engine import accelerator, environment
+from experiments.device_double.gpu import DoubleGpu
+from experiments.device_double.guard import unavailable
 from tests.cluster.commands import outrider
 from tests.engine.loading.gpus.fake_gpus import GIB, FakeGpus
 from tests.helpers.models import llama_config
@@ -55,6 +57,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         found = findings()
     assert (found["gpu"]["status"], found["torch"]["remedy"]) == ("optional", "update it")
     assert "the driver is gone" in found["torch"]["found"] and found["gpu"]["remedy"]
+    monkeypatch.setattr("engine.forward.cuda.probe.graph_fault", lambda device: None)
     with accelerator.use(FakeGpus(2)):  # type: ignore[arg-type]
         assert findings()["torch"]["status"] == "ok"
 
@@ -78,3 +81,14 @@ def test_it_tells_the_length_that_a_server_takes(tmp_path: Path) -> None:
     assert (half["ok"], half["max_model_len"], half["free_bytes"]) == (True, 32768, whole["free_bytes"] // 2)
     assert ranks["draft_rows"] == 4 * whole["draft_rows"] and ranks["kv_slots"] == 8
     assert f"{ranks['max_model_len']:,} tokens of the model's 131,072" in shown and "kept back" in shown
+
+
+def test_it_captures_a_small_graph_on_each_gpu(gpu_machine: None) -> None:
+    if unavailable() is not None:
+        pytest.skip(str(unavailable()))
+    gpu = DoubleGpu()
+    with accelerator.use(gpu):
+        assert findings()["cuda graphs"] == {"name": "cuda graphs", "status": "ok", "found": "captured on 2 GPUs", "remedy": ""}
+        gpu.fail_at(6, torch.AcceleratorError("CUDA error: unspecified launch failure"))
+        found = findings()["cuda graphs"]
+    assert found["status"] == "optional" and found["found"].startswith("cuda:0: ") and "launch failure" in found["found"]

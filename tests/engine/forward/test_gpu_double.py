@@ -26,6 +26,7 @@ from engine.forward.attention import TREE_ATTENTION
 from engine.forward.attention_parts import usable
 from engine.forward.batch import Line, LineWork, pack
 from engine.forward.cuda.static_runner import StaticRunner
+from engine.forward.cuda.probe import graph_fault
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model_tables import bigram_rows
@@ -165,6 +166,12 @@ def test_the_second_gpu_is_used_while_the_first_is_current(gpu: DoubleGpu) -> No
         assert run(engine_of(second), Request("a", prompt, params)) == expected
         with pytest.raises(DoubleError, match="another device"):  # a launch outside of ``current`` would not pass
             second._steps[64, True]._forward()
+
+
+def test_the_probe_of_a_gpu_captures_its_attention(gpu: DoubleGpu) -> None:
+    assert graph_fault(GPU) is None and graph_fault(OTHER) is None and gpu.counts["replays"] == 2
+    gpu.fail_at(4, torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    assert "illegal memory access" in str(graph_fault(GPU))
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""Probe of a GPU: whether the attention kernels run on it, and whether a CUDA graph can hold them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.accelerator import accelerator
+from engine.errors import one_line
+from engine.forward.batch import AttentionCall, Line, LineWork, pack
+from engine.forward.cuda.slot_attention import SlotAttention, available, best_block_rows
+from engine.forward.cuda.slot_kernels import kernel_errors
+from engine.forward.cuda.step_buffers import StepBuffers
+from engine.kv.kv_cache import KVShape, SlotCache
+
+_ROWS, _HEADS, _HEAD_DIM = 16, 4, 64
+
+
+@torch.inference_mode()
+def graph_fault(device: torch.device) -> str | None:
+    """Capture attention over a few rows as a CUDA graph and replay it.
+
+    Returns:
+        What failed, in one line; None where the replay computes what the kernels do.
+    """
+    shape = KVShape(1, _HEADS, _HEAD_DIM, torch.float32, device)
+    if not available(shape):
+        return "the attention kernels need Triton"
+    with accelerator().current(device):
+        try:
+            cache, attention = SlotCache(shape, 1, _ROWS), SlotAttention(shape, _HEADS, _ROWS, _ROWS, best_block_rows(shape))
+            buffers = StepBuffers(_ROWS, attention.rows_of_tile, 1, _ROWS, device)
+            buffers.fill(pack([LineWork(Line(0, np.arange(_ROWS, dtype=np.int32)), 0, _ROWS, None)]))
+            numbers = torch.arange(_HEADS * _ROWS * _HEAD_DIM, dtype=torch.float32, device=device).view(1, _HEADS, _ROWS, -1).sin()
+
+            def attend() -> torch.Tensor:
+                output = numbers.new_empty(1, _ROWS, _HEADS, _HEAD_DIM)
+                attention.attend(AttentionCall(0, numbers, numbers, numbers), *cache.layer(0), buffers.step_rows, output)
+                return output
+
+            expected = attend().cpu()
+            graph, output = accelerator().capture(device, accelerator().graph_pool(), attend)
+            graph.replay()
+            return None if torch.equal(output.cpu(), expected) else "a replay does not compute what was captured"
+        except kernel_errors() as error:
+            return one_line(error)
