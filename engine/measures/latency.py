@@ -66,7 +66,8 @@ def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = (
     deepest = min(max_model_len - 2, capacity - min(_WIDE, most))
     far = {min(each, deepest) for each in _FAR if deepest > context}
     found = {Case(1, count, context) for count in rows} | {Case(1, 1, min(_NEAR, context))}
-    found |= {Case(1, count, each) for each in far for count in (1, min(_WIDE, most))}
+    wide = {1, min(_WIDE, most), *(count + 1 for count in full[:1] if count < most)}
+    found |= {Case(1, count, each) for each in far for count in wide if each + count <= capacity}
     for count in {min(2**power, slots) for power in range(1, slots.bit_length() + 1)} - {1}:
         found |= {Case(count, 1, context), Case(count, min(_TREE_ROWS, most), context)}
         found |= {Case(count, 1, min(far))} if far else set()
