@@ -50,7 +50,7 @@ LIBRARIES: dict[str, set[str]] = {
     "experiments": (_SERVING - {"ray"})
     | {"typer", "rich", "gguf", "numba", "httpx", "openai", "yaml", "matplotlib", "playwright", "simpy", "markupsafe"}
     | {"langchain_core", "langchain_openai", "langchain_postgres", "langchain_qdrant", "langchain_text_splitters"}
-    | {"llama_index", "qdrant_client", "sqlalchemy", "rouge_score"},
+    | {"llama_index", "qdrant_client", "sqlalchemy", "rouge_score", "triton"},
 }
 
 WITHOUT_PYDANTIC = {"decoding", "engine", "cache_service"}

@@ -21,6 +21,7 @@ can see it, record it and compute it otherwise.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +37,54 @@ SPLIT = 256  # positions of a split; bits depend on it, so it is the same in eve
 _PROGRAMS = 32  # of kernel 1 that share the splits of a tile and KV head
 
 
+class BlockSizes(NamedTuple):
+    """Block of queries of a program of either kernel, and the options it is compiled with."""
+
+    rows: int  # queries, a power of two from 16
+    warps: int
+    stages: int  # two load one block of keys ahead of the one computed, into shared memory
+    registers: int | None  # most of a thread; without a bound the assembler may spill some to make room for another program
+
+
+# Sizes for heads of at most 64, of 128 and of 256 numbers. They were chosen by compiling: no registers are spilled but where
+# experiments/results/*-triton-compile.json says so. The more rows, the fewer times the rows of a tree read their context.
+_WIDE, _WIDE_HEADS = BlockSizes(64, 4, 2, 255), BlockSizes(32, 8, 1, 255)
+_HALF = {  # bfloat16 and float16, by compute capability
+    (8, 0): (_WIDE, _WIDE, _WIDE_HEADS),
+    (9, 0): (_WIDE, _WIDE, BlockSizes(64, 8, 1, 255)),  # its wgmma, and tcgen05.mma of 10.0, compute 64 rows at once
+    (10, 0): (_WIDE, _WIDE, BlockSizes(64, 8, 1, 255)),
+}
+_HALF_SMALL = (_WIDE, BlockSizes(32, 4, 2, 255), _WIDE_HEADS)  # of 100 KB of shared memory, 32 rows take less than half
+_SINGLE = (BlockSizes(16, 8, 1, None), BlockSizes(16, 8, 2, None), BlockSizes(16, 16, 2, None))  # float32: no tensor cores
+_SINGLE_SMALL = (*_SINGLE[:2], BlockSizes(16, 8, 1, 255))
+_AS_OTHERS = {(8, 7): (8, 0), (10, 3): (10, 0)}  # GPUs with the instructions and the shared memory of others
+
+
 def available(shape: KVShape) -> bool:
     """Return whether the kernels run over such slots."""
     return shape.device.type == "cuda" and accelerator().has_kernels(shape.dtype)
 
 
+def block_sizes(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> BlockSizes:
+    """Return the sizes that both kernels share. They follow from the GPU and the model alone, as a row's bits depend on them.
+
+    Args:
+        capability: compute capability of the GPU; (0, 0) for Triton's interpreter on a CPU.
+        head_dim: numbers of a head.
+        dtype: of queries, keys and values.
+    """
+    known = _AS_OTHERS.get(capability, capability)
+    half, single = (_HALF[known], _SINGLE) if known in _HALF else (_HALF_SMALL, _SINGLE_SMALL)
+    return (half if dtype.itemsize == 2 else single)[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+
+
 def best_block_rows(shape: KVShape) -> int:
-    """Queries of a block: 64 for Hopper's products, and 16 before it and in float32, where more have no room in registers."""
-    hopper = shape.device.type == "cuda" and accelerator().capability(shape.device) >= (9, 0)
-    return 64 if hopper and shape.dtype.itemsize == 2 else 16
+    """Return the queries of a block for the device of the slots."""
+    return block_sizes(_capability(shape.device), shape.head_dim, shape.dtype).rows
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return accelerator().capability(device) if device.type == "cuda" else (0, 0)
 
 
 def rows_per_tile(heads: int, kv_heads: int, block_rows: int = 64) -> int:
@@ -63,24 +103,23 @@ def states_size(rows: int, heads: int, capacity: int, head_dim: int) -> tuple[in
     return rows, heads, num_splits(capacity), head_dim + 4  # 4: rows stay aligned to 16 bytes
 
 
-def launch_sizes(head_dim: int, group: int, dtype: torch.dtype, block_rows: int = 64) -> dict[str, int | bool]:
+def launch_sizes(
+    capability: tuple[int, int], head_dim: int, group: int, dtype: torch.dtype, block_rows: int | None = None
+) -> dict[str, int | bool | None]:
     """Return what the kernels are compiled for: constants and options that both share, as both must round alike.
 
-    Four warps are one warpgroup of Hopper's, with 16 whole rows of a block each; heads of 256 take eight for their accumulators.
-    Two stages load one block ahead of the one computed, in 80 KB of shared memory with heads of 128, which leaves room for a
-    second program beside it; wider heads have room for one stage.
-
     Args:
+        capability: see ``block_sizes``.
         head_dim: numbers of a head.
         group: query heads of a KV head.
         dtype: of queries, keys and values.
-        block_rows: queries of a block.
+        block_rows: queries of a block; None for those of ``block_sizes``.
     """
+    chosen = block_sizes(capability, head_dim, dtype)
     block_dim = max(16, 1 << (head_dim - 1).bit_length())
     constants = {"GROUP": group, "SPLIT": SPLIT, "D": head_dim}
-    blocks = {"BLOCK_D": block_dim, "BLOCK_M": block_rows, "BLOCK_N": BLOCK_N}
-    stages = 2 if block_dim * dtype.itemsize <= 256 else 1
-    options = {"num_warps": 8 if block_dim > 128 else 4, "num_stages": stages, "enable_fp_fusion": False}
+    blocks = {"BLOCK_D": block_dim, "BLOCK_M": block_rows or chosen.rows, "BLOCK_N": BLOCK_N}
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "maxnreg": chosen.registers, "enable_fp_fusion": False}
     return {**constants, **blocks, **options}
 
 
@@ -102,7 +141,7 @@ def _launch(
     kv_heads, capacity, splits = keys.shape[1], keys.shape[2], states.shape[2]
     log2e = math.log2(math.e)
     scale *= log2e if softcap == 0 else 2 * log2e / softcap
-    sizes = launch_sizes(query.shape[3], query.shape[1] // kv_heads, query.dtype, block_rows)
+    sizes = launch_sizes(_capability(query.device), query.shape[3], query.shape[1] // kv_heads, query.dtype, block_rows)
     limits = {"CAP": softcap * log2e, "WINDOW": window, **sizes}
     query_strides, new_strides = query.stride()[1:3], (*key.stride()[1:3], *value.stride()[1:3])
     with accelerator().current(query.device):
@@ -124,7 +163,7 @@ class SlotAttention:
 
         Args:
             capacity: entries of a slot.
-            block_rows: queries of a block, a power of two from 16. Hopper takes 64 at once; before it, 16 need fewer registers.
+            block_rows: queries of a block, a power of two from 16; see ``best_block_rows``.
         """
         self.rows_of_tile = rows_per_tile(heads, shape.kv_heads, block_rows)
         self.shape, self.heads, self.rows, self.capacity = shape, heads, rows, capacity
