@@ -63,11 +63,11 @@ def cases(slots: int, capacity: int, max_model_len: int, full: Sequence[int] = (
     context = max(0, min(_CONTEXT, max_model_len - 2, capacity - most))
     stairs = {count + more for count in full for more in (0, 1)}
     rows = (*(count for count in sorted({*_ROWS, *stairs}) if count < most), most)
-    deepest = min(max_model_len - 2, capacity - min(_WIDE, most))
+    wide = {1, min(_WIDE, most), *(count + 1 for count in full[:1] if count < most)}
+    deepest = min(max_model_len - 2, capacity - max(wide))
     far = {min(each, deepest) for each in _FAR if deepest > context}
     found = {Case(1, count, context) for count in rows} | {Case(1, 1, min(_NEAR, context))}
-    wide = {1, min(_WIDE, most), *(count + 1 for count in full[:1] if count < most)}
-    found |= {Case(1, count, each) for each in far for count in wide if each + count <= capacity}
+    found |= {Case(1, count, each) for each in far for count in wide}
     for count in {min(2**power, slots) for power in range(1, slots.bit_length() + 1)} - {1}:
         found |= {Case(count, 1, context), Case(count, min(_TREE_ROWS, most), context)}
         found |= {Case(count, 1, min(far))} if far else set()
