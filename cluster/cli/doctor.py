@@ -65,7 +65,8 @@ def doctor(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="With --model: tell what it comes to on a GPU that is not here: A100-80, A100-40, H100, H200, L40S, L4, A10 or RTX-4090."
+            help="With --model: tell what it comes to on a GPU that is not here: "
+            "A100-80, A100-40, H100, H200, L40S, L4, A10 or RTX-4090."
         ),
     ] = None,
     config: Annotated[
@@ -176,18 +177,19 @@ def _examine_model(config: Path | None, overrides: list[str], as_json: bool, gpu
 def _planned(made: Plan) -> list[Finding]:
     """The lines of a model on a GPU that is not here."""
     from engine.loading.footprint import shown_bytes
+    from engine.loading.plan import ALLOWED
 
     found, card = made.footprint, made.card
     of_context = f" of the model's {found.context_len:,}" if found.max_model_len < found.context_len else ""
     slots = f"{found.max_running} requests and {found.kv_slots - found.max_running} more KV slots"
     sizes = ", ".join(map(str, made.graphs))
     purposes = {
-        name: f"{shown_bytes(size)}{' (allowance)' if name in ('activations', 'graphs_and_libraries') else ''}"
+        name.replace("_", " "): f"{shown_bytes(size)}{' (allowance)' if name in ALLOWED else ''}"
         for name, size in made.memory.items()
         if size > 0
     }
     context = f"behind {made.context:,} tokens"
-    steps = ", ".join(f"{rows} rows {ms:.1f} ms" for rows, ms in made.step_ms.items())
+    steps = ", ".join(f"{rows} row{'s' * (rows > 1)} {ms:.1f} ms" for rows, ms in made.step_ms.items())
     prompts = ", ".join(f"{tokens:,} tokens {ms:,.0f} ms" for tokens, ms in made.prefill_ms.items())
     launches = "" if made.graphs else ", and launches on top, which are not counted"
     return [
@@ -200,7 +202,7 @@ def _planned(made: Plan) -> list[Finding]:
         Finding("path", "ok", f"CUDA graphs of {sizes} rows")
         if made.graphs
         else Finding("path", "optional", f"kernel by kernel, without CUDA graphs: {made.no_graphs}"),
-        *(Finding(f"memory: {name.replace('_', ' ')}", "ok", size) for name, size in purposes.items()),
+        *(Finding(f"memory: {name}", "ok", size) for name, size in purposes.items()),
         Finding("a step, computed", "ok", f"{steps}, {context}, by the roofline, not measured{launches}"),
         Finding("prefill, computed", "ok", f"{prompts}, by the roofline, not measured{launches}"),
     ]
@@ -363,7 +365,8 @@ def _graphs() -> Finding:
     for index in range(count):
         fault = graph_fault(torch.device("cuda", index))
         if fault is not None:
-            return Finding(name, "optional", f"cuda:{index}: {fault}", "see the log of `outrider serve`: steps are slower without")
+            remedy = "see the log of `outrider serve`: steps are slower without"
+            return Finding(name, "optional", f"cuda:{index}: {fault}", remedy)
     return Finding(name, "ok" if count else "optional", f"captured on {count} GPUs" if count else "not tried: no GPU is used")
 
 

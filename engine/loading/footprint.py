@@ -99,11 +99,13 @@ def footprint(
     length, rows = context_length(config, model), speculation.most_draft_tokens * (1 if sliced else _width(parallelism))
     per_token = -(-_per_token(found, dtype, device) // ranks)
     has_weights = is_gguf(files) or any(any(Path(files).expanduser().glob(f"*.{end}")) for end in ("safetensors", "bin"))
+    # Without files nobody knows how much quantized weights take: as if they were not quantized.
+    held: torch.dtype | Literal["auto"] = "auto" if stay and has_weights else dtype
     made = Footprint(
         model=model.path, architecture=config.architectures[0] if config.architectures else type(config).__name__,
         parameters=found.parameters, has_weights=has_weights, dtype=str(dtype).removeprefix("torch."),
         weights=model.weights, device=str(device), ranks=ranks,
-        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, "auto" if stay else dtype, packed) // ranks),
+        weight_bytes=-(-_weight_bytes(model.weights, found.parameters, files, held, packed) // ranks),
         kv_bytes_per_token=per_token, max_model_len=length, draft_rows=rows, max_running=engine.max_running,
         slot_bytes=per_token * (length + rows) + found.state_bytes(dtype, engine.max_running) // engine.max_running,
         kv_slots=engine.most_slots(True), free_bytes=left_bytes(device, 1.0 if sliced else engine.gpu_memory_utilization),

@@ -120,10 +120,15 @@ def refuse_more_than_free(
     need, free = need + adapter_bytes, left_bytes(device, utilization)
     if need > free:
         what = "weights and adapters" if adapter_bytes else "weights"
-        where, more = ("memory", "") if device.type == "cpu" else (str(device), ", raise engine.gpu_memory_utilization")
+        where, advice = "memory", "end what takes it"
+        if device.type == "cuda":
+            where, whole = str(device), accelerator().memory(device)[1]
+            several = "share it among GPUs by parallelism.mode=tensor"
+            # With more than nearly all of a GPU there is no room for KV slots and steps, whatever the share.
+            advice = several if need > 0.95 * whole else f"{advice}, raise engine.gpu_memory_utilization"
         raise ModelLoadError(
             f"model {path!r} needs {need / 2**30:.1f} GiB for its {what}, and {free / 2**30:.1f} GiB of {where} are free: "
-            f"end what takes it{more}, or give a smaller model"
+            f"{advice}, or give a smaller model"
         )
 
 

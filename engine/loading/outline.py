@@ -48,6 +48,9 @@ class Outline:
     states: Mapping[int, StateShape] = field(default_factory=dict)  # of what other layers keep, by the numbers of their mixers
     widest: int = 0  # numbers that the widest product of a layer makes or takes of a row, with all experts that the row goes to
     routed: bool = False  # a mixture of experts: how many rows an expert computes at once depends on the tokens
+    embeddings: int = 0  # parameters of which a forward reads single rows
+    expert_parameters: int = 0  # of all experts
+    expert_share: float = 1.0  # of a layer's experts, that a row goes to
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """What is stored per token. Where layers are not alike, each has as much room as the largest of them needs."""
@@ -132,7 +135,7 @@ def _outline(key: _Key) -> Outline:
         if has_states:
             survey.check()
             attending = tuple(map(_layer_of, survey.calls))
-            return Outline(attending, model.num_parameters(), survey.shapes, _widest(model), _routed(model))
+            return Outline(attending, model.num_parameters(), survey.shapes, _widest(model), _routed(model), **_parts(model))
     except ModelLoadError:
         raise
     except Exception as error:  # the code of any model, with any configuration
@@ -154,11 +157,24 @@ def _outline(key: _Key) -> Outline:
         raise ModelLoadError(f"{name} cannot be served: layers {several} attend more than once, {kept}")
     layers = dict(listener.calls)
     ordered = tuple(layers[layer] for layer in range(count))
-    return Outline(ordered, model.num_parameters(), widest=_widest(model), routed=_routed(model))
+    return Outline(ordered, model.num_parameters(), widest=_widest(model), routed=_routed(model), **_parts(model))
 
 
 def _routed(model: PreTrainedModel) -> bool:
     return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
+def _parts(model: PreTrainedModel) -> dict[str, Any]:
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is None or head.weight is embeddings.weight
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    count = max((weight.shape[0] for module in experts for weight in module.parameters() if weight.ndim == 3), default=0)
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or count
+    return {
+        "embeddings": 0 if tied else embeddings.weight.numel(),
+        "expert_parameters": sum(weight.numel() for module in experts for weight in module.parameters()),
+        "expert_share": chosen / count if count else 1.0,
+    }
 
 
 def _widest(model: PreTrainedModel) -> int:

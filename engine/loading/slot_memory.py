@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from transformers import PreTrainedConfig
 from configs.slices import SELF, EngineOptions, SpeculationOptions
 from engine.accelerator import accelerator
 from engine.errors import ModelLoadError
-from engine.forward.cuda.slot_attention import num_splits
-from engine.forward.cuda.static_runner import ROWS
+from engine.forward.cuda.slot_attention import best_block_rows, rows_per_tile, states_size
+from engine.forward.cuda.static_runner import ROWS, TREE_ROWS, lacks_graphs, step_kinds, step_room
+from engine.forward.cuda.step_buffers import buffer_sizes
 from engine.loading.memory import kept_slots, left_bytes
 from engine.loading.model import LoadedModel, load_config
 from engine.loading.outline import outline
@@ -24,7 +26,7 @@ LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)  # tokens of prompt and outp
 STRICT_ROWS = 64  # of every forward with ``engine.exact=strict``, see ``engine.forward.runners``
 # What ``reserved_bytes`` does not count: the CUDA context with the kernels' code, 0.39 GiB as vLLM reported it (its issue 11251);
 # executables of graphs, 0.36 GiB for 16 of vLLM's (gpustack/runner, pull request 251); workspaces of cuBLAS and cuBLASLt, 32 MiB
-# each on Hopper (PyTorch, pull request 120925), in the two streams of a warm-up. Step buffers take less than 1 MiB.
+# each on Hopper (PyTorch, pull request 120925), in the two streams of a warm-up. A model's buffers take less than 1 MiB.
 _LIBRARIES = 1 << 30
 
 
@@ -54,8 +56,31 @@ class SlotMemory:
         return self.need_bytes <= self.free_bytes
 
 
-def reserved_bytes(config: PreTrainedConfig, dtype: torch.dtype, options: EngineOptions, capacity: int) -> int:
-    """Return what KV slots never take of a GPU, in bytes: activations, graphs, states of the attention kernels, libraries.
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What KV slots never take of a GPU, in bytes. The engine allocates ``states`` and ``buffers``, the rest is an allowance."""
+
+    activations: int
+    graph_logits: int
+    states: int = 0  # that attention keeps between its two kernels
+    buffers: int = 0  # inputs of the steps that are captured
+    libraries: int = _LIBRARIES
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.graph_logits + self.states + self.buffers + self.libraries
+
+
+def reserved(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: EngineOptions,
+    capacity: int,
+    tree_rows: int = TREE_ROWS,
+) -> Reserved:
+    """Return what is kept back of a GPU beside weights and KV slots.
 
     A forward holds of each row at once, besides what is a layer's for a moment:
 
@@ -71,18 +96,27 @@ def reserved_bytes(config: PreTrainedConfig, dtype: torch.dtype, options: Engine
     Args:
         config: of the model.
         dtype: of its weights.
-        options: ``exact`` and ``max_step_tokens`` count.
+        device: a GPU, whose capability counts.
+        options: ``exact``, ``max_step_tokens`` and ``max_running`` count.
         capacity: entries of a slot.
+        tree_rows: the most rows of a request's tree, its root included.
     """
     text, found = config.get_text_config(), outline(config)
     vocab, hidden, wide = int(text.vocab_size), int(getattr(text, "hidden_size", found.widest)), dtype.itemsize
     of_row = vocab * (2 * wide + 4) + 4 * wide * found.widest + hidden * (4 * wide + 12)
-    strict = options.exact == "strict"
-    sizes = (STRICT_ROWS,) if strict else ROWS
-    rows = STRICT_ROWS if strict else max(options.max_step_tokens, ROWS[-1])
-    heads = max(layer.heads for layer in found.layers)
-    states = sizes[-1] * heads * num_splits(capacity) * (max(layer.head_dim for layer in found.layers) + 4) * 4
-    return (rows + sizes[-1]) * of_row + sum(sizes[:-1]) * vocab * wide + states + _LIBRARIES
+    strict, shape = options.exact == "strict", found.kv_shape(dtype, device)
+    fixed, rows = (STRICT_ROWS, STRICT_ROWS) if strict else (None, max(options.max_step_tokens, ROWS[-1]))
+    if lacks_graphs(config, shape) is not None:
+        return Reserved(rows * of_row, 0)
+    sizes = ROWS if fixed is None else (fixed,)
+    heads, buffers = int(text.num_attention_heads), 0
+    per_tile = rows_per_tile(heads, shape.kv_heads, best_block_rows(shape))
+    for size in sizes:
+        inputs = sum(buffer_sizes(size, per_tile, *step_room(size, options.max_running, tree_rows))) * torch.int32.itemsize
+        for logits in step_kinds(fixed):
+            buffers += inputs + (size * torch.int64.itemsize if logits else 0)  # and the numbers of the rows that have logits
+    states = math.prod(states_size(sizes[-1], heads, capacity, shape.head_dim)) * torch.float32.itemsize
+    return Reserved((rows + sizes[-1]) * of_row, sum(sizes[:-1]) * vocab * wide, states, buffers)
 
 
 def slot_memory(
@@ -120,8 +154,8 @@ def slot_memory(
     least = options.max_running + (options.kept_slots or 0)
     lengths = (length, *(one for one in LENGTHS if one < length)) if may_shorten else (length,)
     for tried in lengths:
-        reserved = beside + reserved_bytes(config, dtype, options, tried + drafts)
-        made = SlotMemory(tried, least, per_token * (tried + drafts), reserved, room)
+        kept = beside + reserved(config, dtype, device, options, tried + drafts, 1 + drafts).total
+        made = SlotMemory(tried, least, per_token * (tried + drafts), kept, room)
         if made.fits:
             break
     if options.kept_slots is None:
@@ -150,13 +184,7 @@ def fitted(
     found = slot_memory(
         model.config, model.dtype, model.device, room, length, loaded.may_shorten, options, speculation, world_size
     )
-    if not found.fits:
-        advice = " or ".join(fewer_or_shorter(found, options, speculation.most_draft_tokens * world_size))
-        raise ModelLoadError(
-            f"{found.slots} KV slots of {found.max_model_len} tokens need {found.need_bytes / 2**30:.1f} GiB, and "
-            f"{found.free_bytes / 2**30:.1f} GiB are free on {model.device} beside the weights: "
-            f"{f'set {advice}' if advice else 'end what takes it, or give a smaller model'}"
-        )
+    refuse_unfitting(found, options, speculation.most_draft_tokens * world_size, model.device)
     if found.max_model_len != length:
         drafts = speculation.most_draft_tokens * world_size
         whole = options.max_running * found.slot_bytes // (found.max_model_len + drafts) * (length + drafts)
@@ -165,6 +193,18 @@ def fitted(
             "free on %s", found.max_model_len, options.max_running, length, whole / 2**30, found.free_bytes / 2**30, model.device,
         )  # fmt: skip
     return dataclasses.replace(loaded, max_model_len=found.max_model_len), dataclasses.replace(options, kv_slots=found.slots)
+
+
+def refuse_unfitting(found: SlotMemory, options: EngineOptions, draft_rows: int, device: torch.device) -> None:
+    """Raise ``ModelLoadError`` where slots do not fit. The first arguments are those of ``fewer_or_shorter``."""
+    if found.fits:
+        return
+    advice = " or ".join(fewer_or_shorter(found, options, draft_rows))
+    raise ModelLoadError(
+        f"{found.slots} KV slots of {found.max_model_len} tokens need {found.need_bytes / 2**30:.1f} GiB, and "
+        f"{found.free_bytes / 2**30:.1f} GiB are free on {device} beside the weights: "
+        f"{f'set {advice}' if advice else 'end what takes it, set parallelism.mode=tensor, or give a smaller model'}"
+    )
 
 
 def fewer_or_shorter(found: SlotMemory, options: EngineOptions, draft_rows: int) -> list[str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.loading.cards import CARDS
+
 _GATED = frozenset(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "codellama"))  # three matrices in an MLP
 
 
@@ -23,18 +25,22 @@ class Gpu:
     sources: tuple[str, ...]
 
 
+def _of_card(name: str, link: float, usd_per_hour: float | None, *sources: str) -> Gpu:
+    card = CARDS[name]
+    return Gpu(
+        name, card.half_flops, card.sheet_gb * 1e9, card.bandwidth, link, usd_per_hour, (*card.sources, *sources)
+    )  # fmt: skip
+
+
 _SPHERON = "price: spheron.network/blog/nvidia-a100-vs-h100, on demand, 1 May 2026"
 _JARVIS = "price: jarvislabs.ai/blog/h100-vs-a100, April 2026"
-_A100 = "NVIDIA A100 datasheet: 312 TFLOP/s, NVLink 600 GB/s both ways"
+_NVLINK = "NVLink 600 GB/s both ways"
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100-80", 312e12, 80e9, 2.039e12, 300e9, 1.64, (_A100, "SXM, 2,039 GB/s", _SPHERON)),
-        Gpu("A100-40", 312e12, 40e9, 1.555e12, 300e9, 1.29, (_A100, "SXM, 1,555 GB/s", _JARVIS)),
-        Gpu(
-            "H100", 989e12, 80e9, 3.35e12, 450e9, 2.90,
-            ("NVIDIA H100 datasheet, SXM: 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s both ways", _SPHERON),
-        ),
+        _of_card("A100-80", 300e9, 1.64, _NVLINK, _SPHERON),
+        _of_card("A100-40", 300e9, 1.29, _NVLINK, _JARVIS),
+        _of_card("H100", 450e9, 2.90, "NVLink 900 GB/s both ways", _SPHERON),
         Gpu(
             "V100-32", 125e12, 32e9, 0.9e12, 150e9, None,
             ("NVIDIA V100 datasheet, SXM2: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways",),

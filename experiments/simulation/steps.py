@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from decoding.budget.latency import LatencyCurve, StepLoad
+from engine.loading.roofline import BANDWIDTH_SHARE, FLOPS_SHARE, seconds_of
 from experiments.simulation.hardware import Gpu, ModelShape
 
 Mode = Literal["lookahead", "tensor", "pipeline"]
@@ -27,8 +28,8 @@ class Software:
     Python (transformers without graphs): the host then takes so long a layer, whatever the GPU does meanwhile.
     """
 
-    bandwidth_share: float = 0.75  # of the peak, reached while weights are read
-    flops_share: float = 0.6  # of the peak, reached by matrices of some hundred rows
+    bandwidth_share: float = BANDWIDTH_SHARE  # of the peak, reached while weights are read
+    flops_share: float = FLOPS_SHARE  # of the peak, reached by matrices of some hundred rows
     launch_s: float = 0.0  # of a layer, on the host
     collective_s: float = 20e-6  # of an all-reduce without its bytes: two phases of 10 us (calculon, systems/a100_80g.json)
     link_share: float = 0.65  # of the link's peak (the same)
@@ -54,10 +55,10 @@ def roofline_s(
         looked_at: entries that each row looks at, added over the rows.
         tensor: GPUs that share each layer.
     """
-    read = (model.weight_bytes + context * model.entry_bytes) / (gpu.bandwidth * software.bandwidth_share)
+    read = model.weight_bytes + context * model.entry_bytes
     operations = 2 * model.parameters * rows + 4 * model.layers * model.heads * model.head_size * looked_at
-    compute = operations / (gpu.flops * software.flops_share)
-    step = max(read / tensor, compute / tensor, model.layers * software.launch_s)
+    rates = gpu.bandwidth * software.bandwidth_share, gpu.flops * software.flops_share
+    step = max(seconds_of(read, operations, *rates) / tensor, model.layers * software.launch_s)
     if tensor > 1:
         moved = 2 * (tensor - 1) / tensor * rows * model.hidden * model.value_bytes / (gpu.link * software.link_share)
         step += 2 * model.layers * (software.collective_s + moved)

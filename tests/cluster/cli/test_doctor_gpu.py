@@ -71,7 +71,8 @@ def told(folder: Path, config: Path, settings: str) -> dict[str, Any]:
 
 def test_it_tells_the_length_that_a_server_takes(tmp_path: Path) -> None:
     folder, config = tmp_path / "model", tmp_path / "service.yaml"
-    llama_config(num_hidden_layers=8, head_dim=128, num_key_value_heads=8, max_position_embeddings=131072).save_pretrained(folder)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    llama_config(num_hidden_layers=8, max_position_embeddings=131072, **heads).save_pretrained(folder)
     with accelerator.use(FakeGpus(total=40 * GIB, free=40 * GIB)):  # type: ignore[arg-type]
         whole = told(folder, config, "{}\n")
         half = told(folder, config, "server: {gpus_per_replica: 0.5}\n")

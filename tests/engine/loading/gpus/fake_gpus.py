@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +58,7 @@ class FakeGpus:
 
     def empty_cache(self) -> None:
         """See ``Accelerator``."""
+
+    def current(self, device: torch.device) -> AbstractContextManager[None]:
+        """See ``Accelerator``."""
+        return contextlib.nullcontext()
