@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from experiments.gpu_suite.device import is_cuda, wait
+
 K = TypeVar("K")
 
 
@@ -26,7 +28,7 @@ class Times:
     """Seconds, the median of each round."""
 
     wall_s: list[float] = field(default_factory=list)  # from the launch to the end of ``finish``
-    gpu_s: list[float] = field(default_factory=list)  # between events around the launch; empty without CUDA
+    gpu_s: list[float] = field(default_factory=list)  # between events around the launch; empty but with CUDA
     call_s: list[float] = field(default_factory=list)  # until the launch returned to the host
 
 
@@ -69,7 +71,7 @@ def in_turns(
 def _once(device: str, case: Case) -> tuple[float, float | None, float]:
     """Seconds of one call: whole, on the GPU, and until the launch returned."""
     events: list[Any] = []
-    if device.startswith("cuda"):
+    if is_cuda(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         torch.cuda.synchronize(device)
         events[0].record()
@@ -83,12 +85,6 @@ def _once(device: str, case: Case) -> tuple[float, float | None, float]:
     wait(device)
     ended = time.perf_counter()
     return ended - began, events[0].elapsed_time(events[1]) / 1e3 if events else None, called - began
-
-
-def wait(device: str) -> None:
-    """Until the device has done all that it was given."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

@@ -6,6 +6,7 @@ the process that asks for them keeps what each part has found so far, and starts
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from experiments.gpu_suite.device import measured_on
 from experiments.gpu_suite.report import Job, Report, Setting, UnavailableError, is_fatal, last_lines, one_line
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,15 @@ def work(connection: Connection, without: tuple[str, ...] = ()) -> None:
         sys.modules[package] = None  # type: ignore[assignment]
     kept: dict[str, Any] = {}  # models, between parts
     warnings = _Warnings(logging.WARNING)
-    logging.getLogger().addHandler(warnings)
+    logging.captureWarnings(True)
+    for logger_name in ("", "transformers"):  # which hands nothing on
+        logging.getLogger(logger_name).addHandler(warnings)
+    with contextlib.ExitStack() as device:
+        _work(connection, warnings, kept, device)
+
+
+def _work(connection: Connection, warnings: _Warnings, kept: dict[str, Any], device: contextlib.ExitStack) -> None:
+    ready = False
     while True:
         try:
             job, setting, limit_s = connection.recv()
@@ -42,6 +52,9 @@ def work(connection: Connection, without: tuple[str, ...] = ()) -> None:
         report = Report(job, limit_s, lambda kind, value: connection.send((kind, value)))
         warnings.report = report
         try:
+            if not ready:
+                device.enter_context(measured_on(setting.device, setting.double))
+                ready = True
             module, _, name = job.function.partition(":")
             getattr(importlib.import_module(module), name)(setting, report, kept)
         except UnavailableError as error:
@@ -66,7 +79,7 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
         if self.report is not None and record.name != "engine.loading.model_tables":  # whose progress it is
-            text = record.getMessage()[:_WARNING_CHARS]
+            text = " ".join(record.getMessage().split())[:_WARNING_CHARS]
             self.report.found.setdefault("warnings", []).append(f"{record.name}: {text}")
             self.report.say(f"warning: {text}")
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from configs.slices import EngineOptions
 from decoding.request import Request, SamplingParams
@@ -23,9 +25,9 @@ from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model import LoadedModel
 from experiments.bench.engines.guided import stock_twin
+from experiments.gpu_suite.device import empty_cache
 from experiments.gpu_suite.report import Report, Setting, UnavailableError, one_line
 
-KINDS = ("graphs", "strict", "eager")
 DRAFT_ROWS = 256  # entries of a KV slot behind the context: of the widest tree
 _STD = 0.02  # of the weights
 
@@ -35,9 +37,11 @@ class Size:
     """A model's shape, and how it is measured."""
 
     shape: dict[str, Any]
-    context: int = 3840  # tokens of prompt and output together
+    context: int = 8448  # tokens of prompt and output together
     contexts: tuple[int, int] = (512, 2048)  # entries in front of the steps that are timed
-    rows: tuple[int, ...] = (1, 4, 8, 16, 32, 64)  # of those steps
+    rows: tuple[int, ...] = (1, 4, 16, 64)  # of those steps
+    prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prefills that are timed
+    batches: tuple[int, ...] = (8, 32, 64, 256)  # requests at once
 
 
 def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool = False) -> dict[str, Any]:
@@ -52,7 +56,10 @@ SIZES: dict[str, Size] = {
     "7b": Size(_shape(32_000, 4096, 11_008, 32, 32, 32)),  # Llama-2-7B: as many KV heads as heads
     "8b": Size(_shape(128_256, 4096, 14_336, 32, 32, 8)),  # Llama-3.1-8B: four heads share one
     "13b": Size(_shape(32_000, 5120, 13_824, 40, 40, 40)),  # Llama-2-13B
-    "tiny": Size(_shape(4096, 64, 96, 2, 4, 2), context=2048, contexts=(32, 96), rows=(1, 4, 16)),  # to try the script itself
+    # To try the suite itself.
+    "tiny": Size(
+        _shape(4096, 64, 96, 2, 4, 2), context=768, contexts=(32, 96), rows=(1, 4, 16), prompts=(96, 512), batches=(2, 8)
+    ),
 }
 
 
@@ -68,7 +75,7 @@ def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attentio
         attention: transformers' name of the attention function.
     """
     config = LlamaConfig(
-        **SIZES[size].shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        **SIZES[size].shape, max_position_embeddings=16_384, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
@@ -83,27 +90,36 @@ def device_model(size: str, device: str, dtype: torch.dtype, seed: int, attentio
     return model
 
 
-def build_runner(kind: str, model: PreTrainedModel, capacity: int) -> ModelRunner:
-    """A runner with one KV slot. Not to be called in inference mode: its slots are written to outside of it, too.
+def save_model(size: str, device: str, dtype: torch.dtype, seed: int, folder: Path) -> None:
+    """Write the folder of a random model for ``Engine.load``. Its tokenizer has a word for each of 256 tokens."""
+    device_model(size, device, dtype, seed).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"<{number}>": number for number in range(256)}, "<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def build_runner(kind: str, model: PreTrainedModel, capacity: int, running: int = 1) -> ModelRunner:
+    """Return a runner. Not to be called in inference mode: its slots are written to outside of it, too.
 
     Args:
-        kind: ``eager``, kernel by kernel (``ModelRunner``); ``graphs``, captured CUDA graphs
-            (``engine.forward.cuda.static_runner``); ``strict``, rows that have the same bits in any company
-            (``engine.forward.exactness``), as graphs where there can be any; ``compiled``, graphs of compiled layers.
+        kind: ``strict``, the default form: rows that have the same bits in any company (``engine.forward.exactness``), as graphs
+            where there can be any; ``rounding``, graphs of any number of rows; ``compiled``, those of compiled layers; ``eager``,
+            kernel by kernel (``ModelRunner``).
         model: to run.
-        capacity: entries of the slot.
+        capacity: entries of a KV slot.
+        running: KV slots.
 
     Raises:
         UnavailableError: there is none of this kind on such a device.
         ModelLoadError: it cannot be built, or does not keep what it promises.
     """
     if kind == "eager":
-        return ModelRunner(model, 1, capacity)
-    if kind in ("graphs", "compiled") and not has_graphs(model):
+        return ModelRunner(model, running, capacity)
+    if kind in ("rounding", "compiled") and not has_graphs(model):
         raise UnavailableError("needs CUDA and Triton")
     exact: Literal["strict", "rounding"] = "strict" if kind == "strict" else "rounding"
     try:
-        return make_runner(model, capacity, EngineOptions(max_running=1, exact=exact, compile=kind == "compiled"))
+        options = EngineOptions(max_running=running, kv_slots=running, exact=exact, compile=kind == "compiled")
+        return make_runner(model, capacity, options)
     finally:
         for module in model.modules():  # other kinds share the model: what is captured stays, what is called anew is as it was
             module._compiled_call_impl = None
@@ -154,11 +170,8 @@ def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
     assert size is not None, report.job
     found = kept.get("bench")
     if not isinstance(found, Bench) or found.size != size:
-        kept.pop("bench", None)
         del found
-        gc.collect()
-        if setting.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        release(setting, kept)
         began = time.perf_counter()
         model = device_model(size, setting.device, getattr(torch, setting.dtype), setting.seed)
         loaded = LoadedModel(model, None, f"random-{size}", SIZES[size].context, ())
@@ -172,13 +185,20 @@ def bench(setting: Setting, report: Report, kept: dict[str, Any]) -> Bench:
     return found
 
 
+def release(setting: Setting, kept: dict[str, Any]) -> None:
+    """Drop the model that the worker holds, for a part that loads its own."""
+    kept.pop("bench", None)
+    gc.collect()
+    empty_cache(setting.device)
+
+
 def step_bytes(runner: ModelRunner, entries: int) -> dict[str, int]:
     """What a step must read at the least, in bytes: every weight once, but for the embeddings, of which it takes single rows, and
     the KV of ``entries``."""
     model = runner.model
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(weight.nbytes for weight in model.parameters())
-    if embeddings.data_ptr() != head.data_ptr():
+    if embeddings is not head:
         weights -= embeddings.nbytes
     return {"weights": weights, "kv": runner.cache.shape.bytes_per_token() * entries}
 

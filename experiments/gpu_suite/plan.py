@@ -13,41 +13,47 @@ class Part:
     """What can be asked for, and the time that it is given: parts repeat what they measure until it is over."""
 
     function: str
-    models: str  # none, first or each: for which of the sizes it runs
     estimate_s: float
+    models: bool = True  # it needs one of the sizes
+    later_s: float | None = None  # for each size behind the first; None where it runs for the first alone
+    stage: int = 0  # the sizes behind the first come between stages 0 and 1
 
 
+# In the order in which they run. Those of stage 0, and all sizes, fit into a first call of eight minutes.
 PARTS: dict[str, Part] = {
-    "ceilings": Part("ceilings:measure", "none", 20.0),
-    "tests": Part("tests:measure", "none", 150.0),
-    "steps": Part("steps:measure", "each", 60.0),
-    "end_to_end": Part("end_to_end:measure", "each", 60.0),
-    "strict": Part("exactness:measure", "first", 30.0),
-    "host": Part("host:measure", "first", 20.0),
-    "energy": Part("energy:measure", "first", 35.0),
-    "shares": Part("shares:measure", "first", 20.0),
-    "profile": Part("profile:measure", "first", 25.0),
-    "quantized": Part("quantized:measure", "first", 40.0),
+    "smoke": Part("smoke:measure", 60.0, models=False),
+    "tests": Part("tests:measure", 75.0, models=False),
+    "ceilings": Part("ceilings:measure", 10.0, models=False),
+    "steps": Part("steps:measure", 40.0, later_s=15.0),
+    "prefill": Part("prefill:measure", 25.0, later_s=10.0),
+    "batches": Part("batches:measure", 60.0, later_s=15.0),
+    "strict": Part("exactness:measure", 20.0),
+    "real": Part("real:measure", 25.0, models=False),
+    "ranks": Part("ranks:measure", 25.0, models=False),
+    "end_to_end": Part("end_to_end:measure", 45.0, stage=1),
+    "host": Part("host:measure", 20.0, stage=1),
+    "energy": Part("energy:measure", 35.0, stage=1),
+    "profile": Part("profile:measure", 25.0, stage=1),
+    "quantized": Part("quantized:measure", 40.0, stage=1),
 }
 SIZES = ("8b", "7b", "1b", "13b", "tiny")  # keys of ``models.SIZES``, which only workers import
-KINDS = ("graphs", "strict", "eager", "compiled")
-USUAL_KINDS = KINDS[:3]  # compiling takes a minute that the others would lack
-_LATER = 0.7  # of a part's time, for the sizes behind the first
+KINDS = ("strict", "rounding", "eager", "compiled")
+USUAL_KINDS = KINDS[:2]  # the default form, and what it costs
 _TINY_S = 8.0  # of every part of a tiny model
+_WHOLE = ("smoke", "tests", "ranks")  # parts that take their time with a tiny model, too
 
 
 def plan(parts: Sequence[str], sizes: Sequence[str]) -> list[Job]:
-    """The jobs of a run, those of most worth first: all parts for the first size, then those for every size."""
-    jobs = []
+    """Return the jobs of a run, those of most worth first."""
+    first, later, last = list[Job](), list[Job](), list[Job]()
     for number, size in enumerate(sizes):
         for name in parts:
             part = PARTS[name]
-            if number and part.models != "each":
+            estimate_s = part.estimate_s if number == 0 else part.later_s
+            if estimate_s is None:
                 continue
-            estimate_s = part.estimate_s * (_LATER if number else 1.0)
-            if size == "tiny":
-                estimate_s = min(estimate_s, 90.0 if name == "tests" else _TINY_S)
-            jobs.append(
-                Job(name, None if part.models == "none" else size, f"experiments.gpu_suite.parts.{part.function}", estimate_s)
-            )
-    return jobs
+            if size == "tiny" and name not in _WHOLE:
+                estimate_s = min(estimate_s, _TINY_S)
+            job = Job(name, size if part.models else None, f"experiments.gpu_suite.parts.{part.function}", estimate_s)
+            (later if number else last if part.stage else first).append(job)
+    return [*first, *later, *last]

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.bench.record import write_record
 
-_NAME = "gpu-suite"
+NAME = "gpu-suite"
 _WHAT, _VALUE, _SPREAD, _GOAL = 66, 22, 16, 24  # characters of the columns
 
 
@@ -30,10 +30,10 @@ class RunningRecord:
         whole = {"environment": self.environment, **results}
         given = self._config, whole, self._seed, self._started, self._device
         if self.path is None:
-            self.path = write_record(_NAME, *given, self._folder)
+            self.path = write_record(NAME, *given, self._folder)
             return
-        with tempfile.TemporaryDirectory(dir=self._folder, prefix="unfinished-") as beside:
-            write_record(_NAME, *given, Path(beside)).replace(self.path)
+        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix="unfinished-") as beside:
+            write_record(NAME, *given, Path(beside)).replace(self.path)
 
 
 def print_table(jobs: Sequence[Mapping[str, Any]]) -> None:
@@ -46,7 +46,7 @@ def print_table(jobs: Sequence[Mapping[str, Any]]) -> None:
         print(f"{name}{seconds}{state}")
         if "before" in job:
             print(f"  without {job['before']['kind']}, as the worker was lost: {job['before']['error_line']}")
-        for text in job["found"].get("warnings", ())[:3]:
+        for text in job["found"].get("warnings", ())[: None if job["part"] == "smoke" else 3]:
             print(f"  warning: {text}")
         for line in job["lines"]:
             if len(line["value"]) > _VALUE:

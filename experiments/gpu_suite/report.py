@@ -27,14 +27,17 @@ class UnavailableError(Exception):
 class Setting:
     """What the parts are told. It crosses processes."""
 
-    device: str = "cpu"
+    device: str = "cpu"  # torch's name of it
+    double: bool = False  # it is the double of a GPU
     dtype: str = "bfloat16"
-    kinds: tuple[str, ...] = ("graphs", "strict", "eager")  # of runners, the preferred one first; see ``models.build_runner``
+    kinds: tuple[str, ...] = ("strict", "rounding")  # of runners, the preferred one first; see ``models.build_runner``
     workloads: tuple[Path, ...] = ()
     tokenizer: Path | None = None
     records: int = 12  # of the workloads together
     max_tokens: int = 128  # of a known output
     seed: int = 0
+    real_model: Path | None = None  # folder of a trained model
+    no_real_model: str = ""  # why there is none
     out: Path = Path()  # for files beside the record
     read_gb_s: float | None = None  # measured bandwidth, once it is known
     scratch: Path = Path()  # for what is kept while the run lasts

@@ -1,29 +1,35 @@
-"""All that is to be measured on a GPU, in one call of minutes on a bare machine; a short table comes last on stdout.
+"""All that is to be measured on a GPU, in calls of minutes on a bare machine; a short table comes last on stdout.
 
     python -m experiments.gpu_suite --workloads workloads/open --tokenizer tokenizers/gpt2 --out OUT
+    python -m experiments.gpu_suite --resume --out OUT                     (goes on with what the last call left)
     python -m experiments.gpu_suite --parts steps,end_to_end --sizes 13b,1b --budget-s 300 --out OUT
-    python -m experiments.gpu_suite --device cpu --sizes tiny --out OUT      (tries the script itself)
+    python -m experiments.gpu_suite --device double --sizes tiny --out OUT (tries the script itself, without a GPU)
 
-Parts, in the order in which they run, and the time that each is given. Those with * run for the first of --sizes alone:
+Parts, in the order in which they run. Those with + run for each of --sizes, those with * for the first of them, the others once:
 
-    ceilings     GB/s of a copy (bytes read and written), of reading and of a matrix with a vector; TFLOP/s of a product      20 s
-    tests        pytest -m gpu over the files that have such tests                                                           150 s
-    steps        ms of a step, forward and argmax: as the host waits for it (wall), between events around the forward         60 s
-                 (GPU), until the forward was launched (call); of 1 row against the bytes that it must read (goal: 0.85 of
-                 the measured bandwidth), of 4 to 64 rows over one (goal: 1.10 at 64), behind 512 and 2048 tokens
-    end_to_end   tokens/s along known outputs (every row computed, the known token committed), and the ratio over plain       60 s
+    smoke        models start with the defaults; an answer beside transformers' generate, warnings, the form that is exact,
+                 graphs that were captured, and whether any number of rows is exact with cuBLASLt without split-K: GO or NO-GO
+    tests        pytest -m gpu over the files that have such tests
+    ceilings     GB/s of a copy (bytes read and written), of reading and of a matrix with a vector; TFLOP/s of a product
+    steps +      ms of a step of one sequence, forward and argmax: as the host waits for it (wall), between events around the
+                 forward (GPU), until the forward was launched (call). Where forwards have any number of rows, of 1 row against
+                 the bytes that it must read (goal: 0.85 of the measured bandwidth), and of many over one (goal: 1.10 at 64)
+    prefill +    ms of a prompt of 2048 and of 8192 tokens
+    batches +    8, 32, 64 and 256 requests at once, greedy and sampled: tokens/s, ms of a step, the host's part of it
+    strict *     outputs of random weights, drafts beside plain decoding: how many are identical, to the token
+    real         --real-model on passages of docs/: tokens/s over plain decoding, identical outputs
+    ranks        lookahead parallelism: two processes on one GPU with 0.45 of its memory each; identical outputs, tokens/s
+    end_to_end * tokens/s along known outputs (every row computed, the known token committed), and the ratio over plain
                  decoding on the same record; transformers' generate (sdpa, its default cache) along the same
-    strict *     outputs of random weights, drafts beside plain decoding: how many are identical, to the token                30 s
-    host *       ms of a step around the forward, by phase (goal: 0.3 together)                                               20 s
-    energy *     J/token by NVML, idle power included                                                                         35 s
-    shares *     lookahead parallelism: a rank's share of a tree of 64 and of 256 rows on 1 to 8 ranks, and an exchange       20 s
-                 as `outrider simulate` has it: a prediction from parts, no run on 8 GPUs
-    profile *    ms in kernels of a step of 1 row and of 64, and the ten longest of them; traces for chrome://tracing         25 s
+    host *       ms of a step around the forward, by phase (goal: 0.3 together)
+    energy *     J/token by NVML, idle power included
+    profile *    ms in kernels of a step of 1 row and of many, and the ten longest of them; traces for chrome://tracing
+    quantized *  checkpoints in the formats of transformers beside the same weights in 16 bits
 
-Models have the shape that --sizes names and random weights; kinds of runner are graphs (captured CUDA graphs), strict (rows whose
-bits do not depend on their company), eager and, if asked for, compiled (graphs of layers that torch.compile made). Figures are
-medians of rounds, with the least and the largest; ratios are formed round by round, or record by record, of cases that took
-turns.
+Models have the shape that --sizes names and random weights. Kinds of runner are strict (the default form: rows whose bits do not
+depend on their company), rounding (graphs of any number of rows), eager, and compiled (graphs of layers that torch.compile made).
+host and energy measure the first of --kinds that there is. Figures are medians of rounds, with the least and the largest; ratios
+are formed round by round, or record by record, of cases that took turns.
 
 Every part runs in a worker process: one that fails, crashes or hangs is named as such, in the table and in the record, and the
 others run. What fits no more into --budget-s is skipped and named. The record is written anew after every part, so that a kill
@@ -35,6 +41,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import platform
 import sys
 import tempfile
@@ -44,19 +51,36 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from decoding.jit import compiles_first
+from engine.accelerator import accelerator
+from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
 from experiments.bench.record import RESULTS, versions
+from experiments.device_double.guard import unavailable
 from experiments.gpu_suite import environment
+from experiments.gpu_suite.device import NO_TIMES
 from experiments.gpu_suite.jobs import Worker
 from experiments.gpu_suite.plan import KINDS, PARTS, SIZES, USUAL_KINDS, plan
-from experiments.gpu_suite.record import RunningRecord, print_table
+from experiments.gpu_suite.record import NAME, RunningRecord, print_table
 from experiments.gpu_suite.report import Job, Setting
 
+# Packages beside Python's own, with what they bring. Of this repository the whole checkout is needed.
+NEEDS = {
+    "torch": "with CUDA", "triton": "the attention kernels", "transformers": "models",
+    "accelerate": "by which transformers reads weights straight to a GPU", "msgpack": "messages of the part ranks",
+    "pytest": "the part tests",
+}  # fmt: skip
+HELPS = {"numba": "drafters and the host's part run in plain Python without it, many times slower", "nvidia-ml-py": "energy"}
+REAL_MODEL = "smollm2-135m-instruct"
+_NO_REAL_MODEL = f"no trained model: --real-model names none, and {REAL_MODEL} is not in the user's cache"
+_NEWEST = Path("newest")
+
 _ENOUGH = 0.6  # of a part's time must be left for it to begin
-_GRACE_S = {"cuda": 45.0, "cpu": 200.0}  # for a part that is late, before its worker is killed; a CPU compiles more
-_COMPILING = ("ceilings", "tests")  # parts that run while code is compiled beside them
+_BUDGET_S = {"cuda": 470.0, "cpu": 3600.0, "double": 3600.0}
+# For a part that is late, before its worker is killed; a CPU compiles more.
+_GRACE_S = {"cuda": 45.0, "cpu": 200.0, "double": 200.0}
+_WITH_RESULT = ("done", "n/a")
+_RESUMED = ("device", "dtype", "kinds", "max_tokens", "records", "seed")  # options that must be those of the record
+_COMPILING = ("smoke", "tests", "ceilings")  # parts that run while code is compiled beside them
 
 
 class Suite:
@@ -65,14 +89,23 @@ class Suite:
     def __init__(self, args: argparse.Namespace, record: RunningRecord, worker: Worker, setting: Setting) -> None:
         self._ends, self._record, self._worker = time.monotonic() + args.budget_s, record, worker
         self._setting, self._barred = setting, set[str]()
+        self._grace_s = _GRACE_S["double" if setting.double else "cuda" if setting.device.startswith("cuda") else "cpu"]
         self.jobs: list[dict[str, Any]] = []
+
+    def resume(self, jobs: Sequence[dict[str, Any]]) -> None:
+        """Keep the parts of an earlier record that have a result. They are not run again."""
+        self.jobs = [entry for entry in jobs if entry["state"] in _WITH_RESULT]
+        for entry in self.jobs:
+            self._learn(entry)
 
     def left_s(self) -> float:
         """Seconds of the budget."""
         return self._ends - time.monotonic()
 
     def run(self, job: Job) -> None:
-        """Runs or skips a job; the record says which."""
+        """Run or skip a job; the record says which. One that has a result from before is left alone."""
+        if any((entry["part"], entry["size"]) == (job.part, job.size) for entry in self.jobs):
+            return
         entry: dict[str, Any] = {"part": job.part, "size": job.size, "state": "running", "lines": [], "found": {}}
         self.jobs.append(entry)
         if self.left_s() < _ENOUGH * job.estimate_s:
@@ -89,10 +122,12 @@ class Suite:
             print(f"{job.name}: {entry['state']}: {entry['error_line']}", flush=True)
         if job.part == "profile":
             self._worker.stop()  # what listened to every launch must not be there when others are timed
-        if job.part == "ceilings":
-            roof = entry["found"].get("read_best_gb_s")
-            self._setting = dataclasses.replace(self._setting, read_gb_s=roof)
+        self._learn(entry)
         self.save()
+
+    def _learn(self, entry: dict[str, Any]) -> None:
+        if entry["part"] == "ceilings":
+            self._setting = dataclasses.replace(self._setting, read_gb_s=entry["found"].get("read_best_gb_s"))
 
     def _attempts(self, job: Job, entry: dict[str, Any]) -> None:
         """A worker that is lost takes the kind of runner that was in use with it: the job is done once more without that kind."""
@@ -100,7 +135,7 @@ class Suite:
             kinds = tuple(kind for kind in self._setting.kinds if kind not in self._barred)
             setting = dataclasses.replace(self._setting, kinds=kinds)
             limit_s = min(job.estimate_s, max(1.0, self.left_s()))
-            grace_s = max(5.0, min(_GRACE_S[self._setting.device], self.left_s() + 10.0 - limit_s))
+            grace_s = max(5.0, min(self._grace_s, self.left_s() + 10.0 - limit_s))
 
             def keep(value: dict[str, Any]) -> None:
                 entry.update(value)
@@ -131,16 +166,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     fault = environment.numba_fault()
     with tempfile.TemporaryDirectory() as folder:
         described = {"system": platform.platform(), "numba_fault": fault}
+        if args.device != "cuda":
+            described["times"] = NO_TIMES[args.device]
         print(f"environment: {described | versions()}", flush=True)
         record = RunningRecord(vars(args), args.seed, started, args.device, args.out, described)
         setting = Setting(
-            args.device, args.dtype, args.kinds, tuple(args.workloads), args.tokenizer, args.records, args.max_tokens, args.seed,
-            args.out, None, Path(folder) / "scratch",
+            device="cpu" if args.device == "cpu" else "cuda:0", double=args.device == "double", dtype=args.dtype,
+            kinds=args.kinds, workloads=tuple(args.workloads), tokenizer=args.tokenizer, records=args.records,
+            max_tokens=args.max_tokens, seed=args.seed, real_model=args.real_model, no_real_model=_NO_REAL_MODEL, out=args.out,
+            scratch=Path(folder) / "scratch",
         )  # fmt: skip
         ahead = fault is None and (args.device == "cuda" or compiles_first())
         warming = environment.Warming(Path(folder) / "warm.log") if ahead else None
         worker = Worker(("numba",) if fault else ())
         suite = Suite(args, record, worker, setting)
+        if args.resume is not None:
+            before = json.loads(args.resume.read_text(encoding="utf-8"))
+            record.path = args.resume
+            of_it = {name: before[name] for name in ("started", "git", "versions")}
+            described["resumed"] = [*before["results"]["environment"].get("resumed", ()), of_it]
+            suite.resume(before["results"]["jobs"])
+            print(f"{args.resume.name}: {len(suite.jobs)} parts have a result and are not run again", flush=True)
         try:
             for job in plan(args.parts, args.sizes):
                 if warming is not None and job.part not in _COMPILING:
@@ -158,15 +204,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
+    packages = "".join(f"\n    {name:<14} {why}" for name, why in NEEDS.items())
+    helpful = "".join(f"\n    {name:<14} {why}" for name, why in HELPS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog="python -m experiments.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"Needs this checkout and the packages{packages}\nand uses, where they are installed,{helpful}",
+    )  # fmt: skip
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between; all when absent")
     parser.add_argument("--sizes", default="8b,7b,1b,13b", help=f"of models, the most important first: {', '.join(SIZES)}")
     parser.add_argument(
         "--kinds", default=",".join(USUAL_KINDS), help=f"of runners, of {', '.join(KINDS)}, the preferred one first"
     )
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu", "double"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--workloads", type=Path, nargs="+", default=[],
@@ -176,7 +225,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; a token a byte when absent")
     parser.add_argument("--records", type=int, default=12, help="of the workloads together")
     parser.add_argument("--max-tokens", type=int, default=128, help="of a known output")
-    parser.add_argument("--budget-s", type=float, default=470.0, help="seconds for all parts; default 470")
+    parser.add_argument("--budget-s", type=float, help="seconds for all parts; default 470 on a GPU, else 3600")
+    parser.add_argument(
+        "--real-model", type=Path,
+        help=f"folder of a trained model, for the part real; when absent {REAL_MODEL}, if it is in the user's cache",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", type=Path, nargs="?", const=_NEWEST,
+        help="record to go on with: parts that have a result are not run again; the newest of --out when it names none",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of weights, trees and made-up texts")
     parser.add_argument("--revision", help="of the code, for the record, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the traces")
@@ -184,16 +241,50 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, known in (("parts", tuple(PARTS)), ("sizes", SIZES), ("kinds", KINDS)):
         setattr(args, name, _chosen(parser, name, getattr(args, name), known))
     args.parts = [part for part in PARTS if part in args.parts]
+    if args.device == "auto":
+        args.device = "cuda" if accelerator().unavailable() is None else "cpu"
+    args.budget_s = _BUDGET_S[args.device] if args.budget_s is None else args.budget_s
     for name in ("records", "max_tokens", "budget_s"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    args.device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here; --device cpu --sizes tiny tries the script itself")
+    fault = {"cuda": accelerator().unavailable, "double": unavailable}.get(args.device, lambda: None)()
+    if fault is not None:
+        parser.error(f"--device {args.device}: {fault}; --device cpu --sizes tiny tries the script itself")
+    if args.real_model is None:
+        args.real_model = _kept_real_model()
+    elif not (args.real_model / "config.json").is_file():
+        parser.error(f"--real-model {args.real_model} is no folder with a config.json")
     for path in (*args.workloads, *([args.tokenizer / "tokenizer.json"] if args.tokenizer else ())):
         if not path.exists():
             parser.error(f"{path} does not exist")
+    if args.resume is not None:
+        args.resume = _resumed(parser, args)
     return args
+
+
+def _kept_real_model() -> Path | None:
+    """Return the folder of the packaged model, where it was fetched before; asked before the cache folder is changed."""
+    folder = kept_models() / REAL_MODEL
+    return folder if is_whole(folder, PACKAGED_MODELS[REAL_MODEL]) else None
+
+
+def _resumed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Path:
+    """Return the record to go on with, which must be of the same options."""
+    path = args.resume
+    if path == _NEWEST:
+        records = sorted(args.out.glob(f"*-{NAME}*.json"), key=lambda each: each.stat().st_mtime)
+        if not records:
+            parser.error(f"--resume: {args.out} holds no record of the suite")
+        path = records[-1]
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--resume {path}: it is no record of the suite ({type(error).__name__})")
+    for name in _RESUMED:
+        own = getattr(args, name)
+        if config.get(name) != (list(own) if isinstance(own, tuple) else own):
+            parser.error(f"--resume {path}: its {name} is {config.get(name)!r}, and --{name.replace('_', '-')} is {own!r}")
+    return Path(path)
 
 
 def _chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

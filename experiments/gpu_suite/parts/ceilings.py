@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from engine.accelerator import accelerator
 from experiments.bench.record import spread
 from experiments.gpu_suite.clock import Case, in_turns, shown
+from experiments.gpu_suite.device import is_cuda
 from experiments.gpu_suite.report import Report, Setting
 
 _MATMUL = 8192
@@ -15,7 +17,7 @@ _MATMUL = 8192
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``ceilings``."""
-    device, large = setting.device, setting.device.startswith("cuda")
+    device, large = setting.device, is_cuda(setting.device)
     report.found["device"] = describe(device)
     report.say(str(report.found["device"]))
     figures = bandwidth(device, report)
@@ -30,15 +32,15 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Name, multiprocessors and memory of a GPU; of a CPU its kind alone."""
+    """Return name, capability and memory of a GPU; of a CPU its kind alone."""
     if not device.startswith("cuda"):
         return {"name": device}
-    known = torch.cuda.get_device_properties(device)
+    gpu, number = accelerator(), torch.device(device)
+    major, minor = gpu.capability(number)
     return {
-        "name": known.name,
-        "multiprocessors": known.multi_processor_count,
-        "capability": f"{known.major}.{known.minor}",
-        "memory_gib": round(known.total_memory / 2**30, 1),
+        "name": gpu.name(number),
+        "capability": f"{major}.{minor}",
+        "memory_gib": round(gpu.memory(number)[1] / 2**30, 1),
         "cuda": torch.version.cuda,
     }
 
@@ -49,7 +51,7 @@ def bandwidth(device: str, report: Report) -> dict[str, Any]:
 
     ``read_best_gb_s`` is the largest of the three medians: the roof that steps are held against.
     """
-    large = device.startswith("cuda")
+    large = is_cuda(device)
     rows, columns = (131_072, 16_384) if large else (512, 1024)  # 4 GiB of bfloat16 on a GPU
     source = torch.randn(columns, device=device).to(torch.bfloat16).repeat(rows, 1)
     target, vector = torch.empty_like(source), torch.randn(columns, device=device).to(torch.bfloat16)

@@ -14,7 +14,8 @@ from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.engines.stock_generate import StockGenerate
 from experiments.bench.record import spread
 from experiments.gpu_suite import models, traces
-from experiments.gpu_suite.clock import shown, wait
+from experiments.gpu_suite.clock import shown
+from experiments.gpu_suite.device import wait
 from experiments.gpu_suite.report import Report, Setting
 from experiments.gpu_suite.texts import known_of, read_texts
 

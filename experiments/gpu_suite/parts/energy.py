@@ -10,7 +10,8 @@ from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 from experiments.bench.engines.contestants import Contestant, Prompt
 from experiments.bench.record import spread
 from experiments.gpu_suite import models, traces
-from experiments.gpu_suite.clock import shown, wait
+from experiments.gpu_suite.clock import shown
+from experiments.gpu_suite.device import wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
 

@@ -15,7 +15,7 @@ from experiments.gpu_suite.report import Report, Setting
 from experiments.gpu_suite.texts import read_texts
 from experiments.gpu_suite.traces import STRATEGIES
 
-_PROMPT, _OUTPUT = 256, 64  # tokens: of the end of each prompt, and of an output
+_PROMPT, _OUTPUT = 1024, 64  # tokens: of the end of each prompt, and of an output
 _WRONG_SHARE = 0.1  # tokens of a reference that are others than the output's: drafts are refused in places
 
 

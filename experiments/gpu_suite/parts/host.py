@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decoding.request import Request
 from decoding.strategy_choice import parse_strategy
 from engine.forward.batch import Batch
 from experiments.bench.engines.contestants import Prompt, make_request
@@ -15,7 +16,8 @@ from experiments.bench.engines.phases import PHASES, PhaseClock
 from experiments.bench.engines.shared_model import SharedModel
 from experiments.bench.record import spread
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import shown, wait
+from experiments.gpu_suite.clock import shown
+from experiments.gpu_suite.device import wait
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 from experiments.gpu_suite.texts import read_texts
 from experiments.gpu_suite.traces import STRATEGIES, engines
@@ -45,14 +47,20 @@ class Phases:
         del self._runner.forward
 
     def run(self, prompt: Prompt, over: Callable[[], bool]) -> list[dict[str, float]]:
-        """Seconds of each phase, of the steps in which nothing was prefilled."""
-        self._engine.add(make_request(prompt, 0, self._guide))
+        """As ``run_requests``, of one request for a prompt."""
+        return self.run_requests([make_request(prompt, 0, self._guide)], over)
+
+    def run_requests(self, requests: Sequence[Request], over: Callable[[], bool]) -> list[dict[str, float]]:
+        """Return seconds of each phase, of the steps in which all requests decoded and nothing was prefilled."""
+        for request in requests:
+            self._engine.add(request)
         steps = []
         while self._engine.has_work and not over():
-            if (step := self._clock.step(1)) is not None:
+            if (step := self._clock.step(len(requests))) is not None:
                 steps.append({phase: step[phase] for phase in PHASES})
-        if self._engine.has_work:
-            self._engine.abort(prompt.id)
+        for request in requests:
+            if request.finish_reason is None:
+                self._engine.abort(request.request_id)
         return steps
 
 

@@ -13,7 +13,7 @@ from decoding.sampling.ranking import argmax_rows
 from engine.forward.batch import Batch
 from engine.forward.runner import ModelRunner
 from experiments.gpu_suite import models
-from experiments.gpu_suite.clock import wait
+from experiments.gpu_suite.device import is_cuda, wait
 from experiments.gpu_suite.parts.ceilings import roof_gb_s
 from experiments.gpu_suite.report import Report, Setting
 
@@ -34,22 +34,23 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             runner = bench.runner(kind, report)
             models.fill_slot(runner, size.contexts[0], setting.seed)
             first, found = not any(name in report.found for name in setting.kinds), {}
-            for rows in (size.rows[0], size.rows[-1]):
+            for rows in (size.rows[0], size.rows[-1]) if runner.fixed_rows is None else (1,):
                 tree = models.random_tree(rows, bench.loaded.vocab_size, rows)
                 batch = models.tree_batch(tree, size.contexts[0])
                 trace = setting.out / f"profile-{bench.size}-{kind}-{rows}.json.gz" if first else None
                 found[str(rows)] = kernel_time(setting.device, step_of(runner, batch), _STEPS, trace)
-                least_ms = 1e3 * sum(models.step_bytes(runner, size.contexts[0] + rows).values()) / (roof * 1e9)
+                least_s = sum(models.step_bytes(runner, size.contexts[0] + rows).values()) / (roof * 1e9)
+                least_ms = None if runner.fixed_rows else 1e3 * least_s
                 _tell(report, kind, rows, found[str(rows)], least_ms)
             report.found[kind] = found
 
 
-def _tell(report: Report, kind: str, rows: int, found: dict[str, Any], least_ms: float) -> None:
+def _tell(report: Report, kind: str, rows: int, found: dict[str, Any], least_ms: float | None) -> None:
     what = f"{kind} {rows} rows: kernels of a step, {found['launches']:.0f} launches"
     if found["step_ms"] is None:
         report.line(what, "n/a: no kernel was seen")
         return
-    report.line(what, f"{found['step_ms']:.3f} ms", goal=f"{least_ms / found['step_ms']:.2f} of roof")
+    report.line(what, f"{found['step_ms']:.3f} ms", goal="" if least_ms is None else f"{least_ms / found['step_ms']:.2f} of roof")
     for kernel in found["longest"]:
         report.say(f"{rows} rows: {kernel['ms']:8.4f} ms in {kernel['calls']:6.1f} calls: {kernel['name']}")
 
@@ -71,7 +72,7 @@ def kernel_time(device: str, call: Callable[[], object], steps: int, trace: Any 
     Returns:
         ``step_ms`` and ``launches`` of one call, and its ``longest`` kernels; ``step_ms`` is None where no kernel was seen.
     """
-    on_gpu = device.startswith("cuda")
+    on_gpu = is_cuda(device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     call()
     wait(device)

@@ -33,6 +33,7 @@ from engine.loading.weights.quantized import refuse_unusable
 from experiments.bench.record import spread
 from experiments.gpu_suite import models
 from experiments.gpu_suite.clock import Case, in_turns, ratios, shown
+from experiments.gpu_suite.device import empty_cache
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _MEASURED = ("awq", "gptq", "w4a16", "fp8-channel", "fp8-blocks")
@@ -244,7 +245,13 @@ def save_checkpoints(
 
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
-    """The part ``quantized``: each format beside the same weights in 16 bits, in a runner whose rows were seen to be exact."""
+    """The part ``quantized``: each format beside the same weights in 16 bits, in a runner whose rows were seen to be exact.
+
+    Raises:
+        UnavailableError: on the double of a GPU.
+    """
+    if setting.double:
+        raise UnavailableError("the packages of the formats need a GPU")
     tiny = report.job.size == "tiny"
     shape = models.SIZES["tiny"].shape if tiny else _SMALL
     config = LlamaConfig(**shape, max_position_embeddings=1024, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -260,8 +267,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
                 raise UnavailableError(str(error)) from error
             report.found[name] = _beside_plain(setting, report, name, config, tensors, formats[name], ends)
         gc.collect()
-        if setting.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        empty_cache(setting.device)
 
 
 def _beside_plain(

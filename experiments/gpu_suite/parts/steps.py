@@ -1,4 +1,4 @@
-"""How long a step takes against what its bytes allow, and how much longer a step of many rows takes than one of a single row."""
+"""How long a step takes: of forwards of any number of rows against what their bytes allow, and of many rows against one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from decoding.sampling.ranking import argmax_rows
+from engine.accelerator import accelerator
 from engine.forward.batch import Batch
 from engine.forward.runner import ModelRunner
 from experiments.bench.record import spread
@@ -41,7 +42,9 @@ def _measure_kind(bench: models.Bench, kind: str, roof: float, report: Report, e
     models.fill_slot(runner, max(size.contexts), bench.setting.seed)
     cases: dict[Key, Case] = {}
     for context in size.contexts:
-        for rows in size.rows:
+        # Where each forward computes so many rows, steps of fewer take as long.
+        fixed = runner.fixed_rows
+        for rows in size.rows if fixed is None else (1, fixed + 1):
             tree = models.random_tree(rows, bench.loaded.vocab_size, rows)
             cases[context, rows] = forward_case(runner, models.tree_batch(tree, context))
     device = bench.setting.device
@@ -49,9 +52,9 @@ def _measure_kind(bench: models.Bench, kind: str, roof: float, report: Report, e
     ready_s = time.perf_counter() - began
     report.say(f"{kind} is ready after {ready_s:.1f} s")
     times = in_turns(device, cases, _ROUNDS, _OFTEN, lambda: report.left_s() < ends_left_s, warm=1)
-    figures = {"ready_s": round(ready_s, 2), "cases": _figures(runner, size, times, roof)}
+    figures = {"ready_s": round(ready_s, 2), "fixed_rows": runner.fixed_rows, "cases": _figures(runner, times, roof)}
     if device.startswith("cuda"):
-        figures["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        figures["reserved_gib"] = round(accelerator().reserved(torch.device(device)) / 2**30, 2)
     _tell(report, kind, size, figures)
     return figures
 
@@ -61,9 +64,10 @@ def forward_case(runner: ModelRunner, batch: Batch) -> Case:
     return Case(lambda: runner.forward(batch), argmax_rows)
 
 
-def _figures(runner: ModelRunner, size: models.Size, times: dict[Key, Times], roof: float) -> dict[str, Any]:
-    """By ``context/rows``: milliseconds, the share of the roof, and the ratio to one row, each with its spread over rounds."""
-    figures = {}
+def _figures(runner: ModelRunner, times: dict[Key, Times], roof: float) -> dict[str, Any]:
+    """Return milliseconds by ``context/rows``, with their spread over rounds; where forwards have any number of rows, also the
+    share of the roof and the ratio to one row."""
+    figures: dict[str, Any] = {}
     for (context, rows), taken in times.items():
         needed = models.step_bytes(runner, context + rows)
         least_s = sum(needed.values()) / (roof * 1e9)
@@ -74,26 +78,32 @@ def _figures(runner: ModelRunner, size: models.Size, times: dict[Key, Times], ro
             "gpu_ms": spread(taken.gpu_s, 4, 1e3),
             "host_ms": spread([wall - gpu for wall, gpu in zip(taken.wall_s, taken.gpu_s, strict=False)], 4, 1e3),
             "call_ms": spread(taken.call_s, 4, 1e3),
-            "bytes": needed,
-            "least_ms": round(1e3 * least_s, 4),
-            "of_roof": spread([least_s / seconds for seconds in taken.wall_s], 4),
-            "over_one_row": spread(ratios(taken.wall_s, times[context, 1].wall_s), 4),
         }
+        if runner.fixed_rows is None:
+            figures[f"{context}/{rows}"] |= {
+                "bytes": needed,
+                "least_ms": round(1e3 * least_s, 4),
+                "of_roof": spread([least_s / seconds for seconds in taken.wall_s], 4),
+                "over_one_row": spread(ratios(taken.wall_s, times[context, 1].wall_s), 4),
+            }
     return figures
 
 
 def _tell(report: Report, kind: str, size: models.Size, figures: dict[str, Any]) -> None:
+    fixed = figures["fixed_rows"]
+    if fixed is not None:
+        for context in size.contexts:
+            for rows, what in ((1, f"a forward of {fixed} rows"), (fixed + 1, "two of them")):
+                report.line(f"{kind} at {context}: {what}", *shown(figures["cases"][f"{context}/{rows}"]["wall_ms"], " ms"))
+        return
     near, most = size.contexts[0], size.rows[-1]
     for context in size.contexts:
         case = figures["cases"][f"{context}/1"]
         goal = f">= {ROOF_GOAL:.2f}" if context == near else ""
-        value, span = shown(case["of_roof"], " of roof")
         met = case["of_roof"]["median"] >= ROOF_GOAL if goal else None
-        at = f"wall {case['wall_ms']['median']:.2f} ms"
-        at += f", call {case['call_ms']['median']:.2f} ms"
-        report.line(f"{kind} 1 row at {context}: {at}", value, span, goal, met)
+        at = f"wall {case['wall_ms']['median']:.2f} ms, call {case['call_ms']['median']:.2f} ms"
+        report.line(f"{kind} 1 row at {context}: {at}", *shown(case["of_roof"], " of roof"), goal, met)
     case = figures["cases"][f"{near}/{most}"]
     met = case["over_one_row"]["median"] <= ROWS_GOAL
     what = f"{kind} {most} rows at {near}: wall {case['wall_ms']['median']:.2f} ms"
     report.line(what, *shown(case["over_one_row"], " x 1 row"), f"<= {ROWS_GOAL:.2f}", met)
-    report.say(f"{kind}: {what}, {figures['cases'][f'{near}/1']['of_roof']['median']:.2f} of the roof with 1 row")

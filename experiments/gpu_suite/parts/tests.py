@@ -1,4 +1,8 @@
-"""The project's tests that need a GPU, run by pytest in a process of their own."""
+"""The project's tests that need a GPU, run by pytest in processes of their own.
+
+They have a configuration of their own, ``experiments/gpu_suite/pytest.ini``, which asks for no plugin and no conftest: the
+project's own needs packages that a machine with a GPU may lack.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,25 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.bench.record import ROOT
+from experiments.gpu_suite.device import is_cuda
 from experiments.gpu_suite.report import Report, Setting, UnavailableError
 
 _FOLDERS = ("tests/decoding", "tests/engine", "tests/lossless")
 _MARK = re.compile(r"pytest\.mark\.gpu\b")
+_INI = "experiments/gpu_suite/pytest.ini"
 _WORKERS = 4  # each has the tests of one file, so that a fault on the device ends the others of that file alone
-_KEPT_CHARS = 6000  # of the output
+# What runs on the double, where nothing that is marked gpu does.
+_ON_DOUBLE = ("tests/engine/forward/test_gpu_double.py", "several_layers and strict")
+_KEPT_CHARS = 3000  # of the output for a file
+_FINE = (0, 5)  # exit codes of pytest: all passed or were skipped; nothing was collected
 
 
 def marked_files(root: Path = ROOT) -> list[str]:
@@ -29,39 +42,55 @@ def marked_files(root: Path = ROOT) -> list[str]:
 
 
 def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
-    """The part ``tests``. Without a GPU the tests are collected and skipped.
+    """The part ``tests``. On a CPU the tests are collected and skipped; on the double of a GPU some of its own tests run.
 
     Raises:
         UnavailableError: no file has such a test.
         RuntimeError: a test failed, or pytest could not run.
     """
-    files = marked_files()
+    files, chosen = marked_files(), ["-m", "gpu"]
+    if setting.double:
+        files, chosen = [_ON_DOUBLE[0]], ["-k", _ON_DOUBLE[1]]
     report.found["files"] = files
     if not files:
         raise UnavailableError("no file of tests is marked gpu")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", *files, "-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
-    if setting.device.startswith("cuda") and len(files) > 1:
-        command += ["-n", str(min(_WORKERS, len(files)))]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     report.say(f"{len(files)} files: {', '.join(files)}")
-    limit_s = max(1.0, report.left_s() - 2.0)
+    groups = [[file] for file in files] if is_cuda(setting.device) else [files]
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        outcomes = list(pool.map(partial(_run, chosen=chosen, report=report), groups))
+    ran = {" ".join(group): outcome for group, outcome in zip(groups, outcomes, strict=True)}
+    report.found["by_file"] = {
+        file: {"exit_code": code, "summary": summary_line(output), "output": output[-_KEPT_CHARS:]}
+        for file, (code, output) in ran.items()
+    }
+    failures = [line for _, output in ran.values() for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    report.found["failures"] = failures
+    for file, (code, output) in ran.items():
+        what = f"{len(files)} files" if " " in file else Path(file).name
+        report.line(what, summary_line(output), goal="no failure", met=code in _FINE)
+    for failure in failures[:10]:
+        report.line("", failure[:150])
+    wrong = [file for file, (code, _) in ran.items() if code not in _FINE]
+    if wrong:
+        raise RuntimeError(f"pytest: failures in {', '.join(wrong)}")
+
+
+def _run(files: Sequence[str], chosen: list[str], report: Report) -> tuple[int | None, str]:
+    """Return the exit code of pytest over some files, None where it did not end in time, and its output."""
+    command = [sys.executable, "-m", "pytest", "-c", _INI, "--rootdir", ".", *chosen, *files]
+    command += ["-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+    own = {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | own
+    limit_s, began = max(1.0, report.left_s() - 2.0), time.monotonic()
     try:
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        report.found["output"] = output[-_KEPT_CHARS:]
-        raise RuntimeError(f"pytest did not end in {limit_s:.0f} s") from error
-    report.found |= {"exit_code": ran.returncode, "output": ran.stdout[-_KEPT_CHARS:], "summary": summary_line(ran.stdout)}
-    failures = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    report.found["failures"] = failures
-    report.line("pytest -m gpu", report.found["summary"], goal="no failure", met=ran.returncode == 0)
-    for failure in failures[:10]:
-        report.line("", failure[:150])
-    report.say(report.found["summary"])
-    if ran.returncode:
-        raise RuntimeError(f"pytest: {report.found['summary']}")
+        return None, f"{output}\nno end after {limit_s:.0f} s"
+    report.say(f"{files[0]}, {time.monotonic() - began:.0f} s: {summary_line(ran.stdout)}")
+    return ran.returncode, ran.stdout
 
 
 def summary_line(output: str) -> str:

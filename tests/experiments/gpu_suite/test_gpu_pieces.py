@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,13 +18,13 @@ from experiments.bench.engines.contestants import Prompt
 from experiments.bench.engines.guided import stock_twin
 from experiments.gpu_suite import clock
 from experiments.gpu_suite.models import SIZES, device_model, fill_slot, random_tree, step_bytes, tree_batch
-from experiments.gpu_suite.parts import exchange
+from experiments.gpu_suite.parts import any_rows, prefill, smoke
 from experiments.gpu_suite.parts.end_to_end import Trace, summary
 from experiments.gpu_suite.report import Job, Report, Setting
 from experiments.gpu_suite.texts import ByteTokenizer, made_up, read_texts, renumbered
 from experiments.gpu_suite.traces import STRATEGIES, contestants, engines
 
-CONTEXT = 256
+CONTEXT = 384
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,25 @@ def test_cases_take_turns_and_one_round_at_least_is_made() -> None:
     )
 
 
-def test_ranks_of_an_exchange_answer_every_command_and_end() -> None:
-    taken = exchange.exchange_s(3, 20, warm=2)
-    assert len(taken) == 20 and min(taken) > 0
+def test_a_prefill_computes_all_tokens_and_the_logits_of_the_last(loaded: LoadedModel, runner: ModelRunner) -> None:
+    length = 300
+    logits = prefill.prefill_case(runner, length, loaded.vocab_size, 4).launch()
+    text = torch.from_numpy(np.random.default_rng(4).integers(0, loaded.vocab_size, length))
+    with torch.no_grad():
+        expected = stock_twin(loaded.model)(input_ids=text[None], use_cache=False).logits[0, -1:]
+    assert torch.allclose(logits, expected, atol=1e-5)
+
+
+def test_a_difference_is_told_with_its_place_and_its_gap() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, 4.0, 0.0]])
+    assert "gap" not in smoke._difference([2, 0], [2, 0], logits)
+    found = smoke._difference([2, 1], [2, 0], logits)
+    assert found["differs_at"] == 1 and found["gap"] == pytest.approx(1 / float(logits[1].std()))
+
+
+def test_a_module_that_follows_the_number_of_rows_is_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(any_rows, "_ROWS", (1, 2, 3, 8))
+    product = loaded.model.lm_head
+    monkeypatch.setattr(product, "forward", lambda rows: rows * len(rows))
+    found = any_rows.differing(loaded.model, 0)
+    assert found[f"Linear {'x'.join(map(str, product.weight.shape))}"] == 3
