@@ -123,7 +123,7 @@ def refuse_more_than_free(
         where, advice = "memory", "end what takes it"
         if device.type == "cuda":
             where, whole = str(device), accelerator().memory(device)[1]
-            several = "share it among GPUs by parallelism.mode=tensor"
+            several = "share it among GPUs by parallelism.mode=tensor or pipeline"
             # With more than nearly all of a GPU there is no room for KV slots and steps, whatever the share.
             advice = several if need > 0.95 * whole else f"{advice}, raise engine.gpu_memory_utilization"
         raise ModelLoadError(

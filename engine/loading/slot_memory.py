@@ -203,7 +203,7 @@ def refuse_unfitting(found: SlotMemory, options: EngineOptions, draft_rows: int,
     raise ModelLoadError(
         f"{found.slots} KV slots of {found.max_model_len} tokens need {found.need_bytes / 2**30:.1f} GiB, and "
         f"{found.free_bytes / 2**30:.1f} GiB are free on {device} beside the weights: "
-        f"{f'set {advice}' if advice else 'end what takes it, set parallelism.mode=tensor, or give a smaller model'}"
+        f"{f'set {advice}' if advice else 'end what takes it, set parallelism.mode=tensor or pipeline, or give a smaller model'}"
     )
 
 
