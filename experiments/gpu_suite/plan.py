@@ -33,8 +33,8 @@ PARTS: dict[str, Part] = {
     "end_to_end": Part("end_to_end:measure", 45.0, stage=1),
     "host": Part("host:measure", 20.0, stage=1),
     "energy": Part("energy:measure", 35.0, stage=1),
-    "profile": Part("profile:measure", 25.0, stage=1),
     "quantized": Part("quantized:measure", 40.0, stage=1),
+    "profile": Part("profile:measure", 25.0, stage=1),
 }
 SIZES = ("8b", "7b", "1b", "13b", "tiny")  # keys of ``models.SIZES``, which only workers import
 KINDS = ("strict", "rounding", "eager", "compiled")

@@ -23,8 +23,8 @@ Parts, in the order in which they run. Those with + run for each of --sizes, tho
                  decoding on the same record; transformers' generate (sdpa, its default cache) along the same
     host *       ms of a step around the forward, by phase (goal: 0.3 together)
     energy *     J/token by NVML, idle power included
-    profile *    ms in kernels of a step of 1 row and of many, and the ten longest of them; traces for chrome://tracing
     quantized *  checkpoints in the formats of transformers beside the same weights in 16 bits
+    profile *    ms in kernels of a step of 1 row and of many, and the ten longest of them; traces for chrome://tracing
 
 Models have the shape that --sizes names and random weights. Kinds of runner are strict (the default form: rows whose bits do not
 depend on their company), rounding (graphs of any number of rows), eager, and compiled (graphs of layers that torch.compile made).
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.keep_compiled()
     fault = environment.numba_fault()
     with tempfile.TemporaryDirectory() as folder:
-        described = {"system": platform.platform(), "numba_fault": fault}
+        described: dict[str, Any] = {"system": platform.platform(), "numba_fault": fault}
         if args.device != "cuda":
             described["times"] = NO_TIMES[args.device]
         print(f"environment: {described | versions()}", flush=True)

@@ -27,6 +27,7 @@ _PROMPT, _OUTPUT = 64, 24  # tokens
 _CAPACITY = 640  # entries of a KV slot, for the texts that the check of exactness computes
 _STEP_TOKENS = 4096  # prompts are computed so many rows at a time, so that all requests soon decode together
 _KEPT_BACK = 4 << 30  # bytes of a GPU for steps and graphs
+_LATE_S = 20.0  # behind the part's time, after which no case begins
 _SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1}}
 
 
@@ -50,7 +51,8 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
             ends = report.ends_left_s(number, len(setting.kinds))
             for place, (batch, name) in enumerate(cases):
                 left = ends + (report.left_s() - ends) * (1 - 1 / (len(cases) - place))
-                steps = _steps(bench, runner, batch, _SAMPLINGS[name], report, left)
+                late = report.left_s() < -_LATE_S
+                steps = [] if late else _steps(bench, runner, batch, _SAMPLINGS[name], report, left)
                 if steps:
                     _tell(report, kind, batch, name, steps)
                 else:

@@ -51,11 +51,11 @@ class Phases:
         return self.run_requests([make_request(prompt, 0, self._guide)], over)
 
     def run_requests(self, requests: Sequence[Request], over: Callable[[], bool]) -> list[dict[str, float]]:
-        """Return seconds of each phase, of the steps in which all requests decoded and nothing was prefilled."""
+        """Return seconds of each phase, of the steps in which all requests decoded and nothing was prefilled: one at least."""
         for request in requests:
             self._engine.add(request)
-        steps = []
-        while self._engine.has_work and not over():
+        steps = list[dict[str, float]]()
+        while self._engine.has_work and not (steps and over()):
             if (step := self._clock.step(len(requests))) is not None:
                 steps.append({phase: step[phase] for phase in PHASES})
         for request in requests:
@@ -88,7 +88,7 @@ def _steps(phases: Phases, prompts: Sequence[Prompt], report: Report, ends_left_
     """The steps of all prompts but the first, which warms up, until so many seconds of the part are left."""
     steps: list[dict[str, float]] = []
     try:
-        phases.run(prompts[0], lambda: False)
+        phases.run(prompts[0], lambda: report.left_s() < ends_left_s)
         for prompt in prompts[1:] or prompts:
             steps += phases.run(prompt, lambda: report.left_s() < ends_left_s)
     finally:

@@ -67,9 +67,8 @@ def _start(setting: Setting, report: Report, size: str) -> list[str]:
     empty_cache(setting.device)
     began = time.perf_counter()
     # What ``put_off`` leaves out makes drafts faster, and takes a minute with a vocabulary of 128k.
-    engine = Engine.load(
-        ModelOptions(str(folder), dtype=setting.dtype, device=setting.device), EngineOptions(), SpeculationOptions(), put_off=True
-    )
+    options = ModelOptions(str(folder), dtype=setting.dtype, device=setting.device)  # type: ignore[arg-type]
+    engine = Engine.load(options, EngineOptions(), SpeculationOptions(), put_off=True)
     loaded_s = time.perf_counter() - began
     runner: ModelRunner = engine._executor.runner  # type: ignore[attr-defined]
     failures = dict(runner.capture_failures) if isinstance(runner, StaticRunner) else {}
