@@ -49,6 +49,7 @@ def check(config: Config) -> None:
         check_port(*admin, name="admin_")
     check_disk(ray_folder())
     check_model(config.model.path)
+    check_device(config.model.device)
     check_adapters(config.model.adapters)
     check_speculation(config.speculation, config.parallelism.mode == "lookahead")
     check_secret(config)
@@ -123,6 +124,15 @@ def check_model(path: str, key: str = "model.path") -> None:
             raise LaunchError(str(error)) from error
     elif folder.is_dir() and not (folder / "config.json").is_file():
         raise LaunchError(f"{key} {path} has no config.json: give the folder of a Hugging Face model")
+
+
+def check_device(device: str) -> None:
+    """Raise LaunchError for a device that no replica can have."""
+    if device.startswith("cuda:"):
+        raise LaunchError(
+            f"model.device is {device}, but Ray chooses each replica's GPU: set model.device=cuda, and hide other GPUs with "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def check_adapters(adapters: Mapping[str, str]) -> None:
@@ -277,7 +287,9 @@ def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, 
     ranks, replicas = group_size(config.parallelism), config.server.most_replicas
     baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each
-    if (ranks > 1 or baselines) and needed > available:
+    if kind == "GPU" and needed > available == 0:
+        raise LaunchError("the model is to be on a GPU, and Ray finds none here: set model.device=cpu (`outrider doctor` says more)")
+    if (ranks > 1 or baselines or kind == "GPU") and needed > available:
         beside = f" and {baselines} of the baseline" if baselines else ""
         raise LaunchError(
             f"{replicas} x {ranks} ranks{beside} need {needed:g} {kind}s, {each:g} each, and there are {available:g}: "

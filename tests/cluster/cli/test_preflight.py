@@ -14,6 +14,7 @@ from cluster.app import application
 from cluster.cli.launch.preflight import (
     LaunchError,
     check_api_nodes,
+    check_device,
     check_disk,
     check_model,
     check_port,
@@ -167,6 +168,21 @@ def test_each_replica_of_the_api_needs_a_node() -> None:
     check_api_nodes(config, [*nodes, {"outrider_api": 1.0}])
     check_api_nodes(Config(server=ServerOptions(api_replicas=2)), nodes)
     check_api_nodes(Config(), [])
+
+
+def test_a_gpu_that_is_not_there_ends_the_launch() -> None:
+    """Ray would wait for it for ever."""
+    for available in (0.0, 1.0):
+        with pytest.raises(LaunchError, match="GPU"):
+            check_reservation(Config(server=ServerOptions(replicas=2)), "GPU", 1.0, available)
+    check_reservation(Config(server=ServerOptions(replicas=2)), "GPU", 0.5, 1.0)
+    check_reservation(Config(), "GPU", 0.0, 0.0)
+
+
+def test_a_replica_cannot_choose_its_gpu() -> None:
+    check_device("cuda")
+    with pytest.raises(LaunchError, match=r"cuda:7.*model\.device=cuda"):
+        check_device("cuda:7")
 
 
 def test_the_reservation_counts_the_baseline() -> None:
