@@ -32,7 +32,6 @@ PARTS: dict[str, Part] = {
     "ranks": Part("ranks:measure", 25.0, models=False),
     "end_to_end": Part("end_to_end:measure", 45.0, stage=1),
     "host": Part("host:measure", 20.0, stage=1),
-    "energy": Part("energy:measure", 35.0, stage=1),
     "quantized": Part("quantized:measure", 40.0, stage=1),
     "profile": Part("profile:measure", 25.0, stage=1),
 }

@@ -22,14 +22,13 @@ Parts, in the order in which they run. Those with + run for each of --sizes, tho
     end_to_end * tokens/s along known outputs (every row computed, the known token committed), and the ratio over plain
                  decoding on the same record; transformers' generate (sdpa, its default cache) along the same
     host *       ms of a step around the forward, by phase (goal: 0.3 together)
-    energy *     J/token by NVML, idle power included
     quantized *  checkpoints in the formats of transformers beside the same weights in 16 bits
     profile *    ms in kernels of a step of 1 row and of many, and the ten longest of them; traces for chrome://tracing
 
 Models have the shape that --sizes names and random weights. Kinds of runner are strict (the default form: rows whose bits do not
 depend on their company), rounding (graphs of any number of rows), eager, and compiled (graphs of layers that torch.compile made).
-host and energy measure the first of --kinds that there is. Figures are medians of rounds, with the least and the largest; ratios
-are formed round by round, or record by record, of cases that took turns.
+host measures the first of --kinds that there is. Figures are medians of rounds, with the least and the largest; ratios are formed
+round by round, or record by record, of cases that took turns.
 
 Every part runs in a worker process: one that fails, crashes or hangs is named as such, in the table and in the record, and the
 others run. What fits no more into --budget-s is skipped and named. The record is written anew after every part, so that a kill
@@ -69,7 +68,7 @@ NEEDS = {
     "accelerate": "by which transformers reads weights straight to a GPU", "msgpack": "messages of the part ranks",
     "pytest": "the part tests",
 }  # fmt: skip
-HELPS = {"numba": "drafters and the host's part run in plain Python without it, many times slower", "nvidia-ml-py": "energy"}
+HELPS = {"numba": "drafters and the host's part run in plain Python without it, many times slower"}
 REAL_MODEL = "smollm2-135m-instruct"
 _NO_REAL_MODEL = f"no trained model: --real-model names none, and {REAL_MODEL} is not in the user's cache"
 _NEWEST = Path("newest")

@@ -29,7 +29,7 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
     """The part ``real``: passages of this project's documents as prompts.
 
     Raises:
-        UnavailableError: there is no trained model.
+        UnavailableError: there is no trained model, or its context is too short.
     """
     if setting.real_model is None:
         raise UnavailableError(setting.no_real_model)
@@ -51,10 +51,13 @@ def measure(setting: Setting, report: Report, kept: dict[str, Any]) -> None:
         if len(ids := render_chat(loaded.tokenizer, [{"role": "user", "content": _QUESTION + text}])) + setting.max_tokens
         < loaded.max_model_len
     ]
+    if not prompts:
+        raise UnavailableError(f"no passage fits {loaded.max_model_len} tokens")
     shared = SharedModel(loaded, options, SpeculationOptions().most_draft_tokens, runner=runner, kept=setting.scratch / "real")
     rows: dict[str, list[tuple[float, Run]]] = {}
-    for number, strategy in enumerate(_STRATEGIES):
-        ends = report.ends_left_s(number, len(_STRATEGIES))
+    strategies = _STRATEGIES if is_cuda(device) else _STRATEGIES[:2]  # on a CPU the tables of auto take minutes
+    for number, strategy in enumerate(strategies):
+        ends = report.ends_left_s(number, len(strategies))
         contestant = shared.contestant(parse_strategy(strategy), setting.max_tokens)
         contestant.run(prompts[:1])
         contestant.renew()
