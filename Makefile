@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 DEV_STAMP := $(STAMP)-dev
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 NEEDED_MIB := 4096
+PROOFS := tests/lossless/models/test_device_double.py tests/engine/forward/test_interpreted_model.py tests/cluster/service/faults/test_device_failure.py
 TOOLS := .venv-tools
 TOOLS_PINS := cyclonedx-bom==7.5.0 pip-audit==2.10.1 uv==0.13.9
 SHELL := /bin/bash
@@ -64,8 +65,8 @@ test-all: lint ## lint, then every test that this machine can run
 	@echo "test-all: pytest"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-prove-gpu: install-dev ## every model family on the double of a GPU, half an hour; the record goes to experiments/results
-	@$(BIN)/python -m pytest tests/lossless/models/test_device_double.py tests/cluster/service/faults/test_device_failure.py -n 0 --proof experiments/results/$$(date +%F)-device-double.json
+prove-gpu: install-dev ## every model family on the double of a GPU and the like, an hour; the record goes to experiments/results
+	@$(BIN)/python -m pytest $(PROOFS) -n 0 --proof experiments/results/$$(date +%F)-device-double.json
 
 validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster
 	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)
