@@ -190,14 +190,16 @@ def compile_all(processes: int) -> list[dict[str, Any]]:
 
 
 def table(cells: Iterable[Mapping[str, Any]]) -> str:
-    """Return Markdown: a row for each family and type, a column for each GPU."""
+    """Return Markdown: block rows, registers of both kernels, shared memory, programs of an SM, and what is wrong."""
     by_key = {(cell["family"], cell["dtype"], cell["arch"]): cell for cell in cells}
     archs = list(dict.fromkeys(arch for _, _, arch in by_key))
     cards = {f"sm_{major}{minor}": arch.cards for (major, minor), arch in ARCHS.items()}
     lines = ["| | " + " | ".join(f"{cards.get(arch, '')} ({arch})" for arch in archs) + " |", "|---" * (1 + len(archs)) + "|"]
+    alike: dict[tuple[str, str], list[str]] = {}  # types by family and row: those of 16 bits take the same
     for family, dtype in dict.fromkeys((family, dtype) for family, dtype, _ in by_key):
-        row = (_entry(by_key[family, dtype, arch]) for arch in archs)
-        lines.append(f"| {family}, {dtype} | " + " | ".join(row) + " |")
+        row = " | ".join(_entry(by_key[family, dtype, arch]) for arch in archs)
+        alike.setdefault((family, row), []).append(dtype)
+    lines += [f"| {family}, {' and '.join(dtypes)} | {row} |" for (family, row), dtypes in alike.items()]
     return "\n".join(lines)
 
 

@@ -5,13 +5,14 @@ Without a GPU the kernels run in Triton's interpreter, in a process of its own: 
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.accelerator import use
 from engine.forward.batch import AttentionCall, Line, LineWork, pack
 from engine.forward.cuda.slot_attention import (
     BLOCK_N,
@@ -26,14 +28,17 @@ from engine.forward.cuda.slot_attention import (
     SlotAttention,
     available,
     best_block_rows,
-    launch_sizes,
+    block_sizes,
     num_splits,
     rows_per_tile,
 )
-from engine.forward.cuda.slot_kernels import TRITON, context_kernel, path_kernel
+from engine.forward.cuda.slot_kernels import TRITON
 from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.cuda.step_buffers import StepRows
 from engine.kv.kv_cache import KVShape
+from experiments.bench.record import RESULTS
+from experiments.device_double.gpu import DoubleGpu
+from experiments.gpu_suite.compile_kernels import ARCHS, CLEAN, DTYPES, FAMILIES, KERNELS, compile_cell, table, verdict
 from tests.helpers.attention_reference import reference_attention
 from tests.helpers.models import tiny_model, tree_of
 
@@ -57,9 +62,6 @@ cases = pytest.mark.parametrize(("device", "dtype", "kind"), CASES)
 
 needs_triton = pytest.mark.skipif(not TRITON, reason="Triton is not installed")
 
-if TRITON:
-    import triton
-
 if INTERPRETED:  # NumPy 2.4 refuses what Triton 3.6 asks of it where a tensor bounds a loop
     from triton.runtime import interpreter
 
@@ -71,7 +73,7 @@ if INTERPRETED:  # NumPy 2.4 refuses what Triton 3.6 asks of it where a tensor b
 
     interpreter._patch_lang_tensor = patch_with_bounds
 
-    def product(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         """Adds in one order, number by number. Triton's own is NumPy's product: with the kernels that some BLAS has for some
         processors a row's sums depend on its company."""
         left, right, total = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), np.zeros_like(d.data)
@@ -79,7 +81,7 @@ if INTERPRETED:  # NumPy 2.4 refuses what Triton 3.6 asks of it where a tensor b
             total += left[:, at, None] * right[None, at]
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = product
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,16 @@ def test_what_it_takes() -> None:
     on_gpu = replace(shape, device=torch.device("cuda"))
     assert available(on_gpu) == TRITON and not available(shape) and not available(replace(on_gpu, dtype=torch.float64))
     assert best_block_rows(shape) == 16
+    for capability, dtype, size, rows_of_block in (
+        ((8, 0), BF16, 128, 64),
+        ((8, 9), BF16, 128, 32),  # two programs share 100 KB of shared memory
+        ((12, 0), FP16, 256, 32),
+        ((9, 0), BF16, 256, 64),
+        ((9, 0), FP32, 64, 16),
+        ((7, 5), FP16, 64, 64),
+    ):
+        with use(DoubleGpu(capability=capability)):
+            assert best_block_rows(replace(on_gpu, dtype=dtype, head_dim=size)) == rows_of_block, (capability, dtype, size)
     attention = attention_of("cpu", FP32, 4, 2, 16, 16)
     rows = StepRows(*(torch.zeros(size, dtype=torch.int32) for size in (3, 3, 3, 3, (3, 5), (2, 2))))
     query, new, cache, output = (
@@ -290,52 +302,33 @@ def test_what_it_takes() -> None:
         rows_per_tile(32, 1, 16)
 
 
-def compiled(kernel: Any, arch: int, kind: tuple[Any, ...]) -> Any:
-    """A kernel's code for GPUs of an architecture, which need not be here."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    heads, kv_heads, size, window, cap, block = kind
-    sizes: dict[str, Any] = launch_sizes(size, heads // kv_heads, BF16, block)
-    options = {name: sizes.pop(name) for name in tuple(sizes) if name.islower()}
-    constants = {**sizes, "WINDOW": window or 0, "CAP": cap or 0.0}
-    types = dict.fromkeys(("query", "key", "value", "keys", "values", "output"), "*bf16") | {"states": "*fp32", "scale": "fp32"}
-    types |= dict.fromkeys(("slots", "starts", "positions", "entry", "path", "tiles"), "*i32") | dict.fromkeys(
-        constants, "constexpr"
-    )
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    whole = [at for at, name in enumerate(kernel.arg_names) if name != "scale" and name not in constants]
-    aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at in whole}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def block_layouts(code: Any, block: int) -> set[str]:
-    """How a block's products and its rows' reductions are shared out among threads: that fixes what is added first."""
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", code.asm["ttgir"], re.MULTILINE))
-    products = re.findall(r"(?:warp_group_dot|tt\.dot) .* -> (tensor<\S+), (#\w+)>", code.asm["ttgir"])
-    reductions = re.findall(rf"\}}\) : \((tensor<{block}x{BLOCK_N}xf32), (#\w+)>\) -> ", code.asm["ttgir"])
-    assert len(products) == 2 and len(reductions) == 2, (products, reductions)
-    return {f"{what} {layouts[layout]}" for what, layout in products + reductions}
-
-
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(("arch", "block", "most_shared"), [(80, 16, 99 << 10), (90, 64, 227 << 10)])
-def test_both_kernels_compile_to_the_same_arithmetic(
-    arch: int, block: int, most_shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("capability", ARCHS)
+def test_both_kernels_compile_to_the_same_arithmetic_without_spills(
+    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kind in ((8, 2, 128, None, None, block), (4, 2, 256, 1000, 72.0, block)):
-        codes = [compiled(kernel, arch, kind) for kernel in (context_kernel, path_kernel)]
-        first, second = (block_layouts(code, block) for code in codes)
-        assert first == second and all("nvidia_mma" in layout for layout in first)
-        for code in codes:
-            assert "fma." not in code.asm["ptx"] and code.metadata.shared <= most_shared, code.metadata
-            (tmp_path / "code").write_bytes(code.asm["cubin"])
-            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(tmp_path / "code")]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            assert "STACK:0 " in usage and "LOCAL:0 " in usage, usage  # no register is spilled
+    for family in ("Llama-3.1-8B", "Gemma-2-9B, windowed layers"):
+        cell = compile_cell(family, capability, "bf16")
+        assert cell["same_arithmetic"] and not cell["contracted"] and "mma" in cell["instructions"][0], cell
+        assert cell["verdict"] == CLEAN and min(cell[name]["programs_per_sm"] for name in KERNELS) >= 1, cell
+
+
+def test_a_record_holds_every_cell_with_the_sizes_of_today() -> None:
+    record = json.loads(sorted(RESULTS.glob("*-triton-compile*.json"))[-1].read_text(encoding="utf-8"))
+    cells = record["results"]["cells"]
+    archs = {f"sm_{major}{minor}": (major, minor) for major, minor in ARCHS}
+    keys = [(cell["family"], archs[cell["arch"]], cell["dtype"]) for cell in cells]
+    assert keys == list(product(FAMILIES, ARCHS, DTYPES))
+    for cell, (family, capability, dtype) in zip(cells, keys, strict=True):
+        sizes = (cell["block_rows"], cell["warps"], cell["stages"], cell["most_registers"])
+        assert sizes == block_sizes(capability, FAMILIES[family].head_dim, DTYPES[dtype]), cell
+        assert cell["verdict"] == verdict(cell, ARCHS[capability]) and cell["same_arithmetic"], cell
+        masked = (family, capability) == ("Phi-3-mini-4k", (8, 0))  # heads of 96 with a window need more than 255 registers
+        assert cell["verdict"] == CLEAN or dtype == "fp32" or masked, cell
+    lines = table(cells).splitlines()[2:]
+    assert all(any(line.startswith(f"| {family}, ") and dtype in line for line in lines) for family, _, dtype in keys)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels run on no CPU but in the interpreter")
