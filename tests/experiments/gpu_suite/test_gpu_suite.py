@@ -343,7 +343,7 @@ def test_what_is_imported_is_what_the_suite_needs(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=bare(tmp_path, NEEDS), capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    through_others = {"accelerate"}  # transformers imports it when a model is loaded
+    through_others = {"accelerate", "pytest"}  # transformers imports it when a model is loaded; a program of its own
     assert set(NEEDS) - through_others <= set(ran.stdout.split())
 
 
@@ -393,6 +393,18 @@ def test_files_with_tests_are_found_by_their_text_and_their_outcome_is_told(
     (found,) = report.found["by_file"].values()
     assert found["exit_code"] == 1 and report.found["failures"][0].startswith("FAILED tests/engine/test_b.py::test_one")
     assert report.lines[0]["verdict"] == "MISSED"
+
+
+def test_tests_for_which_no_time_is_left_do_not_begin_and_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = tmp_path / "test_a.py"
+    test.write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    pass\n")
+    monkeypatch.setattr(tests, "marked_files", lambda: [str(test)])
+    report = Report(Job("tests", None, "", 1.0), 60.0, lambda kind, value: None)
+    monkeypatch.setattr(tests.time, "time", lambda: 0.0)
+    tests.measure(Setting(), report, {})
+    assert tests.CUT_OFF in report.lines[0]["value"] and report.lines[0]["verdict"] == "met"
 
 
 def test_the_record_is_one_file_that_is_replaced_whole(tmp_path: Path) -> None:
