@@ -25,12 +25,14 @@ from engine.forward import exactness
 from engine.forward.attention import TREE_ATTENTION
 from engine.forward.attention_parts import usable
 from engine.forward.batch import Line, LineWork, pack
-from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.cuda.probe import graph_fault
+from engine.forward.cuda.slot_attention import SPLIT
+from engine.forward.cuda.static_runner import StaticRunner
 from engine.forward.runner import ModelRunner
 from engine.forward.runners import make_runner
 from engine.loading.model_tables import bigram_rows
 from engine.measures.latency import cases, glance
+from experiments.device_double.attention import attend_slots
 from experiments.device_double.gpu import DoubleError, DoubleGpu
 from experiments.device_double.guard import unavailable
 from tests.helpers.models import (
@@ -122,6 +124,23 @@ def test_a_graph_that_computes_something_else_is_refused(gpu: DoubleGpu, monkeyp
 
     monkeypatch.setattr(StaticRunner, "prepare", captured_with_other_weights)
     with pytest.raises(ModelLoadError, match="graph of 64 rows"):
+        runner_on(gpu)
+
+
+@pytest.mark.parametrize("border", [SPLIT, 2 * SPLIT])
+def test_kernels_that_round_otherwise_behind_a_split_are_found(
+    border: int, gpu: DoubleGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's bits depend there on where the tree begins: a check of fewer tokens would not see it."""
+
+    def attend(*arguments: Any) -> None:
+        attend_slots(*arguments)
+        output, start, position = arguments[6], arguments[8], arguments[9]
+        off = (position >= border) & (start % 2 == 1)
+        output[0, off] *= 1 + 1e-3
+
+    monkeypatch.setattr("experiments.device_double.gpu.attend_slots", attend)
+    with pytest.raises(ModelLoadError, match="computed otherwise in other company"):
         runner_on(gpu)
 
 
