@@ -35,6 +35,7 @@ _TOKENS_ON_GPU = 2 * SPLIT + 20  # rows of the last of them merge three splits o
 _TREE_ROWS = 65  # a root and the rows that a request may draft by default
 _MANY = (257, 300)  # rows of a piece of a prompt
 _PIECE = 50
+_NEAR = 8  # tokens before the end of a text that are compared
 _BLOCK_ROWS = 32  # of logits that are compared at once
 _LAST = 4  # tokens of the whole model that are computed one by one
 # Part of a row's logits, in the median, that may lie between tree attention and a model's own. In half precision both round, by
@@ -236,11 +237,11 @@ def _splits(runner: StaticRunner, tokens: Int32Array, found: _Found) -> None:
 
     One by one, a row's context is computed by the first kernel; in a chain the second one computes a part of it.
     """
-    rows, count = runner.sizes[-1], len(tokens)
+    rows, count = runner.sizes[-1], min(len(tokens), runner.cache.capacity - _NEAR)  # the tree ends behind its text
     ends = [end for end in (SPLIT + 4, 2 * SPLIT + 4, count) if end <= count]
     for end in ends:  # the shorter texts first: a tree writes behind the end of its text
         _prefill(runner, 0, tokens[:end], rows)
-        chosen = range(max(0, end - 8), end)
+        chosen = range(max(0, end - _NEAR), end)
         plain = torch.cat([_logits(runner, tokens[: at + 1], at) for at in chosen])
         for first in (max(0, end - rows), chosen[0]):
             chain = _logits(runner, tokens[: first + 1], first, tokens[first + 1 : end], range(-1, end - first - 1))

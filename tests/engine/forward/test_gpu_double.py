@@ -102,6 +102,12 @@ def test_a_model_of_several_layers_starts_with_graphs(exact: str, gpu: DoubleGpu
     assert len(gpu.graphs) == made and gpu.counts["replays"] > 0  # nothing is captured while requests run
 
 
+@pytest.mark.parametrize("capacity", [20, 70, 320, 532, 539])
+def test_slots_of_any_length_pass_the_check(capacity: int, gpu: DoubleGpu) -> None:
+    options = EngineOptions(max_running=1, kv_slots=2)
+    assert make_runner(model_on(gpu), capacity, options, 8).exact
+
+
 def test_a_graph_of_all_layers_does_not_compute_the_first_ones(gpu: DoubleGpu) -> None:
     runner = runner_on(gpu, layers=4)
     batch = pack([chain(0, 0, [1, 2, 3])])
