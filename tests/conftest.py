@@ -78,9 +78,9 @@ def proof(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     yield found
     path = request.config.getoption("--proof")
     if path is not None:
-        from experiments.bench.record import git_state
+        from experiments.bench.record import ROOT, git_state
 
-        record = {"kind": "proof", "date": datetime.now(UTC).isoformat(timespec="seconds"), **git_state(), "cases": found}
+        record = {"kind": "proof", "date": datetime.now(UTC).isoformat(timespec="seconds"), "git": git_state(ROOT), "cases": found}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -52,7 +52,7 @@ class ModelRunner:
     """A causal language model and the KV slots of the sequences it works on."""
 
     ranks = 1  # processes that take part in a forward
-    capture_failures: Mapping[int, str] = MappingProxyType({})  # why steps of so many rows are no CUDA graphs, where they might be
+    capture_failures: Mapping[int, str] = MappingProxyType({})  # why steps of so many rows are no CUDA graphs
     exact = False  # whether each row was seen to have the same bits in every company: see ``engine.forward.exactness``
     _adapters: Adapters | None = None
     # [>= rows, hidden size] the bits of what the last forward made its logits from, row by row, until the next one; None where

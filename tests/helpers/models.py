@@ -319,7 +319,8 @@ def engine_over(
     """
     info = ModelInfo(
         served_name="tiny", max_model_len=context, vocab_size=VOCAB, dtype=str(runner.model.dtype).removeprefix("torch."),
-        device=str(runner.model.device), num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy, lossless=True,
+        device=str(runner.model.device), num_parameters=runner.model.num_parameters(), eos_token_ids=(0,), strategy=strategy,
+        lossless=True,
         model_revision="tiny", tokenizer_revision="none",
         strategies=drafter.strategies if isinstance(drafter, ByRequest) else (),
     )  # fmt: skip

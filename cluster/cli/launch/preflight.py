@@ -288,7 +288,7 @@ def check_reservation(config: Config, kind: Literal["CPU", "GPU"], each: float, 
     baselines = config.baseline.replicas * group_size(baseline_parallelism(config)) if config.baseline.enabled else 0
     needed = (ranks * replicas + baselines) * each
     if kind == "GPU" and needed > available == 0:
-        raise LaunchError("the model is to be on a GPU, and Ray finds none here: set model.device=cpu (`outrider doctor` says more)")
+        raise LaunchError("the model is to be on a GPU, and Ray finds none: set model.device=cpu (`outrider doctor` says more)")
     if (ranks > 1 or baselines or kind == "GPU") and needed > available:
         beside = f" and {baselines} of the baseline" if baselines else ""
         raise LaunchError(

@@ -31,7 +31,8 @@ def graph_fault(device: torch.device) -> str | None:
             cache, attention = SlotCache(shape, 1, _ROWS), SlotAttention(shape, _HEADS, _ROWS, _ROWS, best_block_rows(shape))
             buffers = StepBuffers(_ROWS, attention.rows_of_tile, 1, _ROWS, device)
             buffers.fill(pack([LineWork(Line(0, np.arange(_ROWS, dtype=np.int32)), 0, _ROWS, None)]))
-            numbers = torch.arange(_HEADS * _ROWS * _HEAD_DIM, dtype=torch.float32, device=device).view(1, _HEADS, _ROWS, -1).sin()
+            numbers = torch.arange(_HEADS * _ROWS * _HEAD_DIM, dtype=torch.float32, device=device).sin()
+            numbers = numbers.view(1, _HEADS, _ROWS, _HEAD_DIM)
 
             def attend() -> torch.Tensor:
                 output = numbers.new_empty(1, _ROWS, _HEADS, _HEAD_DIM)

@@ -96,7 +96,8 @@ def test_a_job_that_is_refused_leaves_the_others_alone(replica: EngineReplica) -
     found = asyncio.run(batches(replica, [job("a"), job("long", CONTEXT), job("b")]))
     items = [pair for batch in found for pair in batch]
     assert [type(item) for place, item in items if place == 1] == [ContextLengthError]
-    assert [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)].count(FinishReason.LENGTH) == 2
+    ends = [item.finish_reason for place, item in items if place != 1 and isinstance(item, StepOutput)]
+    assert ends.count(FinishReason.LENGTH) == 2
 
 
 def test_a_job_of_another_version_is_refused(replica: EngineReplica) -> None:

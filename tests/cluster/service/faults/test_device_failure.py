@@ -30,7 +30,7 @@ from tests.helpers.waiting import eventually
 TOKENS = 400  # of an answer: seconds, so that the device fails in its middle
 FATAL = 100  # output tokens of a request with which a replica's device fails
 MESSAGES = {  # the first of them every time, all for a proof
-    "illegal_memory_access": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported",
+    "illegal_memory_access": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later",
     "uncorrectable_ecc": "CUDA error: uncorrectable ECC error encountered",
     "device_lost": "CUDA error: GPU is lost",
     "launch_failure": "CUDA error: unspecified launch failure",
