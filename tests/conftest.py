@@ -80,7 +80,8 @@ def proof(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     if path is not None:
         from experiments.bench.record import ROOT, git_state
 
-        record = {"kind": "proof", "date": datetime.now(UTC).isoformat(timespec="seconds"), "git": git_state(ROOT), "cases": found}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"kind": "proof", "date": date, "git": git_state(ROOT), "cases": found}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
