@@ -50,8 +50,10 @@ def lacks_graphs(config: PreTrainedConfig, shape: KVShape) -> str | None:
         return "its queries are scaled by their positions"
     if not outline(config).is_plain:
         return "its attention has sinks, chunks or heads of several sizes"
+    if not accelerator().has_kernels(torch.bfloat16):
+        return "Triton is not installed (pip install triton)"
     if not available(shape):
-        return f"the attention kernels need Triton, and bfloat16, float16 or float32; the model is in {shape.dtype}"
+        return f"the attention kernels compute in bfloat16, float16 and float32, and the model is in {shape.dtype}"
     if group > best_block_rows(shape):
         return f"{group} query heads share a KV head, and on this GPU {best_block_rows(shape)} may"
     return None
