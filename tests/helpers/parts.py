@@ -100,7 +100,7 @@ def main(mode: ShardMode, family: str) -> None:
     torch.set_num_threads(1)
     group = process_group(mode, 2, ModelOptions(threads=1, device="cpu"), load=functools.partial(whole, family))
     try:
-        runner = group.runner(whole(family), CONTEXT + MAX_DRAFT, EngineOptions(max_running=SLOTS))
+        runner = group.runner(whole(family), CONTEXT + MAX_DRAFT, EngineOptions(max_running=SLOTS), 1 + MAX_DRAFT)
     except GroupError:
         group.close()
         raise
