@@ -66,7 +66,7 @@ test-all: lint ## lint, then every test that this machine can run
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 prove-gpu: install-dev ## every model family on the double of a GPU and the like, an hour; the record goes to experiments/results
-	@$(BIN)/python -m pytest $(PROOFS) -n 0 --proof experiments/results/$$(date +%F)-device-double.json
+	@$(BIN)/python -m pytest $(PROOFS) -n 0 --proof experiments/results
 
 validate-k8s: install-dev ## every check of the Kubernetes manifests, without a cluster
 	@$(BIN)/python -m pytest -v tests/k8s $(ARGS)

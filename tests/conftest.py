@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -68,21 +67,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--proof``."""
-    parser.addoption("--proof", type=Path, help="try every case of a long proof, in one process, and write its record here")
+    parser.addoption("--proof", type=Path, help="folder of the record: try every case of a long proof, in one process")
 
 
 @pytest.fixture(scope="session")
 def proof(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """What a long proof found, by case; written to the file of ``--proof`` at the end."""
-    found: dict[str, Any] = {}
+    """What a long proof found, by case; a record of it is written to the folder of ``--proof`` at the end."""
+    found, started = dict[str, Any](), datetime.now(UTC)
     yield found
-    path = request.config.getoption("--proof")
-    if path is not None:
-        from experiments.bench.record import ROOT, git_state
+    folder = request.config.getoption("--proof")
+    if folder is not None:
+        from experiments.bench.record import write_record
 
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        record = {"kind": "proof", "date": date, "git": git_state(ROOT), "cases": found}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record("device-double", {"chosen": request.config.option.keyword}, found, None, started, folder=folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
