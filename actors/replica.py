@@ -331,7 +331,7 @@ class Replica:
             raise ReplicaError(f"{self._failed_steps} steps in a row failed, the last with: {one_line(error)}") from error
 
     def _lose_device(self, error: DeviceError) -> None:
-        """Tells all requests that a device failed, then has this process ended. From any thread: the engine's may hang."""
+        """Report a failed device to all requests, then end this process. From any thread: the engine's may hang."""
         count, device = len(self._live), self._info.device
         if self._close(DeviceLostError(self._engine.metrics().engine, error.kind, error.reason)):
             text = "device_failed: %s on %s, %d requests go on elsewhere and this process ends: %s"
@@ -341,7 +341,7 @@ class Replica:
                 self._end()
 
     def _close(self, fault: ReplicaError) -> bool:
-        """Takes nothing any more and tells all requests why; False where that was done before."""
+        """Refuse new requests and report the fault to the running ones. Return False where that was done before."""
         with self._closing:
             if self._fault is not None:
                 return False
@@ -358,7 +358,7 @@ class Replica:
 
 
 def _again(fault: ReplicaError) -> ReplicaError:
-    """The same error, to be raised elsewhere."""
+    """Return a copy of an error, to be raised elsewhere."""
     return type(fault)(*fault.args)
 
 

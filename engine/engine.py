@@ -347,7 +347,7 @@ class Engine:
     def _computed(
         self, works: Sequence[Work], outcomes: Sequence[Outcome | None], forward_s: float, now_s: float, width: int
     ) -> list[StepOutput]:
-        """What came of a step that ``width`` ranks shared."""
+        """Return the outputs of a step that ``width`` ranks shared."""
         self._scheduler.computed()
         pairs = zip(works, outcomes, strict=True)
         outputs = [self._outcome(work, outcome, now_s) for work, outcome in pairs if outcome is not None]
@@ -357,7 +357,7 @@ class Engine:
         return outputs
 
     def _shrink(self, works: Sequence[Work], reason: str) -> list[StepOutput]:
-        """Has the next steps take less memory than one that ran out of it. Who does not fit alone ends with an error."""
+        """Make the next steps smaller after one that ran out of memory. A request that does not fit alone ends with an error."""
         accelerator().empty_cache()
         self._metrics.out_of_memory()
         rows = sum(work.end - work.start + (0 if work.tree is None else len(work.tree.tokens) - 1) for work in works)

@@ -139,7 +139,7 @@ class Elastic(Ranks):
                 member.link.close()
 
     def _fail(self, error: DeviceError) -> None:
-        """Says that the device failed in another leader's step."""
+        """Report that the device failed in another leader's step."""
         if self.device_failed is not None:
             self.device_failed(error)
 

@@ -14,14 +14,14 @@ _MOST_ENGINES = 1000  # that are remembered, so that the requests of one engine 
 
 
 class DeviceFailures:
-    """What replicas said of their devices before they ended. For one event loop."""
+    """Counts of the device failures that replicas reported before they ended. For one event loop."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(DEVICE_FAULTS, 0)  # all of them from the start: a rate begins at 0
         self._engines: OrderedDict[str, None] = OrderedDict()
 
     def add(self, lost: DeviceLostError) -> None:
-        """Counts a failure, unless another request was told of it before."""
+        """Count a failure, unless another request reported it before."""
         if lost.engine in self._engines:
             return
         self._engines[lost.engine] = None
@@ -31,5 +31,5 @@ class DeviceFailures:
         logger.error("device_failed: %s in engine %s: %s", lost.kind, lost.engine, lost.reason)
 
     def counts(self) -> dict[str, int]:
-        """Failures since the start, by one of ``DEVICE_FAULTS``."""
+        """Return the failures since the start, by one of ``DEVICE_FAULTS``."""
         return dict(self._counts)

@@ -134,7 +134,7 @@ class EngineReplica:
         self._replica.check_health()
 
     def _leave(self) -> None:
-        """Ends this process, once all streams have told that its device failed. In the engine's thread."""
+        """End this process, once all streams have reported that its device failed. Called in the engine's thread."""
         deadline_s = time.monotonic() + LEAVE_S
         while self._streams and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -149,7 +149,7 @@ class EngineReplica:
 
 
 def end_process() -> None:
-    """Ends this process at once: what would be cleaned up needs a device that does not answer."""
+    """End this process at once: a clean-up would need the device, which does not answer."""
     os._exit(1)
 
 

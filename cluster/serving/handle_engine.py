@@ -245,7 +245,7 @@ class HandleEngine:
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
 
     def _fits_others(self, refusal: QueueFullError | RequestError, progress: _Progress) -> bool:
-        """Whether a request under way came to a replica with less memory, and so a shorter context, than the one it lost."""
+        """Return whether a running request was sent to a replica with a shorter context than the one it lost."""
         return isinstance(refusal, ContextLengthError) and progress.taken and self._replicas > 1
 
     async def _attempt(self, job: Job, call: _Call, place: int, progress: _Progress) -> AsyncGenerator[StepOutput, None]:
@@ -302,7 +302,7 @@ class HandleEngine:
                 progress.deadline_s = call.heard_s + self._resume_timeout_s
 
     def _lose_device(self, lost: DeviceLostError, progress: _Progress) -> bool:
-        """Whether a request that is told of a failed device may be what makes devices fail. Nobody else goes to that replica."""
+        """Count a failed device and avoid its replica. Return whether the request may be what makes devices fail."""
         self._failures.add(lost)
         progress.avoid_s = EARLY_S
         if lost.engine == progress.failed_engine:  # which has not ended yet

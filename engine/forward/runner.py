@@ -220,7 +220,7 @@ class ModelRunner:
             return self._in_parts(batch)
 
     def _in_parts(self, batch: Batch) -> torch.Tensor:
-        """As ``forward``, in as many forwards as it takes."""
+        """Compute a batch in as many forwards as ``fixed_rows`` asks for."""
         if self.fixed_rows is None or len(batch.token_ids) <= self.fixed_rows:
             return self._compute(batch)
         logits = computed = torch.empty(0)

@@ -29,7 +29,7 @@ class Card:
 
     @property
     def memory_bytes(self) -> int:
-        """What the driver gives."""
+        """Bytes that the driver gives a process."""
         return int(self.memory_gib * GIB)
 
     def flops(self, dtype: torch.dtype) -> float:

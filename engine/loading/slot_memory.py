@@ -42,23 +42,23 @@ class SlotMemory:
 
     @property
     def need_bytes(self) -> int:
-        """All slots."""
+        """Bytes of all slots."""
         return self.slots * self.slot_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What slots may take."""
+        """Bytes that slots may take."""
         return max(0, self.room_bytes - self.reserved_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for all slots."""
+        """True where there is room for all slots."""
         return self.need_bytes <= self.free_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What KV slots never take of a GPU, in bytes. The engine allocates ``states`` and ``buffers``, the rest is an allowance."""
+    """Bytes of a GPU that KV slots never take. The engine allocates ``states`` and ``buffers``, the rest is an allowance."""
 
     activations: int
     graph_logits: int
@@ -68,7 +68,7 @@ class Reserved:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.activations + self.graph_logits + self.states + self.buffers + self.libraries
 
 

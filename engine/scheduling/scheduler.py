@@ -168,7 +168,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def shrink(self, rows: int) -> bool:
-        """Lowers what steps hold after one of so many rows, of running requests, that ran out of memory.
+        """Lower the rows and requests of steps after one of so many rows that ran out of memory.
 
         The request that was admitted last is preempted, unless it is the only one, and so many requests may run from now on as do
         then, in steps of half the rows. After ``RECOVERY_STEPS`` steps that were computed one more may run, and twice the rows.
@@ -186,7 +186,7 @@ class Scheduler:
         return True
 
     def computed(self) -> None:
-        """Says that a step was computed."""
+        """Count a computed step, and admit more again after ``RECOVERY_STEPS`` of them."""
         options = self.options
         if self._most_running == options.max_running and self._most_rows == options.max_step_tokens:
             return

@@ -82,7 +82,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Factories(TorchFunctionMode):
-    """Has ``torch.tensor`` copy from the host to a GPU, as it does: no dispatch mode sees what it makes there."""
+    """Mode in which ``torch.tensor`` copies from the host: no dispatch mode sees the tensors that it makes on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,11 +157,10 @@ class _Gpu:
     default: DoubleStream
     queue: list[Callable[[], None]] = field(default_factory=list)  # copies from pinned memory, and replays, not yet done
     flushed: int = 0  # copies and replays that are done
-    reserved: int = 0
 
 
 class _Thread(threading.local):
-    """What CUDA keeps by thread."""
+    """State that CUDA keeps for each thread."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -220,11 +219,11 @@ class DoubleGpu:
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         """See ``Accelerator``."""
-        return self._total - self._gpus[_index(device)].reserved, self._total
+        return self._total, self._total
 
     def reserved(self, device: torch.device) -> int:
-        """See ``Accelerator``."""
-        return self._gpus[_index(device)].reserved
+        """See ``Accelerator``; allocations are not counted here, see ``MetaGpu``."""
+        return 0
 
     def empty_cache(self) -> None:
         """See ``Accelerator``."""
@@ -417,8 +416,7 @@ class DoubleGpu:
         capture = self._thread.capture
         if capture is not None and capture.index == index:
             return self._record(capture, func, ours, writes, cpu_args, cpu_kwargs, index)
-        found = self._execute(func, name, ours, writes, cpu_args, cpu_kwargs, index)
-        return found
+        return self._execute(func, name, ours, writes, cpu_args, cpu_kwargs, index)
 
     def _execute(
         self, func: Any, name: str, ours: Sequence[DoubleTensor], writes: Sequence[Any], args: Any, kwargs: Any, index: int

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from transformers import AutoModelForCausalLM
+import transformers.modeling_utils as modeling
 
-from experiments.device_double.gpu import DoubleGpu
+from engine.environment import environment
 
 
 @contextlib.contextmanager
-def loading(gpu: DoubleGpu) -> Iterator[None]:
-    """Have transformers read a model with a ``device_map`` on the CPU within a block; its weights are moved to the double then.
+def loading() -> Iterator[None]:
+    """Have transformers read weights to the double within a block: in this thread, the only one whose device is current.
 
-    Transformers asks ``torch.cuda`` for memory before it reads weights straight to a GPU.
+    Transformers also asks ``torch.cuda`` how much memory it can take at once; that is left out.
     """
-    original = AutoModelForCausalLM.from_pretrained
-
-    def read(*args: Any, device_map: Any = None, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        if device_map is not None:
-            gpu.move(found[0] if isinstance(found, tuple) else found, device_map[""])
-        return found
-
-    AutoModelForCausalLM.from_pretrained = read
+    warm_up = modeling.caching_allocator_warmup
+    modeling.caching_allocator_warmup = lambda *_: None
     try:
-        yield
+        with environment("HF_DEACTIVATE_ASYNC_LOAD", "1"):
+            yield
     finally:
-        AutoModelForCausalLM.from_pretrained = original
+        modeling.caching_allocator_warmup = warm_up

@@ -26,9 +26,8 @@ def measured_on(device: str, double: bool) -> Iterator[None]:
             from experiments.device_double.gpu import DoubleGpu
             from experiments.device_double.loading import loading
 
-            gpu = DoubleGpu(gpus=1)
-            stack.enter_context(use(gpu))
-            stack.enter_context(loading(gpu))
+            stack.enter_context(use(DoubleGpu(gpus=1)))
+            stack.enter_context(loading())
         stack.enter_context(current(device))
         yield
 

@@ -101,11 +101,6 @@ class StaticStep:
         self._graph: Graph | None = None
         self._logits = torch.empty(0)
 
-    @property
-    def captured(self) -> bool:
-        """Whether ``run`` replays a graph."""
-        return self._graph is not None
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See ``engine.forward.attention.Attending``."""
         assert call.sinks is None and call.chunk is None, call.layer
@@ -191,8 +186,7 @@ class StaticRunner(ModelRunner):
         self._attention: SlotAttention | None = None
         self._steps: dict[tuple[int, bool], StaticStep] = {}
         self._replays = True
-        self._failures: dict[int, str] = {}
-        self.capture_failures = self._failures
+        self.capture_failures: dict[int, str] = {}
         super().__init__(model, slots, capacity, fixed_rows=fixed_rows, kept=kept)
 
     @torch.inference_mode()
@@ -234,7 +228,7 @@ class StaticRunner(ModelRunner):
         try:
             step.capture(pool)
         except RuntimeError as error:
-            self._failures[size] = one_line(error)
+            self.capture_failures[size] = one_line(error)
 
     @contextlib.contextmanager
     def uncaptured(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from engine.measures.latency import cases, glance
 from experiments.device_double.attention import attend_slots
 from experiments.device_double.gpu import DoubleError, DoubleGpu
 from experiments.device_double.guard import unavailable
+from experiments.device_double.loading import loading
 from tests.helpers.models import (
     FAMILIES,
     MAX_DRAFT,
@@ -199,18 +200,12 @@ def test_the_probe_of_a_gpu_captures_its_attention(gpu: DoubleGpu) -> None:
     assert "illegal memory access" in str(graph_fault(GPU))
 
 
-@pytest.fixture
-def loadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has transformers read weights in this thread, and not ask ``torch.cuda`` how many it can take at once."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    monkeypatch.setattr("transformers.modeling_utils.caching_allocator_warmup", lambda *_: None)
-
-
-def test_an_engine_loads_with_the_defaults_on_the_second_gpu(gpu: DoubleGpu, loadable: None, tmp_path: Path) -> None:
+def test_an_engine_loads_with_the_defaults_on_the_second_gpu(gpu: DoubleGpu, tmp_path: Path) -> None:
     folder = str(save_model(tmp_path, llama_config(max_position_embeddings=CONTEXT)))
     answers = []
     for device, options in (("cuda:1", EngineOptions(max_running=2)), ("cuda", EngineOptions(max_running=4, max_step_tokens=64))):
-        engine = Engine.load(ModelOptions(folder, device=device), options, SpeculationOptions())
+        with loading():
+            engine = Engine.load(ModelOptions(folder, device=device), options, SpeculationOptions())
         assert engine.info.exact and engine.info.device == ("cuda:1" if device == "cuda:1" else "cuda:0")
         answers.append(run(engine, Request("a", list(range(1, 99)), SamplingParams(max_tokens=30, ignore_eos=True))))
         assert engine._scheduler._max_draft_rows == 63  # with the root, one forward
