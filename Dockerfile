@@ -6,10 +6,9 @@
 #   docker run --rm --init --shm-size 2g -p 127.0.0.1:8000:8000 -v "$PWD/demo_model:/models/demo_model:ro" IMAGE \
 #     outrider serve --model /models/demo_model server.host=0.0.0.0 tenancy.anonymous=null server.require_key=false
 
-# A tag may be another image tomorrow. To build on one that is known, ask for its digest where the registry can be reached
+# A digest names one image for ever, a tag does not. For another base, ask the registry for its digest:
 #   docker buildx imagetools inspect python:3.11.15-slim-bookworm --format '{{.Manifest.Digest}}'
-# and add to the build --build-context python:3.11.15-slim-bookworm=docker-image://python@sha256:...
-FROM python:3.11.15-slim-bookworm AS base
+FROM python:3.11.15-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3 AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PATH=/opt/outrider/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -29,10 +28,13 @@ RUN apt-get update \
 # What Outrider needs, in layers that a change of its source leaves as they are: gigabytes are pulled and pushed once.
 FROM base AS environment
 WORKDIR /src
-COPY constraints.txt pyproject.toml ./
+COPY constraints-hashed.txt constraints-cuda-hashed.txt pyproject.toml ./
+# Every file that pip takes has a hash in these two lists. The pip that comes with Python does not read hashes of constraints: it
+# installs the pip of the list, and the setuptools.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m venv /opt/outrider \
-    && /opt/outrider/bin/pip install -c constraints.txt pip setuptools
+    && awk '/^(pip|setuptools)==/ { wanted = 1 } wanted { print } !/\\$/ { wanted = 0 }' constraints-hashed.txt > pip.txt \
+    && /opt/outrider/bin/pip install --require-hashes --no-deps -r pip.txt
 # requirements.txt, and a file for each extra: what pyproject.toml names, one on a line. Beside them matplotlib, for outrider bench.
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     lists = {"requirements": project["dependencies"], **project["optional-dependencies"]}; \
@@ -41,26 +43,31 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 FROM environment AS cpu-environment
 # An index with CPU builds; the default one has torch for CUDA, with gigabytes of its libraries.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Of the index's file for Python 3.11 on x86-64.
+ARG TORCH_SHA256=6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b
 # DeepSpeed is built from its source, which asks for the torch that is installed.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --no-deps --index-url "$TORCH_INDEX_URL" -c constraints.txt torch \
-    && pip install -c constraints.txt -r requirements.txt -r tracing.txt matplotlib \
-    && pip install -c constraints.txt --no-build-isolation -r baselines.txt
+    grep -m 1 -o '^torch==[0-9.]*' constraints-cuda-hashed.txt > torch.txt \
+    && sed -i "s/$/ --hash=sha256:$TORCH_SHA256/" torch.txt \
+    && pip install --require-hashes --no-deps --index-url "$TORCH_INDEX_URL" -r torch.txt \
+    && pip install --require-hashes -c constraints-hashed.txt -r requirements.txt -r tracing.txt matplotlib \
+    && pip install --require-hashes -c constraints-hashed.txt --no-build-isolation -r baselines.txt
 
 # The default index's torch is built for CUDA 13: nodes need an NVIDIA driver of 580 or newer. --build-arg CUDA=cu126 takes the same
-# torch built for CUDA 12.6, which runs on any driver from 525 on; what that torch requires is on the default index.
+# torch built for CUDA 12.6, which runs on any driver from 525 on. Its libraries have no hashes here: only their versions are checked.
 FROM environment AS cuda-environment
 ARG CUDA=cu130
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/$CUDA
 RUN --mount=type=cache,target=/root/.cache/pip \
-    if [ "$CUDA" != cu130 ]; then \
-    pip install --no-deps --index-url "$TORCH_INDEX_URL" -c constraints.txt torch; fi \
-    && pip install -c constraints.txt -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
-    && pip install -c constraints.txt --no-build-isolation -r baselines.txt
+    export PIP_REQUIRE_HASHES=1 PIP_CONSTRAINT="constraints-hashed.txt constraints-cuda-hashed.txt" \
+    && if [ "$CUDA" != cu130 ]; then export PIP_REQUIRE_HASHES=0 PIP_CONSTRAINT=constraints-hashed.txt \
+    && pip install --no-deps --index-url "$TORCH_INDEX_URL" "$(grep -o '^torch==[0-9.]*' constraints-cuda-hashed.txt)"; fi \
+    && pip install -r requirements.txt -r gpu.txt -r tracing.txt matplotlib \
+    && pip install --no-build-isolation -r baselines.txt
 
 # A wheel of flash-attn for this Python, torch and CUDA: minutes on many cores, hours on few. MAX_JOBS compilers run at once, each
 # takes some gigabytes. --build-arg FLASH_ATTN=none leaves it out (prompts go by torch's flash kernels then), and an address of a
-# wheel takes that one. Every kernel is compiled once for each of FLASH_ATTN_CUDA_ARCHS: 80 is A100, 90 is H100 and H200, and code
+# wheel takes that one, which has to end with #sha256= and its hash. Every kernel is compiled once for each of FLASH_ATTN_CUDA_ARCHS: 80 is A100, 90 is H100 and H200, and code
 # for one does not run on the other. One of them alone is half the work. nvcc.txt is CUDA 13's compiler: with another CUDA nothing
 # is compiled.
 FROM cuda-environment AS flash-attn
@@ -71,7 +78,8 @@ ARG MAX_JOBS=4
 WORKDIR /wheels
 RUN --mount=type=cache,target=/root/.cache/pip \
     if [ "$FLASH_ATTN" != none ] && { [ "$CUDA" = cu130 ] || [ "${FLASH_ATTN#*://}" != "$FLASH_ATTN" ]; }; then \
-    pip install -c /src/constraints.txt -r /src/nvcc.txt \
+    export PIP_REQUIRE_HASHES=1 PIP_CONSTRAINT="/src/constraints-hashed.txt /src/constraints-cuda-hashed.txt" \
+    && pip install -r /src/nvcc.txt \
     && home=$(python -c 'import nvidia.cu13; print(*nvidia.cu13.__path__)') \
     && ln -sf libcudart.so.13 "$home/lib/libcudart.so" \
     && ln -sfn lib "$home/lib64" \
@@ -87,7 +95,8 @@ LABEL org.opencontainers.image.title="Outrider" \
       org.opencontainers.image.description="An OpenAI-compatible server on Ray Serve with draft-free speculative decoding" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.base.name="docker.io/library/python:3.11.15-slim-bookworm"
+      org.opencontainers.image.base.name="docker.io/library/python:3.11.15-slim-bookworm" \
+      org.opencontainers.image.base.digest="sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3"
 WORKDIR /home/ray
 EXPOSE 8000 8001
 CMD ["outrider", "--help"]

@@ -80,14 +80,23 @@ lock: ## a fresh resolution of pyproject.toml into constraints.txt
 	@{ sed -n '/^#/p' constraints.txt; .venv-lock/bin/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | sort -f; } > constraints.new
 	@mv constraints.new constraints.txt
 	@rm -rf .venv-lock
-	@$(MAKE) --no-print-directory constraints-hashed.txt
-	@echo "lock: constraints.txt and constraints-hashed.txt rewritten; make test checks them"
+	@$(MAKE) --no-print-directory constraints-hashed.txt constraints-cuda-hashed.txt
+	@echo "lock: constraints.txt and the lists with hashes rewritten; make test checks them"
 
-# Without torch, whose CPU build is on an index of PyTorch's own, and whose CUDA build brings libraries that the list has not.
+HASHED := $(TOOLS)/bin/uv pip compile -q --generate-hashes --no-annotate --no-header --no-config --native-tls
+# Without torch, whose CPU build is on an index of PyTorch's own.
 constraints-hashed.txt: constraints.txt | $(TOOLS)/.installed
-	@{ sed -n '/^#/p' constraints-hashed.txt; grep -v -e '^#' -e '^torch==' constraints.txt \
-	  | $(TOOLS)/bin/uv pip compile -q --no-deps --generate-hashes --no-annotate --no-header --no-config --native-tls -p $(PYTHON) -; } > constraints.new
-	@mv constraints.new constraints-hashed.txt
+	@{ sed -n '/^#/p' $@; grep -v -e '^#' -e '^torch==' constraints.txt | $(HASHED) --no-deps -p $(PYTHON) -; } > constraints.new
+	@mv constraints.new $@
+
+# PyPI's torch, which is built for CUDA, what it and the extras for GPUs require, and flash-attn, whose requirements are not asked: it
+# says them only where torch is installed.
+constraints-cuda-hashed.txt: constraints.txt pyproject.toml | $(TOOLS)/.installed
+	@{ sed -n '/^#/p' $@; { grep '^torch==' constraints.txt; $(PYTHON) -c 'import tomllib; \
+	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*extras["gpu"], *extras["nvcc"], sep="\n")'; } \
+	  | $(HASHED) -c constraints.txt -p 3.11 --python-platform x86_64-manylinux_2_28 -; \
+	  sed -n 's/^ARG FLASH_ATTN=\(flash-attn==.*\)/\1/p' Dockerfile | $(HASHED) --no-deps -p 3.11 -; } > constraints.new
+	@mv constraints.new $@
 
 $(TOOLS)/.installed: Makefile
 	@$(PYTHON) -m venv $(TOOLS)

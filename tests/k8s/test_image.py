@@ -27,11 +27,12 @@ from tests.k8s.dockerfile import ROOT, Stage, commands, context, ignored, line_o
 TARGETS = ("cpu", "cuda")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+HASHED = ("constraints-hashed", "constraints-cuda-hashed")
 PROGRAMS = Path(sysconfig.get_path("scripts"))
 # Where what RUN lines call comes from: bash itself, Debian's packages that every image has, the image of Python, the environment.
 FROM_THE_BASE = {
-    "[": "bash", "echo": "bash", "rm": "coreutils", "ln": "coreutils", "find": "findutils", "apt-get": "apt",
-    "groupadd": "passwd", "useradd": "passwd", "python": "python", "pip": "python",
+    "[": "bash", "echo": "bash", "export": "bash", "rm": "coreutils", "ln": "coreutils", "find": "findutils", "apt-get": "apt",
+    "awk": "mawk", "grep": "grep", "sed": "sed", "groupadd": "passwd", "useradd": "passwd", "python": "python", "pip": "python",
 }  # fmt: skip
 PROBES = {"bash": "bash", "wget": "wget", "grep": "grep"}  # with which KubeRay asks Ray, and their packages
 ENVIRONMENT = "/opt/outrider"
@@ -77,7 +78,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 def test_hadolint_would_say_something(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
-        (ROOT / "Dockerfile").read_text().replace("-slim-bookworm AS base", " AS base\nUSER root\nRUN cd /")
+        (ROOT / "Dockerfile").read_text().replace(" AS base\n", " AS base\nUSER root\nRUN cd /\n")
     )
     told = run(PROGRAMS / "hadolint", "--no-color", "Dockerfile", cwd=tmp_path)
     assert told.returncode == 1 and "DL3003" in told.stdout
@@ -107,7 +108,7 @@ def test_both_targets_are_there_and_differ_in_torch_the_driver_and_flash_attn_on
 
 def test_what_is_copied_is_there_and_nothing_else_is_given(found: dict[str, Stage]) -> None:
     tops = {name.split("/")[0] for name in context()}
-    assert tops == {"LICENSE", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *PACKAGES}
+    assert tops == {"LICENSE", "README.md", *(f"{name}.txt" for name in HASHED), "pyproject.toml", "setup.py", *PACKAGES}
     named = {
         source for stage in found.values() for copy in stage.of("COPY") if "from" not in copy.flags for source in copy.words[:-1]
     }
@@ -216,7 +217,8 @@ def test_the_user_is_the_one_of_the_pods(found: dict[str, Stage], target: str) -
 
 
 def test_versions_are_those_of_the_project(found: dict[str, Stage]) -> None:
-    image, _, tag = found["base"].base.partition(":")
+    named, _, digest = found["base"].base.partition("@")
+    image, _, tag = named.partition(":")
     python = tag.split("-")[0]
     project = PYPROJECT["project"]
     assert image == "python" and tag.endswith("-slim-bookworm") and python.count(".") == 2
@@ -230,7 +232,8 @@ def test_versions_are_those_of_the_project(found: dict[str, Stage]) -> None:
         labels = values(found, target, "LABEL")
         assert labels["org.opencontainers.image.version"] == project["version"]
         assert labels["org.opencontainers.image.licenses"] == project["license"]
-        assert labels["org.opencontainers.image.base.name"].endswith(f"/{found['base'].base}")
+        assert labels["org.opencontainers.image.base.name"].endswith(f"/{named}")
+        assert labels["org.opencontainers.image.base.digest"] == digest and re.fullmatch("sha256:[0-9a-f]{64}", digest)
         assert project["description"].startswith(labels["org.opencontainers.image.description"])
     assert ray_service()["spec"]["rayClusterConfig"]["rayVersion"] == PINS["ray"]
 
@@ -245,30 +248,34 @@ def test_the_overlays_name_images_that_are_built() -> None:
         assert f"docker build --target {target} -t registry.example.com/outrider:{version}-{target} ." in first
 
 
-def test_every_installation_keeps_to_the_pinned_versions(found: dict[str, Stage]) -> None:
+def test_every_installation_keeps_to_the_hashes(found: dict[str, Stage]) -> None:
     installed: dict[str, list[list[str]]] = {}
     for stage in found.values():
         for words in (words for one in stage.of("RUN") for words in commands(one.text) if words[1:2] == ["install"]):
             if words[0] != "apt-get":
                 installed.setdefault(stage.name, []).append(words[2:])
-                assert {"constraints.txt", "/src/constraints.txt", "--no-index"} & set(words), words
+    assert installed["environment"] == [["--require-hashes", "--no-deps", "-r", "pip.txt"]]
     torch, rest, baselines = installed["cpu-environment"]
-    assert baselines == ["-c", "constraints.txt", "--no-build-isolation", "-r", "baselines.txt"]
-    assert torch == ["--no-deps", "--index-url", "$TORCH_INDEX_URL", "-c", "constraints.txt", "torch"]
+    only = ["--require-hashes", "-c", "constraints-hashed.txt"]
+    assert torch == ["--require-hashes", "--no-deps", "--index-url", "$TORCH_INDEX_URL", "-r", "torch.txt"]
+    assert rest == [*only, "-r", "requirements.txt", "-r", "tracing.txt", "matplotlib"]
+    assert baselines == [*only, "--no-build-isolation", "-r", "baselines.txt"]
     of_another_cuda, everything, of_cuda = installed["cuda-environment"]
-    assert (of_another_cuda, of_cuda) == (torch, baselines)
-    assert rest[rest.index("requirements.txt") :] == ["requirements.txt", "-r", "tracing.txt", "matplotlib"]
-    assert "gpu.txt" in everything and "--index-url" not in everything
+    assert of_another_cuda[:3] == ["--no-deps", "--index-url", "$TORCH_INDEX_URL"]
+    assert of_cuda == baselines[3:]
+    assert everything == ["-r", "requirements.txt", "-r", "gpu.txt", "-r", "tracing.txt", "matplotlib"]
+    assert installed["flash-attn"] == [["-r", "/src/nvcc.txt"]]
+    for name in ("cuda-environment", "flash-attn"):
+        (text,) = (one.text for one in found[name].of("RUN"))
+        exported = re.findall(r'export PIP_REQUIRE_HASHES=1 PIP_CONSTRAINT="([^"]*)"', text)
+        assert [[Path(path).stem for path in paths.split()] for paths in exported] == [list(HASHED)]
+    assert all("--no-index" in words for name in TARGETS for words in installed[name])
     assert Version(PINS["torch"]) in next(
         one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"]) if one.name == "torch"
     )
-    lists = {
-        word.removesuffix(".txt") for lines in installed.values() for words in lines for word in words if word.endswith(".txt")
-    }
-    known = {"requirements", "constraints", "/src/constraints", "/src/nvcc", *PYPROJECT["project"]["optional-dependencies"]}
-    assert {"gpu", "tracing", "baselines"} <= lists <= known and "nvcc" in known
-    (index,) = found["cpu-environment"].of("ARG")
+    index, sha256 = found["cpu-environment"].of("ARG")
     assert index.text.startswith("TORCH_INDEX_URL=https://") and index.text.endswith("/cpu")
+    assert re.fullmatch("TORCH_SHA256=[0-9a-f]{64}", sha256.text)
 
 
 # Says what pip would be asked instead of asking it.
@@ -312,15 +319,23 @@ def test_what_is_built_is_for_the_cuda_and_the_gpus_that_are_asked_for(
     assert wheels == ([] if wheel is None else [wheel])
 
 
-def test_every_pinned_version_has_hashes_but_torch() -> None:
-    """Whose CPU build is on another index than PyPI."""
-    lines = [line for line in (ROOT / "constraints-hashed.txt").read_text().splitlines() if not line.startswith("#")]
+def hashed(name: str) -> dict[str, str]:
+    """Return the versions of a list, in which each entry has hashes."""
+    lines = [line for line in (ROOT / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
     entries = [entry.split() for entry in "\n".join(lines).replace("\\\n", "").splitlines()]
-    hashed = {canonicalize_name(entry[0].split("==")[0]): (entry[0].split("==")[1], entry[1:]) for entry in entries}
-    versions = {name: version for name, (version, _) in hashed.items()}
-    assert versions == {canonicalize_name(name): version for name, version in PINS.items() if name != "torch"}
-    for _, hashes in hashed.values():
+    for _, *hashes in entries:
         assert hashes and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes)
+    return {canonicalize_name(entry[0].split("==")[0]): entry[0].split("==")[1] for entry in entries}
+
+
+def test_every_pinned_version_has_hashes() -> None:
+    pins = {canonicalize_name(name): version for name, version in PINS.items()}
+    torch = {"torch": pins["torch"]}  # its CPU build is on another index than PyPI
+    assert hashed(HASHED[0]) | torch == pins
+    for_gpus = hashed(HASHED[1])
+    assert for_gpus.items() >= torch.items() and {"nvidia-ml-py", "nvidia-cuda-nvcc", "nvidia-cublas"} <= for_gpus.keys()
+    assert all(pins.get(name, version) == version for name, version in for_gpus.items())
+    assert f"ARG FLASH_ATTN=flash-attn=={for_gpus['flash-attn']}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_the_lists_of_requirements_are_those_of_the_project(found: dict[str, Stage], tmp_path: Path) -> None:
