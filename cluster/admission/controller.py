@@ -156,6 +156,10 @@ class AdmissionController:
         """See ``Account.kept_back_s``; to be called for each such refusal."""
         return self._account(self._tenancy.caller_of(authorization)).kept_back_s(time.monotonic())
 
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who asks; see ``Tenancy.caller_of``."""
+        return self._tenancy.caller_of(authorization)
+
     def check(self, authorization: str | None) -> tuple[Caller, Account, Rates]:
         """Who asks, if a request would get a ticket now. Raises as ``enter``."""
         caller, now_s = self._tenancy.caller_of(authorization), time.monotonic()

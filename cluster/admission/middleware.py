@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.controller import CURRENT, AdmissionController, Ticket
 from cluster.http.errors import ApiError
+from cluster.http.turns import ASKING, Asking
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
@@ -98,7 +99,8 @@ class AdmissionMiddleware:
             if body is None:
                 return  # the client has left
             ticket = self._admission.enter(authorization, arrived_s)
-        await self._answer(ticket, scope, _Replay(body, receive), send)
+        asking = Asking(ticket.caller.tenant, ticket.caller.key, len(body))
+        await self._answer(ticket, asking, scope, _Replay(body, receive), send)
 
     async def _visit(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as held:
@@ -107,10 +109,13 @@ class AdmissionMiddleware:
                 body = await self._body(scope, receive, held.enter_context(self._admission.upload(authorization)))
                 if body is None:
                     return
-                receive = _Replay(body, receive)
-            await self._app(scope, receive, _with_headers(send, headers))
+                caller = self._admission.caller_of(authorization)
+                asking = Asking(caller.tenant, caller.key, len(body))
+                await self._while_there(asking, scope, _Replay(body, receive), _with_headers(send, headers))
+            else:
+                await self._app(scope, receive, _with_headers(send, headers))
 
-    async def _answer(self, ticket: Ticket, scope: Scope, replay: _Replay, send: Send) -> None:
+    async def _answer(self, ticket: Ticket, asking: Asking, scope: Scope, replay: _Replay, send: Send) -> None:
         """Has the application answer, until it has, or the client has left."""
         answered = False
 
@@ -122,18 +127,26 @@ class AdmissionMiddleware:
 
         token = CURRENT.set(ticket)
         try:
+            await self._while_there(asking, scope, replay, _with_headers(noted, lambda: self._admission.headers(ticket)))
+        finally:
+            CURRENT.reset(token)
+            self._admission.leave(ticket, answered)
+
+    async def _while_there(self, asking: Asking, scope: Scope, replay: _Replay, send: Send) -> None:
+        """Have the application answer a request whose body was read; it is cancelled when the client leaves."""
+        token = ASKING.set(asking)
+        try:
             async with asyncio.timeout(None) as stay:
                 watch = asyncio.create_task(replay.until_gone(stay))
                 try:
-                    await self._app(scope, replay, _with_headers(noted, lambda: self._admission.headers(ticket)))
+                    await self._app(scope, replay, send)
                 finally:
                     watch.cancel()
         except TimeoutError:
             if not stay.expired():
                 raise  # not ours
         finally:
-            CURRENT.reset(token)
-            self._admission.leave(ticket, answered)
+            ASKING.reset(token)
 
     async def _body(self, scope: Scope, receive: Receive, received: Callable[[int], None]) -> bytes | None:
         """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""

@@ -17,7 +17,6 @@ from cluster.http.answers.respond import ReadCalls, ReadReasoning
 from cluster.http.answers.resume import Beginning, EventIds, StreamHeaders
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import TextThreads
-from cluster.http.types.chat import text_of
 from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
 from cluster.http.types.tool_grammar import CallMarks
 from cluster.serving.generation import EnginePort, Generation, Job, Listener
@@ -116,7 +115,7 @@ class Planner:
         Raises:
             RequestError, ApiError: naming the field that cannot be served.
         """
-        ids = await self._threads.run(_length(body), self._render, body)
+        ids = await self._threads.run(self._render, body)
         if body.binds_calls is not None and self._format.calls is None:
             message = "the model's chat template has calls written in no form that is known here, by which they would be bound"
             raise RequestError(body.binds_calls, f"{message}; leave it out")
@@ -138,7 +137,7 @@ class Planner:
         texts: list[str] = []
         for prompt in body.prompt:
             if not isinstance(prompt, str):
-                prompt = str(await self._threads.run(len(prompt), self._decode, prompt, body.skips_special))
+                prompt = str(await self._threads.run(self._decode, prompt, body.skips_special))
             texts += [prompt] * (body.n or 1)
         return texts
 
@@ -183,10 +182,10 @@ class Planner:
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
-        grammar = await self._threads.run(0, self._grammar, body) if bound else None
+        grammar = await self._threads.run(self._grammar, body) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
         references, vector = await self._references(body), body.reference_embedding
-        embedding = None if vector is None else await self._threads.run(len(vector), signs_of, vector)
+        embedding = None if vector is None else await self._threads.run(signs_of, vector)
         jobs: list[Job] = []
         for (ids, _), one in zip(prompts, params, strict=True):
             job = self._bounded(body, self._job(body, ids, one, references, embedding))
@@ -334,8 +333,3 @@ class Planner:
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:
             raise RequestError(field, f"token ids must be between 0 and {self.info.vocab_size - 1}, got {max(ids)}")
-
-
-def _length(body: ChatCompletionRequest) -> int:
-    """Characters of a chat."""
-    return sum(len(text_of(message.content)) for message in body.messages)

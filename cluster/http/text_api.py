@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from cluster.admission.tenancy import Tenancy
 from cluster.http.documents import Authorization
 from cluster.http.text_threads import TextThreads
-from cluster.http.types.chat import text_of
 from cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
 from cluster.http.types.strict import MAX_TOKEN_IDS
 from engine.errors import RequestError
@@ -62,8 +61,7 @@ class TextService:
         """
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
-        size = len(body.prompt or "") + sum(len(text_of(message.content)) for message in body.messages or ())
-        text = await self.threads.run(size, self._tokenized, body, info.max_model_len)
+        text = await self.threads.run(self._tokenized, body, info.max_model_len)
         return Response(text, media_type="application/json")
 
     async def detokenize(self, body: DetokenizeRequest, authorization: Authorization = None) -> Detokenized:
@@ -73,7 +71,7 @@ class TextService:
         if body.tokens and max(body.tokens) >= info.vocab_size:
             raise RequestError("tokens", f"token ids must be between 0 and {info.vocab_size - 1}, got {max(body.tokens)}")
         decode = self.threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
-        (text,) = await self.threads.run(len(body.tokens), decode, [body.tokens], skip_special_tokens=False)
+        (text,) = await self.threads.run(decode, [body.tokens], skip_special_tokens=False)
         return Detokenized(prompt=text)
 
     async def text_of_file(self, request: Request, authorization: Authorization = None) -> FileText:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from cluster.admission.controller import CURRENT, Ticket
 from cluster.http.api import Service
 from cluster.http.documents import version
-from cluster.http.text_threads import TextThreads
 from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, byte_ids, client_of, start_replica
 
 ROUTES = {
@@ -154,27 +149,6 @@ def test_the_document_is_true(document: dict[str, Any], http: httpx.Client) -> N
             assert fits(document, schema_of(document, path, entry), response.json()), (path, body, response.text)
     model = document["paths"]["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert fits(document, model, http.get("/v1/models").json())
-
-
-def test_a_key_with_many_texts_leaves_a_thread_to_the_others() -> None:
-    threads = TextThreads(TOKENIZER)
-
-    async def work(key: str) -> float:
-        token = CURRENT.set(cast(Ticket, SimpleNamespace(caller=SimpleNamespace(key=key))))
-        try:
-            await threads.run(1, time.sleep, 0.05)
-        finally:
-            CURRENT.reset(token)
-        return time.monotonic()
-
-    async def both() -> tuple[list[float], float]:
-        flood = [asyncio.create_task(work("a")) for _ in range(20)]
-        await asyncio.sleep(0.01)
-        other_s = await asyncio.create_task(work("b"))
-        return list(await asyncio.gather(*flood)), other_s
-
-    ended_s, other_s = asyncio.run(both())
-    assert sum(each < other_s for each in ended_s) <= 3  # in order of arrival all twenty would be first
 
 
 def test_a_file_becomes_text(http: httpx.Client) -> None:
