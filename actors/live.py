@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from decoding.request import CLEARED_TOKENS, Request, StepOutput
 from decoding.step_output import merge_outputs
@@ -24,6 +25,7 @@ class Live:
     held: StepOutput | None = None  # goes out with the next
     told_s: float = -math.inf  # when tokens went out last
     resumed: bool = False  # takes the place of a live request of the same id and account
+    began_s: float = field(default_factory=time.monotonic)
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:
         """Hands an output to the event loop, or holds it until the next where the last went less than ``period_s`` ago.

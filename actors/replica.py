@@ -22,7 +22,7 @@ from cache_service.mirror.mirror import Mirror
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, RequestState, StepOutput
 from engine.engine import Engine
-from engine.errors import DeviceError, QueueFullError, RequestError, one_line
+from engine.errors import DeviceError, QueueFullError, RequestError, StreamTakenError, one_line
 from engine.measures.energy import EnergyMeter, measure_idle, open_meter
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ STALL_S = 120.0  # a step that takes longer is taken for a hang
 ANNOUNCE_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
 STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many are computed: each event costs all of them time
 MANY = 4  # requests that emit in a step
+RESUME_PERIOD_S = 1.0  # at most so often clients take a stream from each other: each time it is computed again
+_LAST_EVENT = "Last-Event-ID"
 IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
 
 
@@ -101,8 +103,8 @@ class Replica:
 
         Args:
             request: new. Of what it emitted elsewhere nothing comes again.
-            resumed: where a request of the same id and account is live, whose consumer may be gone without a word, that one is
-                aborted. Otherwise it would be a refusal.
+            resumed: a request of the same id and account that is live is aborted, as its consumer may be gone without a word. It
+                ends with a ``StreamTakenError``, and so does this one where the other was resumed within ``RESUME_PERIOD_S``.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
@@ -241,8 +243,10 @@ class Replica:
             if other is not None:
                 if not (live.resumed and live.request.account == other.request.account):
                     raise RequestError("request_id", f"{request_id!r} is in use by a live request")
+                if other.resumed and time.monotonic() - other.began_s < RESUME_PERIOD_S:
+                    raise StreamTakenError(_LAST_EVENT, "another client went on with this stream less than a second ago")
                 self._abort(other)
-                other.put(StepOutput(request_id, (), "", FinishReason.ABORT, "another stream goes on with this answer"))
+                other.put(StreamTakenError(_LAST_EVENT, "another client goes on with this stream"))
             self._engine.add(live.request)
         except (QueueFullError, RequestError) as error:
             live.put(error)

@@ -47,6 +47,7 @@ from cluster.serving.handle_engine import ACCEPT_TIMEOUT_S, DESCRIBE_TIMEOUT_S, 
 from cluster.serving.handles import ApiReplicas
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
+from cluster.serving.secrets import stream_key
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address, admin_names
@@ -96,7 +97,7 @@ class Ingress:
             baseline=other, shadow=None if other is None or not config.baseline.shadow else _shadow_of(config, port, other),
             listeners=() if self._tracing is None else (self._tracing.listen,), wake=None if server.replicas else port.wake,
             forget=None if apis is None else apis.forget, tells_engines=None if apis is None else apis.leads,
-            device_failures=failures.counts,
+            device_failures=failures.counts, stream_key=stream_key(),
         )  # fmt: skip
         trim_heap()  # reading the tokenizer took more than it holds
 

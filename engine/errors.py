@@ -25,6 +25,10 @@ class ContextLengthError(RequestError):
     """Prompt and ``max_tokens`` together exceed the context of the model."""
 
 
+class StreamTakenError(RequestError):
+    """Another client goes on with the same stream."""
+
+
 class QueueFullError(RuntimeError):
     """As many requests wait as the configuration allows (``engine.max_waiting``); try again later."""
 

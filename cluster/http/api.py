@@ -71,6 +71,7 @@ class Service:
         tells_engines: Callable[[], Awaitable[bool]] | None = None,
         wake: Callable[[], None] | None = None,
         device_failures: Callable[[], Mapping[str, int]] = dict,
+        stream_key: bytes = b"",
     ) -> None:
         """
         Args:
@@ -91,6 +92,7 @@ class Service:
             tells_engines: whether /metrics tells of engines, which one of several APIs does; yes when absent.
             wake: has an engine start; None where there always is one.
             device_failures: of the replicas, by kind.
+            stream_key: signs the ids of a stream's events; empty: they have none.
         """
         admission = admission or AdmissionOptions()
         heard = (*listeners, *(each.listen for each in (auditor, shadow) if each is not None))
@@ -99,7 +101,7 @@ class Service:
         self.admission = AdmissionController(self._tenancy, admission)
         others = None if baseline is None else baseline.engine.describe
         self.state = HealthService(engine.describe, replicas, cache, others, wake)
-        self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard)
+        self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard, stream_key)
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,9 @@ from starlette.exceptions import HTTPException
 
 from cluster.http.types.bodies import known_names
 from cluster.http.types.responses import own_name
-from engine.errors import ContextLengthError, QueueFullError, RequestError
+from engine.errors import ContextLengthError, QueueFullError, RequestError, StreamTakenError
+
+logger = logging.getLogger(__name__)
 
 _LONGEST = 80  # characters of what a client sent that an error shows
 _REPR = reprlib.Repr()  # of the beginning alone: a value may be as large as a body
@@ -61,9 +64,21 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, RequestError):
+        if isinstance(error, StreamTakenError):
+            return ApiError(409, str(error), param=error.field, code="stream_taken", headers={"Retry-After": "1"})
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return ApiError(400, str(error), param=error.field, code=code)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
+def told_error(error: Exception, event: str) -> ApiError:
+    """Return what a client is told about an exception that ends a stream, and log it: a client's fault in one line."""
+    told = api_error(error)
+    if told.status < 500:
+        logger.info("%s: %d %s", event, told.status, told.message)
+    else:
+        logger.error("%s", event, exc_info=error)
+    return told
 
 
 @contextlib.contextmanager

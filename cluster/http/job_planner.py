@@ -52,6 +52,7 @@ class Answering:
     admission: AdmissionController  # each choice counts
     info: Callable[[], Awaitable[ModelInfo]]  # what is served; raises ApiError (503) while nobody answers
     listeners: tuple[Listener, ...]  # who follow all generations
+    stream_key: bytes  # signs the ids of events; empty: they have none
     chat_format: ChatFormat = dataclasses.field(init=False)  # of the model's template
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Answering:
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
-        beginning = Beginning.of(prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders())
+        beginning = Beginning.of(prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key)
         adapter = None if body.model == info.served_name else body.model
         return Planner(self.threads, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
 

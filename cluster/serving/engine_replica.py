@@ -18,7 +18,8 @@ from cluster.serving.autoscaling import REQUESTS, TOKENS, Pace
 from cluster.serving.cache_actor import CachePlace
 from cluster.serving.generation import Job, OtherVersionError
 from cluster.serving.handle_engine import BEAT_S, Item, is_last
-from cluster.serving.membership import MembershipClient, MembershipOptions, node_secret
+from cluster.serving.membership import MembershipClient, MembershipOptions
+from cluster.serving.secrets import node_secret
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.tree import Int32Array
 from engine.measures.progress import tell

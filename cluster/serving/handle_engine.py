@@ -210,7 +210,10 @@ class HandleEngine:
                 progress.attempts += 1
                 if call is None:
                     emitted = (*job.emitted, *progress.emitted)
-                    again = dataclasses.replace(job, emitted=emitted, suspect=progress.suspect, avoid_s=progress.avoid_s)
+                    resumed = job.resumed and not progress.taken  # it has the place of the older stream by now
+                    again = dataclasses.replace(
+                        job, emitted=emitted, suspect=progress.suspect, avoid_s=progress.avoid_s, resumed=resumed
+                    )
                     progress.avoid_s = 0.0
                     call, place = _Call(self._streaming, (again,)), 0
                 attempt, call = self._attempt(job, call, place, progress), None

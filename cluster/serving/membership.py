@@ -6,7 +6,6 @@ later, and everybody keeps the number that it had.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and not in its stub
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -98,14 +96,6 @@ class MembershipOptions:
 
     actor: Any  # of ``MembershipActor``: as it is bound, and a handle when it arrives
     world_size: int  # the most ranks of a group
-
-
-def node_secret() -> bytes:
-    """What the replicas of a node show each other: derived where it is used, as Serve writes down what deployments are given.
-
-    From Ray's token, which every process of Ray has. Where Ray asks for none, whoever reaches it can run code in any of them.
-    """
-    return hmac.digest(AuthenticationTokenLoader.instance().get_raw_token().encode(), b"outrider: replicas of a node", "sha256")
 
 
 class MembershipClient:

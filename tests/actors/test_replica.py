@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from engine import target
 from engine.engine import Engine
-from engine.errors import ContextLengthError, ModelLoadError, QueueFullError
+from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
 from engine.measures.metrics import EngineCounts
 from tests.helpers.models import llama_config, save_model
 
@@ -185,7 +186,11 @@ def test_refusals_come_before_any_output(replica: Replica) -> None:
     asyncio.run(run())
 
 
-def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(replica: Replica) -> None:
+def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", math.inf)
+
     def named(name: str, account: str, num_tokens: int = CONTEXT - 5) -> Request:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         return Request(name, [5, 6, 7, 5, 6], params, account=account)
@@ -202,9 +207,17 @@ def test_a_resumed_request_takes_the_place_of_the_same_one_of_its_account(replic
         for name, other in (("a", old), ("c", queued)):
             new = replica.generate(named(name, "acme"), resumed=True)
             assert await anext(new) == StepOutput(name, (), "")
-            *_, last = [output async for output in other]
-            assert (last.finish_reason, last.error) == (FinishReason.ABORT, "another stream goes on with this answer")
-            await new.aclose()
+            with pytest.raises(StreamTakenError, match="another client"):
+                [output async for output in other]
+            with pytest.raises(StreamTakenError, match="less than a second ago"):
+                await anext(replica.generate(named(name, "acme"), resumed=True))
+            monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", 0.0)
+            newest = replica.generate(named(name, "acme"), resumed=True)
+            assert await anext(newest) == StepOutput(name, (), "")
+            with pytest.raises(StreamTakenError, match="goes on"):
+                [output async for output in new]
+            monkeypatch.setattr("actors.replica.RESUME_PERIOD_S", math.inf)
+            await newest.aclose()
         new = replica.generate(named("b", "acme", 24), resumed=True)
         await anext(new)
         await left.aclose()  # that nobody waits for the old one any more does not end the new one

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import select
 import subprocess
 import sys
@@ -36,10 +35,11 @@ from cluster.cli.launch.preflight import (
     check_reservation,
     redis_address,
 )
+from cluster.serving.secrets import kept_secret
 from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
-from decoding.jit import compiles_first
+from decoding.jit import cache_folder, compiles_first
 from engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
 from engine.measures.progress import PROGRESS_VARIABLE, told
 
@@ -162,7 +162,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
         if config.server.ray_address is not None:
             yield config  # the nodes of that cluster have their own environment
             return
-        with _environment({URL_VARIABLE: url}):
+        with _environment({URL_VARIABLE: url} | _secret()):
             yield config.model_copy(update={"redis_url": None})
         return
     if config.server.ray_address is not None:
@@ -178,12 +178,16 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
     if embedded.binary.fault is not None:
         say(f"{embedded.binary} {embedded.binary.fault}; this user's processes alone reach it; put a newer one on the PATH")
     try:
-        # The secret lives no longer than this Redis.
-        with _environment({URL_VARIABLE: embedded.url, SECRET_VARIABLE: secrets.token_hex(32)}):
+        with _environment({URL_VARIABLE: embedded.url} | _secret()):
             yield config
     finally:
         embedded.stop()
         say("Redis stopped")
+
+
+def _secret() -> dict[str, str]:
+    """Return the variable of the secret from which processes derive names and keys: the user's own, else one that is kept."""
+    return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or kept_secret(cache_folder())}
 
 
 @contextlib.contextmanager

@@ -4,15 +4,17 @@ Outputs are a function of prompt, parameters and seed. So an id holds all that a
 of the answer, from which a seed and the ids of calls follow, and how much was told of each choice. The answer is computed again
 from its beginning, and what was told is left out. That is counted in units that do not depend on how steps cut an output, and has
 a checksum: where the text comes out otherwise than it was told, the stream ends with an error. Another model goes on with none.
+An id ends with a signature by a key of the API processes: only what one of them sent is taken back.
 
-Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1``: 47 characters and 12 log-probabilities
-of the only choice, and its role.
+Example: ``chatcmpl-6f...e2.1764000000.91c3a0d2b47f65e8.5d10f3a7.0.2f-5ab1c3d4-c-0-1.SIGNATURE``: 47 characters and 12
+log-probabilities of the only choice, and its role.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
 import json
 import re
 import secrets
@@ -32,9 +34,10 @@ HEADER = "Last-Event-ID"
 MAX_EVENT_ID = 8192  # characters: of as many choices as a request may have it is shorter
 _ROLE, _END, _PROMPT_IDS, _PROMPT_LOGPROBS = 1, 2, 4, 8  # what is told once of a choice
 _ID = re.compile(
-    r"(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
-    r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+)"
+    r"(?P<signed>(?P<answer>[a-z]+-[0-9a-f]{32})\.(?P<created>[0-9]{1,12})\.(?P<digest>[0-9a-f]{16})\.(?P<model>[0-9a-f]{8})\.(?P<usage>[01])"
+    r"(?P<told>(?:\.[0-9a-f]{1,8}(?:-[0-9a-f]{1,8}){4})+))(?:\.(?P<signature>[0-9a-f]{32}))?"
 )
+_UNSIGNED = "this server signs no events: set OUTRIDER_CACHE_SECRET to the same for all of its processes, or leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,10 @@ class Beginning:
     model: str = ""  # digest of the one that began the stream that is gone on with
     told: tuple[ToldOfChoice, ...] = ()  # of its choices, by the stream that is gone on with; empty: it begins
     has_usage: bool = False  # that told the usage
+    key: bytes = dataclasses.field(default=b"", repr=False)  # signs the ids of events
 
     @classmethod
-    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders) -> Beginning:
+    def of(cls, prefix: str, body: CompletionFields, tenant: str | None, headers: StreamHeaders, key: bytes) -> Beginning:
         """The beginning of the answer to a request.
 
         Args:
@@ -82,17 +86,20 @@ class Beginning:
             body: of the request.
             tenant: whose it is.
             headers: of the request.
+            key: signs the ids of events: the same in all API processes, 64 bytes at most. Empty: events have no ids.
 
         Raises:
             ApiError: 400, the header is not the id of an event of this request's stream.
         """
+        if headers.last_event_id is not None and not key:
+            raise _wrong(_UNSIGNED)
         if headers.last_event_id is not None and not body.stream:
             raise _wrong("it goes on with a stream, and the body has no stream: true: send the body of that stream")
         begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
-        if not (body.stream and headers.wants_ids):
+        if not (body.stream and headers.wants_ids and key):
             return begun
         asked = json.dumps([tenant, body.model_dump(exclude_unset=True)], default=str)
-        begun = dataclasses.replace(begun, digest=hashlib.blake2b(asked.encode(), digest_size=8).hexdigest())
+        begun = dataclasses.replace(begun, digest=hashlib.blake2b(asked.encode(), digest_size=8).hexdigest(), key=key)
         return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
 
     def _gone_on_with(self, prefix: str, event_id: str) -> Beginning:
@@ -100,10 +107,13 @@ class Beginning:
         found = _ID.fullmatch(event_id)
         if found is None or not found["answer"].startswith(prefix):
             raise _wrong("it is no id of an event that this route sent: send the last one that came, as it came, or leave it out")
+        if not hmac.compare_digest(found["signature"] or "", signature_of(found["signed"], self.key)):
+            message = "it has no signature by this server's key (made of OUTRIDER_CACHE_SECRET, which has to be the same for all "
+            raise _wrong(f"{message}processes of the API, and as it was when the stream began): ask anew, without it")
         if found["digest"] != self.digest:
             raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
         told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
-        return Beginning(found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1")
+        return Beginning(found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key)
 
     @property
     def seed(self) -> int:
@@ -149,6 +159,11 @@ def no_resuming(last_event_id: str | None) -> None:
         raise _wrong("this route's streams cannot be gone on with: leave it out, or stream /v1/chat/completions")
 
 
+def signature_of(name: str, key: bytes) -> str:
+    """Return 32 hexadecimal digits that only a holder of the key can compute (BLAKE2b's keyed mode, RFC 7693)."""
+    return hashlib.blake2b(name.encode(), key=key, digest_size=16).hexdigest()
+
+
 def _wrong(message: str) -> ApiError:
     return ApiError(400, f"{HEADER}: {message}", param=HEADER, code="invalid_value")
 
@@ -165,7 +180,7 @@ class EventIds:
             paced: chunks with text of which nothing is left leave empty.
         """
         self._stream = f"{beginning.answer_id}.{beginning.created}.{beginning.digest}.{model}"
-        self._has_usage = beginning.has_usage
+        self._has_usage, self._key = beginning.has_usage, beginning.key
         self._choices = [_ChoiceRest(told, paced) for told in beginning.told or [ToldOfChoice()] * choices]
 
     def rest(self, chunk: Answer) -> Answer | None:
@@ -184,7 +199,8 @@ class EventIds:
         """The line before an event that says what was told with it."""
         told = (choice.told() for choice in self._choices)
         choices = (f".{one.content:x}-{one.check:x}-{one.logprobs:x}-{one.token_ids:x}-{one.once:x}" for one in told)
-        return f"id: {self._stream}.{self._has_usage:d}{''.join(choices)}\n"
+        name = f"{self._stream}.{self._has_usage:d}{''.join(choices)}"
+        return f"id: {name}.{signature_of(name, self._key)}\n"
 
 
 class _ChoiceRest:

@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.app import build_app
 from cluster.cli.launch.preflight import LaunchError, check_resource, redis_address
 from cluster.serving.cache_actor import CachePlace
-from cluster.serving.membership import node_secret
+from cluster.serving.secrets import node_secret, stream_key
 from configs.schema import REPOSITORY, Config, ConfigError, load_config
 from configs.slices import CacheOptions
 from tests.cluster.commands import error_line, outrider
@@ -116,7 +116,7 @@ def test_serve_is_given_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(deployments) == {"api", "cache", "engine", "baseline", "membership"}
         for name, data in deployments.items():
             assert b"demo_model" in data or name in ("cache", "membership")
-            assert b"secret-" not in data and node_secret() not in data, name
+            assert b"secret-" not in data and node_secret() not in data and stream_key() not in data, name
     again = _given(build_app(Config.model_validate(settings | {"redis_url": None})))
     assert again == given[1]  # nor is anything in it made up
 

@@ -1,0 +1,66 @@
+"""Secrets that processes of a service share without being told: Ray Serve writes down what deployments are given."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and not in its stub
+
+from cluster.cli.launch.preflight import SECRET_VARIABLE
+
+
+def node_secret() -> bytes:
+    """Return the secret that the replicas of a node show each other, 32 bytes.
+
+    It is derived from Ray's token, which every process of Ray has. Where Ray asks for none, whoever reaches it can run code in
+    any of them.
+    """
+    return _derived(_ray_token(), b"outrider: replicas of a node")
+
+
+def stream_key() -> bytes:
+    """Return the key by which API processes sign the ids of a stream's events, 32 bytes; empty where they share no secret.
+
+    It is derived from ``OUTRIDER_CACHE_SECRET``, which outlives a restart, else from Ray's token.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "").encode() or _ray_token()
+    return _derived(secret, b"outrider: ids of events") if secret else b""
+
+
+def kept_secret(folder: Path) -> str:
+    """Return the secret of this user that is kept in a folder, 64 hexadecimal digits, so that streams go on after a restart.
+
+    A file that is missing, damaged, of another user or open to others is made anew. Where it cannot be kept, the secret lasts as
+    long as its server.
+    """
+    path = folder / "secret"
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="ascii") as file:
+            state, text = os.fstat(file.fileno()), file.read(65)
+        is_own = stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o077
+        if is_own and len(text) == 64 and bytes.fromhex(text):
+            return text
+    made = secrets.token_hex(32)
+    draft = folder / f"secret.{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+                file.write(made)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    return made
+
+
+def _ray_token() -> bytes:
+    return AuthenticationTokenLoader.instance().get_raw_token().encode()
+
+
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(secret, purpose, "sha256")
