@@ -29,7 +29,7 @@ from engine.errors import RequestError
 
 REFUSALS = (
     "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",
-    "too_many_references", "host_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
+    "too_many_references", "host_not_allowed", "origin_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
 )  # fmt: skip
 _UPLOADS, _KEY_UPLOADS = 32, 8  # bodies of the largest size that are received at once, where nothing else is configured
 _STAYS_KEPT = 64  # of which the mean is taken
@@ -128,7 +128,7 @@ class AdmissionController:
         self.allowed_names, self.limits = options.allowed_names, options.limits
         self._tenancy, self._capacity, self._api_replicas = tenancy, options.capacity, options.api_replicas
         self._accounts: dict[str, Account] = {}  # by the hash of the key
-        self._stays_s: deque[float] = deque(maxlen=_STAYS_KEPT)
+        self._stays_s: dict[str | None, deque[float]] = {}  # by tenant: no refusal tells of another one's requests
         self._held = self._in_flight = self._requests = self._uploading = 0
         self._held_by: Counter[str | None] = Counter()  # of ``_held``, each tenant's
         self._refused = dict.fromkeys(REFUSALS, 0)
@@ -263,7 +263,8 @@ class AdmissionController:
         self._held_by[ticket.caller.tenant] -= ticket.places
         self._in_flight -= 1
         if answered:
-            self._stays_s.append(time.monotonic() - ticket.arrived_s)
+            stays_s = self._stays_s.setdefault(ticket.caller.tenant, deque(maxlen=_STAYS_KEPT))
+            stays_s.append(time.monotonic() - ticket.arrived_s)
 
     def _account(self, caller: Caller) -> Account:
         return self._accounts.setdefault(caller.key, Account())
@@ -307,27 +308,28 @@ class AdmissionController:
             return
         if self._held + more > self._capacity:
             message = (
-                f"{self._held} choices run or wait, and server.max_queued is {self._capacity} (by default what the engines take: "
+                f"there is no place for {more} choices: server.max_queued is {self._capacity} (by default what the engines take: "
                 "server.replicas, or max_replicas, x (engine.max_running + engine.max_waiting))"
             )
-            raise too_many(message, "queue_full", self._retry_s())
+            raise too_many(message, "queue_full", self._retry_s(caller.tenant))
         if not self._tenancy.several:
             return
         own, weight = self._held_by[caller.tenant], caller.options.weight
         most = max(1, int((self._capacity - self._held + own) * weight / (weight + 1)))
         if own + more > most:
             message = (
-                f"this tenant has {own} choices that run or wait and asks for {more} more: of server.max_queued "
-                f"({self._capacity}) it may hold {most} now, the rest is for other tenants"
+                f"this tenant has {own} choices that run or wait and asks for {more} more, which is beyond its share of "
+                f"server.max_queued ({self._capacity})"
             )
-            raise too_many(message, "queue_full", self._retry_s())
+            raise too_many(message, "queue_full", self._retry_s(caller.tenant))
 
-    def _retry_s(self) -> float:
-        """As long as requests were held of late: those that are held now have ended by then, at the same pace.
+    def _retry_s(self, tenant: str | None) -> float:
+        """As long as a tenant's requests were held of late: those that are held now have ended by then, at the same pace.
 
-        Example: the last 64 were held for 7.4 s on average: come back in 7.4 s.
+        Example: its last 64 were held for 7.4 s on average: come back in 7.4 s.
         """
-        mean_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else _SHORTEST_RETRY_S
+        stays_s = self._stays_s.get(tenant)
+        mean_s = sum(stays_s) / len(stays_s) if stays_s else _SHORTEST_RETRY_S
         return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, mean_s))
 
 

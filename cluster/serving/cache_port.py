@@ -12,6 +12,7 @@ import redis
 
 from cache_service.keeper.admin import Problem, TenantStats, UnknownTenantError
 from cluster.http.errors import ApiError
+from engine.errors import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def answered(status: int = 500, code: str = "internal_error", prefix: str = "") 
         raise ApiError(404, str(error), param="tenant", code="tenant_not_found") from None
     except ValueError as error:
         raise ApiError(status, f"{prefix}{error}", code=code) from error
-    except (redis.RedisError, OSError) as error:
-        logger.exception("an admin request failed")
-        message = f"Redis does not do what is asked ({type(error).__name__}: {error}); try again"
+    except (redis.RedisError, OSError) as error:  # its message has Redis' address
+        logger.error("the shared cache could not be asked: %s", one_line(error))
+        message = "Redis, which keeps the shared cache, does not answer (the server's log says why); try again"
         raise ApiError(503, message, code="cache_unavailable") from error

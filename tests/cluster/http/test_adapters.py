@@ -80,7 +80,7 @@ def test_each_name_is_answered_by_its_own(client: OpenAI, engine: LocalEngine) -
 def test_the_list_has_them_with_their_model(client: OpenAI, url: str, folders: dict[str, Path]) -> None:
     cards = [model.model_dump() for model in client.models.list().data]
     assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
-        ("tiny", "tiny", None), ("sql", str(folders["sql"]), "tiny"), ("poems", str(folders["poems"]), "tiny"),
+        ("tiny", "tiny", None), ("sql", folders["sql"].name, "tiny"), ("poems", folders["poems"].name, "tiny"),
     ]  # fmt: skip
     assert client.models.retrieve("sql").model_dump() == cards[1]
     schema = httpx.get(f"{url}/openapi.json").json()["components"]["schemas"]["Model"]["properties"]
@@ -93,7 +93,7 @@ def test_one_that_is_the_model_has_its_folder_and_its_base(folders: dict[str, Pa
     tokenizer = load_tokenizer(str(adapter))
     with local_engine(adapter, SpeculationOptions("llma")) as engine, served(Service(engine, tokenizer)) as url:
         (card,) = httpx.get(f"{url}/v1/models").json()["data"]
-    assert (card["id"], card["root"], card["parent"]) == ("rules", str(adapter), str(folders["tiny"]))
+    assert (card["id"], card["root"], card["parent"]) == ("rules", "rules", folders["tiny"].name)
 
 
 def test_a_name_that_is_not_there_is_a_404(client: OpenAI, url: str) -> None:

@@ -17,7 +17,7 @@ from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import install
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
 from configs.slices import CacheOptions, TenancyOptions, TenantOptions
-from tests.cluster.circle import bearer, client_of
+from tests.cluster.circle import bearer, check_error, client_of
 from tests.cluster.memory import LocalCacheAdmin, MemoryServer
 
 ACME, UMBRELLA = bearer("outrider-acme"), bearer("outrider-umbrella")
@@ -45,6 +45,16 @@ def caller(memory_server: MemoryServer) -> Iterator[httpx.Client]:
     """A client of the routes over the memory."""
     with client_of(application(LocalCacheAdmin(memory_server.redis.url))) as client:
         yield client
+
+
+def test_nobody_is_told_where_redis_is(caplog: pytest.LogCaptureFixture) -> None:
+    with client_of(application(LocalCacheAdmin("redis://:secret@127.0.0.1:1/0"))) as client:
+        for method in ("GET", "DELETE"):
+            answer = client.request(method, "/v1/cache", headers=ACME)
+            check_error(answer, 503, "Redis", "try again", code="cache_unavailable")
+            assert "127.0.0.1" not in answer.text and "secret" not in answer.text
+    told = [record for record in caplog.records if "could not be asked" in record.message]
+    assert len(told) == 2 and not any(record.exc_info for record in told)
 
 
 def test_each_tenant_is_told_of_its_own_texts(memory_server: MemoryServer, caller: httpx.Client) -> None:
