@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -20,10 +21,17 @@ GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/response
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _CLOSE = {"Connection": "close"}
+_FORM_TYPES = frozenset({"", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[a-zA-Z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
+_LAST_PORT = 65535
 
 
 class HostMiddleware:
-    """Refuses requests that address this server by a name that is not its own, before anything else is done for them."""
+    """Refuses requests that address this server by a name that is not its own, and those that a page of another site sends.
+
+    A browser asks before it sends a page's request to another site, unless an HTML form could send it as well: a POST with a body
+    of one of three types. The server never agrees, so that such bodies are all that has to be refused here.
+    """
 
     def __init__(self, app: ASGIApp, names: frozenset[str] | None, refuse: Callable[[ApiError], ApiError]) -> None:
         """
@@ -36,25 +44,60 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; see ASGI's specification."""
-        if self._names is not None and scope["type"] == "http":
-            for host in Headers(scope=scope).getlist("host"):
-                if not _is_own(host, self._names):
-                    message = (
-                        f"this server does not answer to the host {host[:80]!r}: address it as localhost or by its IP address, "
-                        "or have its operator add the name to server.allowed_hosts"
-                    )
-                    error = self._refuse(ApiError(403, message, code="host_not_allowed"))
-                    await JSONResponse(error.body(), error.status)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+        error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse(self._refuse(error).body(), error.status)(scope, receive, send)
+
+    def _error(self, method: str, headers: Headers) -> ApiError | None:
+        hosts = headers.getlist("host")
+        for host in hosts:
+            if self._names is not None and not _is_own(host, self._names):
+                message = (
+                    f"this server does not answer to the host {host[:80]!r}: address it as localhost or by its IP address, "
+                    "or have its operator add the name to server.allowed_hosts"
+                )
+                return ApiError(403, message, code="host_not_allowed")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip().lower() in _FORM_TYPES:
+            own = {name for host in hosts if (name := _name_of(host)) is not None} | (self._names or frozenset())
+            if _is_foreign(headers, own):
+                message = (
+                    "this server takes no such body from a page of another site: have its operator add the host of the page's "
+                    "Origin to server.allowed_hosts, or send it from a program"
+                )
+                return ApiError(403, message, code="origin_not_allowed")
+        return None
+
+
+def _is_foreign(headers: Headers, own: Set[str]) -> bool:
+    """Whether a browser says that a page of another site sends this. What is no browser says nothing."""
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is None or site == "same-origin":
+        return site == "cross-site"
+    return _name_of(origin.rpartition("://")[2]) not in own
+
+
+def _name_of(host: str) -> str | None:
+    """The name, or the IP address, in a Host header; None where that is malformed.
+
+    Example: ``LOCALHOST.:80`` is ``localhost``, ``[::1]:80`` is ``::1``; ``[::1]x``, ``localhost:`` and ``a@b`` are malformed.
+    """
+    parts = _HOST.fullmatch(host)
+    if parts is None or not 0 < int(parts["port"] or 80) <= _LAST_PORT:
+        return None
+    if parts["ipv6"] is None:
+        return parts["name"].removesuffix(".").lower()
+    with contextlib.suppress(ValueError):  # it is no address
+        return str(ipaddress.IPv6Address(parts["ipv6"]))
+    return None
 
 
 def _is_own(host: str, names: frozenset[str]) -> bool:
     """Whether a Host header means this server. No name can be made to lead here under an IP address."""
-    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    name = name.rstrip(".").lower()
+    name = _name_of(host)
     try:
-        ipaddress.ip_address(name)
+        ipaddress.ip_address(name or "")
     except ValueError:
         return name == "localhost" or name in names
     return True

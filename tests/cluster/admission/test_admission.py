@@ -603,7 +603,8 @@ def test_every_keyed_route_counts_as_a_request(house: Callable[..., House]) -> N
     assert limited.post({"tokens": [5]}, None, "/detokenize").status_code == 200  # of another
 
 
-MALFORMED_HOSTS = (
+FOREIGN_HOSTS = (
+    "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "",
     "[::1]evil", "[::1", "localhost:80@evil", "localhost:", "localhost:99999", "localhost:0", "localhost:8x", "user@localhost",
     "localhost/evil", "[localhost]", "[127.0.0.1]", "::1", "localhost..", "[::1]:80:80", "localhost evil", "[::1%25lo]",
 )  # fmt: skip
@@ -620,11 +621,11 @@ def test_a_page_that_has_its_own_name_lead_here_is_refused(house: Callable[..., 
                     path,
                     host,
                 )
-            for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example", "", *MALFORMED_HOSTS):
+            for host in (*FOREIGN_HOSTS, f"evil.example:{port}"):
                 refused = http.get(path, headers={"Host": host})
                 assert (refused.status_code, error_of(refused)["code"]) == (403, "host_not_allowed"), (path, host)
                 assert "server.allowed_hosts" in error_of(refused)["message"]
-    assert local.counts().refused["host_not_allowed"] == 5 * (5 + len(MALFORMED_HOSTS))
+    assert local.counts().refused["host_not_allowed"] == 5 * (len(FOREIGN_HOSTS) + 1)
     assert httpx.get(f"{house().url}/health", headers={"Host": "evil.example"}, timeout=60).status_code == 200  # where any may be
 
 
