@@ -31,7 +31,7 @@ from cluster.http.errors import ApiError, renamed_errors
 from cluster.http.job_planner import Answering, Planner
 from cluster.http.playground import add_playground
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
-from cluster.http.text_api import TextService, Tokens
+from cluster.http.text_api import Detokenized, FileText, TextService, Tokens
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.http.types.responses import ResponsesRequest
@@ -265,8 +265,10 @@ def create_api(
     app.post("/v1/responses", responses=documents.RESPONSES, response_model=None)(service.response)
     app.post("/v1/embeddings", responses=documents.ERRORS, response_model=None, include_in_schema=False)(service.embeddings)
     app.post("/tokenize", responses=_told(Tokens), response_model=None)(service.text.tokenize)
-    app.post("/detokenize", responses=documents.ERRORS)(service.text.detokenize)
-    app.post("/v1/documents/text", responses=documents.ERRORS, openapi_extra=documents.FILE)(service.text.text_of_file)
+    app.post("/detokenize", responses=_told(Detokenized), response_model=None)(service.text.detokenize)
+    app.post("/v1/documents/text", responses=_told(FileText), response_model=None, openapi_extra=documents.FILE)(
+        service.text.text_of_file
+    )
     app.post("/v1/compare", responses=_told(Comparison), response_model=None)(service.compare.compare)
     add_tenant_cache_routes(app, service.tenant_cache)
     add_playground(app)

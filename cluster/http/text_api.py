@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from cluster.admission.tenancy import Tenancy
 from cluster.http.documents import Authorization
 from cluster.http.text_threads import TextThreads
+from cluster.http.turns import Turns
 from cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
-from cluster.http.types.strict import MAX_TOKEN_IDS
+from cluster.http.types.strict import MAX_TEXT, MAX_TOKEN_IDS
 from engine.errors import RequestError
 from engine.loading.model_info import ModelInfo
 from engine.text.chat import render_chat
-from engine.text.file_text import UnreadableFileError, text_of_file
+from engine.text.file_text import FileReader, UnreadableFileError, needs_process
+from engine.text.tokenizer import token_ids
 
-_FILES = 2  # that are read at once
+_PIECE = 1 << 14  # tokens
+_MAX_TEXT_BYTES = 4 * MAX_TEXT  # of an answer, in the spelling of the vocabulary: what /tokenize takes fits
 
 
 class Tokens(BaseModel):
@@ -51,7 +55,7 @@ class TextService:
     threads: TextThreads  # with the tokenizer of the model
     tenancy: Tenancy  # knows the keys
     model: Callable[[str | None], Awaitable[ModelInfo]]  # what is served; raises ApiError (404) for another name than its own
-    _files: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_FILES))
+    _readers: Turns = field(default_factory=lambda: Turns("file-readers"))  # each waits for a process
 
     async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
         """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
@@ -61,43 +65,63 @@ class TextService:
         """
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
-        text = await self.threads.run(self._tokenized, body, info.max_model_len)
-        return Response(text, media_type="application/json")
+        return _json(await self.threads.run(self._tokenized, body, info.max_model_len))
 
-    async def detokenize(self, body: DetokenizeRequest, authorization: Authorization = None) -> Detokenized:
-        """The text of some tokens, special ones included."""
+    async def detokenize(self, body: DetokenizeRequest, authorization: Authorization = None) -> Response:
+        """The text of some tokens, special ones included, as ``Detokenized``."""
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
-        if body.tokens and max(body.tokens) >= info.vocab_size:
-            raise RequestError("tokens", f"token ids must be between 0 and {info.vocab_size - 1}, got {max(body.tokens)}")
-        decode = self.threads.tokenizer.backend_tokenizer.decode_batch  # which lets go of the interpreter
-        (text,) = await self.threads.run(decode, [body.tokens], skip_special_tokens=False)
-        return Detokenized(prompt=text)
+        return _json(await self.threads.run(self._detokenized, body.tokens, info.vocab_size))
 
-    async def text_of_file(self, request: Request, authorization: Authorization = None) -> FileText:
-        """The text of a document for ``reference_documents``: the body is a file of text, Markdown, HTML or PDF.
+    async def text_of_file(self, request: Request, authorization: Authorization = None) -> Response:
+        """The text of a document for ``reference_documents``, as ``FileText``: the body is a file of text, Markdown, HTML or PDF.
 
         Raises:
-            ApiError: 401; RequestError: 400, the file has no text that can be had.
+            ApiError: 401; 429, too many files of the key wait; RequestError: 400, the file has no text that can be had.
         """
         self.tenancy.tenant_of(authorization)
-        content = await request.body()
-        async with self._files:
-            try:
-                return FileText(text=await asyncio.to_thread(text_of_file, content))
-            except UnreadableFileError as error:
-                raise RequestError("body", str(error)) from None
+        content, reader = await request.body(), FileReader()
+        run = self._readers.run if needs_process(content) else self.threads.run
+        try:
+            return _json(await run(lambda: FileText(text=reader.read(content)).model_dump_json().encode()))
+        except UnreadableFileError as error:
+            raise RequestError("body", str(error)) from None
+        finally:
+            reader.stop()  # where the client has left
 
-    def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> str:
+    def _tokenized(self, body: TokenizeRequest, max_model_len: int) -> bytes:
         tokenizer = self.threads.tokenizer
         if body.messages is not None:
             tools = [tool.shown() for tool in body.tools or ()]
             turns = [message.turn() for message in body.messages]
             ids = render_chat(tokenizer, turns, tools, body.add_generation_prompt, body.chat_template_kwargs)
         else:
-            ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            ids = token_ids(tokenizer, body.prompt or "", body.add_special_tokens is not False)
         if len(ids) > MAX_TOKEN_IDS:
             field = "prompt" if body.messages is None else "messages"
             raise RequestError(field, f"{len(ids)} tokens, and at most {MAX_TOKEN_IDS} can be told: send it in parts")
-        names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)] if body.return_token_strs else None
-        return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=names).model_dump_json()
+        names = b"null"
+        if body.return_token_strs:
+            names = _json_list(ids, lambda piece: [str(name) for name in tokenizer.convert_ids_to_tokens(piece)])
+        lists = b'"tokens":%b,"token_strs":%b' % (_json_list(ids, list), names)
+        return b'{"count":%d,"max_model_len":%d,%b}' % (len(ids), max_model_len, lists)
+
+    def _detokenized(self, ids: list[int], vocab_size: int) -> bytes:
+        if ids and max(ids) >= vocab_size:
+            raise RequestError("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {max(ids)}")
+        lengths = self.threads.token_lengths
+        if sum(lengths.get(token, 0) for token in ids) > _MAX_TEXT_BYTES:
+            raise RequestError("tokens", f"their text has more than {_MAX_TEXT_BYTES:,} bytes: send them in parts")
+        # Which lets go of the interpreter.
+        (text,) = self.threads.tokenizer.backend_tokenizer.decode_batch([ids], skip_special_tokens=False)
+        return Detokenized(prompt=text).model_dump_json().encode()
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _json_list(ids: list[int], shown: Callable[[list[int]], list[Any]]) -> bytes:
+    """What is shown of ids as JSON, made in pieces, since objects take many times the memory of their JSON."""
+    pieces = (to_json(shown(ids[start : start + _PIECE]))[1:-1] for start in range(0, len(ids), _PIECE))
+    return b"[%b]" % b",".join(pieces)

@@ -6,15 +6,19 @@ request that is cancelled ends with the text that is being worked on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.http.turns import ASKING, Turns
+from engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SHORT = 1 << 14  # bytes of a body: work on larger ones does not hold up work on smaller ones
+# Bytes of bodies: work on larger ones does not hold up work on smaller ones.
+SHORT = 1 << 14
+HUGE = 1 << 20  # one at a time: a tokenizer takes up to 200 bytes of memory for each
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,7 +30,7 @@ class TextThreads:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer: Any = tokenizer
         tokenizer.encode("a")  # turns off a truncation that the tokenizer's file may ask for: nothing is set while threads use it
-        self._short, self._long = Turns("short-texts"), Turns("long-texts")
+        self._short, self._long, self._huge = Turns("short-texts"), Turns("long-texts"), Turns("huge-texts", 1)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in a thread, in turns by API key, and return its result. Raises as ``Turns.run``.
@@ -34,10 +38,15 @@ class TextThreads:
         Whether the work is long is told by the whole body of the request that is being answered (``ASKING``): each of its texts,
         tools, arguments and variables is a part of that.
         """
-        turns = self._long if ASKING.get().size > SHORT else self._short
+        size = ASKING.get().size
+        turns = self._short if size <= SHORT else self._long if size <= HUGE else self._huge
         return await turns.run(work, *args, **kwargs)
 
     async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """The tokens of a text; with those that the tokenizer begins and ends a text with, or without."""
-        ids: list[int] = await self.run(self.tokenizer.encode, text, add_special_tokens=special_tokens)
-        return ids
+        return await self.run(token_ids, self.tokenizer, text, special_tokens)
+
+    @functools.cached_property
+    def token_lengths(self) -> dict[int, int]:
+        """The lengths of all tokens, as the vocabulary spells them."""
+        return {token: len(text) for text, token in self.tokenizer.get_vocab().items()}

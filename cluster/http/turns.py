@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from cluster.admission.rate_limits import BUSY_S, too_many
 
-PLACES = 3  # threads of one kind, of which one place stays free of each tenant
+PLACES = 3  # threads of one kind
 LEAST_BYTES = 1 << 16  # that a request counts for while it waits, however short its body
 _MOST_WAITING_BYTES = 64 << 20  # of the bodies of one key that wait: eight of the default size
 
@@ -35,14 +35,14 @@ ASKING: ContextVar[Asking] = ContextVar("the request that is being answered", de
 
 
 class Turns:
-    """A pool of threads. A key has one of them at a time, the keys of a tenant all but one.
+    """A pool of threads. A key has one of them at a time, the keys of a tenant all but one where there are several.
 
     Tenants take free threads in turns, and so do the keys of each tenant. A thread is taken until its work has ended, also where
     nobody waits for the result any more. For one event loop.
     """
 
-    def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(PLACES, thread_name_prefix=name)
+    def __init__(self, name: str, places: int = PLACES) -> None:
+        self._places, self._threads = places, ThreadPoolExecutor(places, thread_name_prefix=name)
         self._working: set[tuple[str | None, str]] = set()
         self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # tenants, then keys, next ones first
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()
@@ -107,10 +107,10 @@ class Turns:
                 turn.set_result(None)
 
     def _next(self) -> tuple[str | None, str] | None:
-        if len(self._working) == PLACES:
+        if len(self._working) == self._places:
             return None
-        taken = Counter(tenant for tenant, _ in self._working)
-        ready = ((tenant, key) for tenant, keys in self._waiting.items() if taken[tenant] < PLACES - 1 for key in keys)
+        taken, most = Counter(tenant for tenant, _ in self._working), max(1, self._places - 1)
+        ready = ((tenant, key) for tenant, keys in self._waiting.items() if taken[tenant] < most for key in keys)
         return next((who for who in ready if who not in self._working), None)
 
     def _remove(self, who: tuple[str | None, str], turn: asyncio.Future[None]) -> None:

@@ -11,6 +11,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from engine.errors import RequestError
 from engine.text.chat_format import template_text
+from engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ def render_chat(
     except (TemplateError, TypeError, RecursionError) as error:  # a template that meets what it does not expect fails like this
         raise RequestError("messages", f"the model's chat template refuses these messages: {error}") from error
     # A template writes the special tokens itself: encoding must not add them a second time.
-    ids: list[int] = tokenizer.encode(str(text), add_special_tokens=False)
+    ids = token_ids(tokenizer, str(text), special_tokens=False)
     return _begin(tokenizer) + ids if template else ids
 
 

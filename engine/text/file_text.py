@@ -2,21 +2,31 @@
 
 HTML and PDF are read in a process of their own, below others and with bounded time and memory, as files come from anywhere.
 
-    python -m engine.text.file_text < report.pdf
+    python -P engine/text/file_text.py < report.pdf
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import warnings
 from io import BytesIO
 
 MAX_FILE_BYTES = 8 << 20
 _TIMEOUT_S = 20
 _MEMORY_BYTES = 1 << 30
 _MAX_CHARS = 1 << 22  # of the text
+_MAX_BYTES = 4 * _MAX_CHARS  # of the text in UTF-8
+_MAX_SAID = 4096  # bytes of an error
+_TOO_LONG = f"more than {_MAX_CHARS:,} characters of text: split it"
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment, that a reading process gets
+_PR_SET_PDEATHSIG = 1
 _UNSEEN = ("head", "script", "style", "noscript", "template", "svg")  # parts of an HTML page that nobody reads
 
 
@@ -24,20 +34,83 @@ class UnreadableFileError(ValueError):
     """A file holds no text that can be had; the message says why and what to do."""
 
 
-def text_of_file(content: bytes) -> str:
-    """What a reader of the file sees as text. The kind is told by how it begins.
+class FileReader:
+    """Reads one file. ``stop`` may be called by another thread, at any time."""
 
-    Raises:
-        UnreadableFileError: it is no text, HTML or PDF, holds no text, is too large, or took too long.
-    """
-    if len(content) > MAX_FILE_BYTES:
-        raise UnreadableFileError(f"{len(content):,} bytes, and at most {MAX_FILE_BYTES:,} are read: split it")
-    text = _in_a_process(content) if _is_pdf(content) or _is_html(content) else _plain(content)
-    if not text.strip():
-        raise UnreadableFileError("there is no text in it (a scan holds pictures only: run it through OCR first)")
-    if len(text) > _MAX_CHARS:
-        raise UnreadableFileError(f"more than {_MAX_CHARS:,} characters of text: split it")
-    return text.strip()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_late = self._is_stopped = False
+
+    def read(self, content: bytes) -> str:
+        """Return the text that a reader of the file sees. The kind is told by how the file begins.
+
+        Raises:
+            UnreadableFileError: it is no text, HTML or PDF, holds no text, is too large, took too long, or ``stop`` was called.
+        """
+        if len(content) > MAX_FILE_BYTES:
+            raise UnreadableFileError(f"{len(content):,} bytes, and at most {MAX_FILE_BYTES:,} are read: split it")
+        text = self._in_a_process(content) if needs_process(content) else _plain(content)
+        if not text.strip():
+            raise UnreadableFileError("there is no text in it (a scan holds pictures only: run it through OCR first)")
+        if len(text) > _MAX_CHARS:
+            raise UnreadableFileError(_TOO_LONG)
+        return text.strip()
+
+    def stop(self) -> None:
+        """Kill the process that reads, if there is one, and start none any more."""
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _in_a_process(self, content: bytes) -> str:
+        with self._lock:
+            if self._is_stopped:
+                raise UnreadableFileError("nobody waits for its text any more")
+            # By its path: -m would look for a package of this name, which the user's folder may have, too.
+            command = [sys.executable, "-P", os.path.abspath(__file__)]
+            pipe = subprocess.PIPE
+            process = self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, env=_environment(), start_new_session=True
+            )
+        timer = threading.Timer(_TIMEOUT_S, self._give_up)
+        timer.start()
+        with process:  # closes the pipes, and reaps the process
+            try:
+                return self._talk(process, content)
+            finally:
+                timer.cancel()
+                self.stop()
+
+    def _talk(self, process: subprocess.Popen[bytes], content: bytes) -> str:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: its exit code says why
+            stdin.write(content)
+        read = process.stdout.read(_MAX_BYTES + 1)
+        if len(read) > _MAX_BYTES:
+            raise UnreadableFileError(_TOO_LONG)
+        said = process.stderr.read(_MAX_SAID).decode(errors="replace").strip().rpartition("\n")[2][:200]
+        code = process.wait()
+        if self._is_late:
+            raise UnreadableFileError(f"it took more than {_TIMEOUT_S} s to read: split it, or send its text")
+        if code:
+            raise UnreadableFileError(f"it cannot be read ({said or f'exit code {code}'}): send its text")
+        return read.decode()
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        self.stop()
+
+
+def text_of_file(content: bytes) -> str:
+    """Return the text of a file; see ``FileReader.read``."""
+    return FileReader().read(content)
+
+
+def needs_process(content: bytes) -> bool:
+    """Tell whether a file is read in a process of its own: all but plain text are."""
+    return _is_pdf(content) or _is_html(content)
 
 
 def _is_pdf(content: bytes) -> bool:
@@ -59,16 +132,9 @@ def _plain(content: bytes) -> str:
     return text
 
 
-def _in_a_process(content: bytes) -> str:
-    command = [sys.executable, "-m", "engine.text.file_text"]
-    try:
-        done = subprocess.run(command, input=content, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise UnreadableFileError(f"it took more than {_TIMEOUT_S} s to read: split it, or send its text") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
-        raise UnreadableFileError(f"it cannot be read ({said or f'exit code {done.returncode}'}): send its text") from None
-    return done.stdout.decode()
+def _environment() -> dict[str, str]:
+    """The variables of the reading process: no secret and no address of the server's is among them."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def _text_of_pdf(content: bytes) -> str:
@@ -89,15 +155,22 @@ def _text_of_html(content: bytes) -> str:
 
 
 def main() -> None:
-    """Reads stdin, writes stdout in UTF-8, within bounds of time and memory."""
+    """Read stdin, write stdout in UTF-8, within bounds of time and memory."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with its server, however that ends
     with contextlib.suppress(ImportError, ValueError, OSError):  # where the system has no such bounds
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (_TIMEOUT_S, _TIMEOUT_S))
         os.nice(10)
+    logging.disable()  # libraries say much of a broken file
+    warnings.simplefilter("ignore")
     content = sys.stdin.buffer.read()
-    text = _text_of_pdf(content) if _is_pdf(content) else _text_of_html(content)
+    try:
+        text = _text_of_pdf(content) if _is_pdf(content) else _text_of_html(content)
+    except Exception as error:  # noqa: BLE001  # whatever a library makes of a broken file, in one line
+        sys.exit(f"{type(error).__name__}: {error}"[:_MAX_SAID])
     sys.stdout.buffer.write(text.encode("utf-8", "replace"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import logging
@@ -19,6 +18,7 @@ from actors.description import Description
 from cache_service.keeper.admin import TenantStats
 from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import ApiError
+from cluster.http.turns import Turns
 from cluster.http.types.strict import Text
 from cluster.observe.audit import Forget, keeps_nothing
 from cluster.serving.cache_port import CacheAdminPort, answered
@@ -58,6 +58,7 @@ class AdminService:
     port: CacheAdminPort | None  # the shared memory; None where there is none
     replicas: Callable[[], Awaitable[Sequence[Description]]]  # what those that answer say of themselves
     forget: Forget = keeps_nothing  # of what is kept for audits
+    _turns: Turns = dataclasses.field(default_factory=lambda: Turns("operator-texts"))
 
     async def stats(self, request: Request) -> dict[str, Any]:
         """How much is kept of each tenant, how each replica gets on with Redis, which is told while Redis is away, too.
@@ -167,7 +168,7 @@ class AdminService:
         """The tokens of the documents in a body; raises ``ApiError`` where it holds none."""
         data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
         body = parsed(_Documents, data, '{"documents": ["a text", ...]}')
-        return await asyncio.to_thread(self._encode, body.documents)  # the event loop goes on serving
+        return await self._turns.run(self._encode, body.documents)  # the event loop goes on serving
 
     def _encode(self, documents: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encoder.encode_batch(documents, add_special_tokens=False)]
