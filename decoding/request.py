@@ -92,7 +92,7 @@ class Request:
 
     __slots__ = (
         "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
-        "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
+        "fault_field", "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
         "params", "priority", "prompt_logprobs", "prompt_scores", "public", "queued_s", "reach", "references", "report",
         "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s",
         "weight",
@@ -147,6 +147,7 @@ class Request:
         self.queued_s = self.waited_s = 0.0  # the scheduler's clock when it began to wait for a slot, and its waits before that
         self.finish_reason: FinishReason | None = None
         self.fault: str | None = None  # why it cannot go on: the engine ends it, and no other, with this error
+        self.fault_field: str | None = None  # set with fault: see ``StepOutput.fault_field``
         self.stats = SpecStats()
         self.grammar: Grammar | None = None  # the state of ``params.grammar``, set where the request is computed
         self.arrived_s = 0.0  # the engine's clock when it took the request

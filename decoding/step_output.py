@@ -92,6 +92,7 @@ class StepOutput:
     report: StepReport | None = None  # where the request asks for it
     # Of the first output with tokens, where the request asks for it: one for each token of the prompt from the second on.
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    fault_field: str | None = None  # set with error: the request's field that is at fault; None: a step failed
 
 
 def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:

@@ -19,7 +19,7 @@ from decoding.sources.history import Histories
 from decoding.strategy_choice import parse_strategy
 from decoding.tree import DraftTree
 from engine.accelerator import accelerator, device_error, is_out_of_memory
-from engine.errors import ContextLengthError, RequestError, first_line, one_line
+from engine.errors import ContextLengthError, RequestError, fault_of, first_line
 from engine.executor import Executor, LocalExecutor, Outcome
 from engine.forward.batch import Work
 from engine.forward.runner import ModelRunner
@@ -395,21 +395,25 @@ class Engine:
     def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """What a step brought a request, which it ends where the request has a fault."""
         request = work.request
-        if request.fault is None and request.grammar is not None:  # what was chosen since is not of the grammar
-            request.fault = request.grammar.fault
+        if request.fault is None and request.grammar is not None and request.grammar.fault is not None:
+            request.fault, request.fault_field = request.grammar.fault, FIELD  # what was chosen since is not of the grammar
         if request.fault is not None:
-            return self._fail(request, request.fault)
+            return self._fail(request, request.fault, request.fault_field)
         try:
             return self._commit(work, outcome, now_s)
         except Exception as error:
             self._raise_lost(error)
-            logger.exception("request %s cannot go on", request.request_id)
-            return self._fail(request, f"the engine failed: {one_line(error)}")
+            if not isinstance(error, RequestError):
+                logger.exception("request %s cannot go on", request.request_id)
+            return self._fail(request, *fault_of(error))
 
-    def _fail(self, request: Request, message: str) -> StepOutput:
+    def _fail(self, request: Request, message: str, field: str | None = None) -> StepOutput:
+        """End a request with an error. Its own fault, which has a field, counts as its client's end, not as the engine's error."""
+        if field is not None:
+            logger.info("request %s is at fault: %s: %s", request.request_id, field, message)
         if request.request_id in self._requests:  # it may just have ended
-            self._release(request, FinishReason.ERROR)
-        return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats)
+            self._release(request, FinishReason.ERROR if field is None else FinishReason.ABORT)
+        return StepOutput(request.request_id, (), "", FinishReason.ERROR, message, request.stats, fault_field=field)
 
     def _commit(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """Appends what was accepted, as far as the request goes, and ends it where it ends."""

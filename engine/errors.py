@@ -71,6 +71,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
+def fault_of(error: Exception) -> tuple[str, str | None]:
+    """Return why a request ends with an exception, and its own field at fault, if one is (``StepOutput.fault_field``)."""
+    if isinstance(error, RequestError):
+        return error.message, error.field
+    return f"the engine failed: {one_line(error)}", None
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

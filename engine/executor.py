@@ -23,7 +23,7 @@ from decoding.verify.rules import Rule
 from decoding.verify.target_probabilities import TargetDistributions
 from decoding.verify.tree_rows import compile_rows
 from engine.accelerator import accelerator, device_error, is_out_of_memory
-from engine.errors import one_line
+from engine.errors import RequestError, fault_of
 from engine.forward import prompt_scores
 from engine.forward.batch import Work, pack
 from engine.forward.rope import LengthRope
@@ -269,8 +269,9 @@ class LocalExecutor:
         except Exception as error:
             if is_out_of_memory(error) or device_error(error, self.runner.model.device) is not None:
                 raise  # no fault of the request
-            logger.exception("request %s cannot be verified", work.request.request_id)
-            work.request.fault = f"the engine failed: {one_line(error)}"
+            if not isinstance(error, RequestError):
+                logger.exception("request %s cannot be verified", work.request.request_id)
+            work.request.fault, work.request.fault_field = fault_of(error)
             return Outcome(work.tree, Acceptance((), int(target.ids[0])), target)
 
 

@@ -14,6 +14,7 @@ from actors.description import Description
 from cluster.http.errors import ApiError
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput, memory_name
 from decoding.tree import Int32Array
+from engine.errors import RequestError
 
 _FOR_ROUTING = ("session", "avoid_s", "resumed", "version")  # of a job: what its engine need not know
 
@@ -181,9 +182,12 @@ class Generation:
         """The outputs of all choices as they come, with the number of the choice.
 
         Raises:
+            engine.errors.RequestError: a choice cannot go on, by the request's own fault.
             ApiError: a choice failed.
         """
         async for index, output in _merge(self._streams):
+            if output.fault_field is not None:
+                raise RequestError(output.fault_field, output.error or "the request cannot be served as it is")
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, output.error or "the engine ended the request", code="engine_error")
             if self._silent:

@@ -222,11 +222,23 @@ def test_a_sequence_that_the_stream_decoder_refuses_has_a_text(tmp_path: Path) -
     assert outputs["steered"][-1].finish_reason is FinishReason.LENGTH and beside.output_ids.tolist() == alone
 
 
-@pytest.mark.parametrize("part", [(Verifier, "_walk"), (Detokenizer, "push"), (LlmaDrafter, "observe"), (LlmaDrafter, "finish")])
+BUG = RuntimeError("nothing goes on\nhere")
+OWN_FAULT = RequestError("logit_bias", "nothing goes on here")
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ((Verifier, "_walk"), BUG), ((Detokenizer, "push"), BUG), ((LlmaDrafter, "observe"), BUG), ((LlmaDrafter, "finish"), BUG),
+        ((Verifier, "_walk"), OWN_FAULT), ((Detokenizer, "push"), OWN_FAULT),
+    ],
+)  # fmt: skip
 def test_an_error_of_one_request_ends_that_one_alone(
-    folder: str, monkeypatch: pytest.MonkeyPatch, part: tuple[type, str]
+    folder: str, monkeypatch: pytest.MonkeyPatch, part: tuple[type, str], error: Exception
 ) -> None:
+    """A bug is an error of the engine. A request's own fault is none: the output names its field, and it counts as an abort."""
     engine = shared(folder)
+    before = engine.metrics().finished
     sampled = {"max_tokens": 20, "temperature": 0.7, "ignore_eos": True}
     alone = greedy(engine, **sampled).output_ids.tolist()
     others = [Request(f"other {number}", PROMPT, SamplingParams(**sampled)) for number in range(2)]  # type: ignore[arg-type]
@@ -238,7 +250,7 @@ def test_an_error_of_one_request_ends_that_one_alone(
         result, subject = works(self, *arguments), arguments[0]
         of_bad = self._stop if isinstance(self, Detokenizer) else getattr(subject, "request", subject) is bad
         if of_bad and bad.num_output >= 3:
-            raise RuntimeError("nothing goes on\nhere")
+            raise error
         return result
 
     monkeypatch.setattr(owner, name, fails)
@@ -249,7 +261,13 @@ def test_an_error_of_one_request_ends_that_one_alone(
         outputs += engine.step()
         engine.check_integrity()
     (last,) = [output for output in outputs if output.request_id == "bad" and output.finish_reason is not None]
-    assert last.finish_reason is FinishReason.ERROR and last.error == "the engine failed: RuntimeError: nothing goes on here"
+    told = (
+        ("nothing goes on here", "logit_bias") if error is OWN_FAULT
+        else ("the engine failed: RuntimeError: nothing goes on here", None)
+    )  # fmt: skip
+    assert last.finish_reason is FinishReason.ERROR and (last.error, last.fault_field) == told
+    counted = {reason: count - before[reason] for reason, count in engine.metrics().finished.items()}
+    assert counted == {"stop": 0, "length": 2, "abort": int(error is OWN_FAULT), "error": int(error is BUG)}
     assert engine.counts().free_slots == EngineOptions().max_running
     assert [request.output_ids.tolist() for request in others] == [alone, alone]
     assert {request.finish_reason for request in others} == {FinishReason.LENGTH}
