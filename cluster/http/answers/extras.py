@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from cluster.http.answers.logprobs import LogprobWriter, TokenBytes, finite
+from cluster.http.answers.pieces import PIECE, Pauses, to_json
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.serving.generation import Job
 from decoding.request import StepOutput, TokenLogprob
+
+_ALTERNATIVE = 100  # bytes of JSON, roughly: a token with its log-probability
 
 
 class Extras:
@@ -23,6 +26,7 @@ class Extras:
         body: ChatCompletionRequest | CompletionRequest,
         jobs: Sequence[Job],
         token_bytes: TokenBytes,
+        pauses: Pauses,
         echoes: Sequence[str] = (),
     ) -> None:
         """
@@ -30,26 +34,60 @@ class Extras:
             body: of the request; says what is to be told.
             jobs: one for each choice.
             token_bytes: of the model's tokenizer.
+            pauses: of the work on the answer.
             echoes: the prompt that the text of each choice begins with, if any.
         """
         self._jobs, self._bytes, self._echoes = jobs, token_bytes, echoes
         self._tells_ids, self._is_chat = bool(body.return_token_ids), isinstance(body, ChatCompletionRequest)
         self._alternatives = body.prompt_logprobs  # in vLLM's shape
-        self.echoed_alternatives = body.num_logprobs if echoes else None  # in OpenAI's: those of the prompt before the text's
+        self._echoed_alternatives = body.num_logprobs if echoes else None  # in OpenAI's: those of the prompt before the text's
+        self._kind: Literal["chat", "text"] = "chat" if self._is_chat else "text"
+        self._skip_special, self._pauses = body.skips_special, pauses
         self._ids: dict[int, list[int]] = {}
-        self._scores: dict[int, Sequence[TokenLogprob]] = {}
-        self._echoed: dict[int, Sequence[TokenLogprob]] = {}
+        self._scores: dict[int, list[bytes]] = {}  # log-probabilities of the prompt, written
+        self._writers: dict[int, LogprobWriter] = {}
+        self._logprobs: dict[int, dict[str, Any]] = {}
         self._begun: set[int] = set()  # choices of whose prompt the ids were told
 
-    def hear(self, index: int, output: StepOutput) -> None:
+    async def hear(self, index: int, output: StepOutput) -> None:
         """Takes in an output of a choice, before anything is built of it."""
         scores = output.prompt_logprobs
         if self._tells_ids:
             self._ids.setdefault(index, []).extend(output.token_ids)
-        if scores is not None and self._alternatives is not None:
-            self._scores[index] = scores
-        if scores is not None and self.echoed_alternatives is not None:
-            self._echoed[index] = scores
+        if scores is not None and self._alternatives is not None and not (self._is_chat and index):
+            found = self._scores[index] = [b"null"]
+            for part, size in _parts(scores, self._alternatives):
+                found += [to_json(self._shown(entry, self._alternatives)) for entry in part]
+                await self._pauses.after(size)
+        if scores is not None and self._echoed_alternatives is not None:
+            writer = self._writer(index)
+            self._add(index, writer.begin_prompt(int(self._jobs[index].prompt_ids[0])))
+            await self._score(index, scores, self._echoed_alternatives)
+            writer.end_prompt(self._echoes[index])
+        if output.logprobs:
+            await self._score(index, output.logprobs)
+
+    def logprobs(self, index: int) -> dict[str, Any] | None:
+        """Return the ``logprobs`` object of the tokens of a choice heard since the last one; None where there are none."""
+        return self._logprobs.pop(index, None)
+
+    async def _score(self, index: int, entries: Sequence[TokenLogprob], count: int | None = None) -> None:
+        """Write the log-probabilities of the next tokens of a choice."""
+        for part, size in _parts(entries, count):
+            self._add(index, self._writer(index).write(part, count))
+            await self._pauses.after(size)
+
+    def _writer(self, index: int) -> LogprobWriter:
+        if index not in self._writers:
+            self._writers[index] = LogprobWriter(self._kind, self._bytes, self._skip_special)
+        return self._writers[index]
+
+    def _add(self, index: int, told: dict[str, Any]) -> None:
+        found = self._logprobs.setdefault(index, told)
+        if found is not told:
+            for name, values in told.items():
+                if isinstance(values, list):
+                    found[name] += values
 
     def told(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Fields of the next object about a choice that say what was heard since the last: of the choice, and of the answer."""
@@ -60,19 +98,11 @@ class Extras:
             if index not in self._begun:
                 self._begun.add(index)
                 of_prompt["prompt_token_ids"] = self._jobs[index].prompt_ids.tolist()
-        scores = self._scores.pop(index, None)
-        if scores is not None and self._alternatives is not None:
-            of_prompt["prompt_logprobs"] = [None, *(self._shown(entry, self._alternatives) for entry in scores)]
+        if (scores := self._scores.pop(index, None)) is not None:
+            of_prompt["prompt_logprobs"] = scores
         if not self._is_chat:
             return of_choice | of_prompt, {}
         return of_choice, of_prompt if index == 0 else {}  # what is told of the prompt is told once for all choices
-
-    def echoed(self, index: int, writer: LogprobWriter) -> dict[str, Any] | None:
-        """The prompt's part of a choice's ``logprobs``, once; None where there is none. ``writer`` has not written before."""
-        scores, count = self._echoed.pop(index, None), self.echoed_alternatives
-        if scores is None or count is None:
-            return None
-        return writer.write_prompt(int(self._jobs[index].prompt_ids[0]), scores, count, self._echoes[index])
 
     def _shown(self, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
         """A token of the prompt and its alternatives, by id as vLLM has it: the token itself comes first."""
@@ -83,3 +113,12 @@ class Extras:
             str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self._bytes(token).decode("utf-8", "replace")}
             for token, (logprob, rank) in told.items()
         }
+
+
+def _parts(entries: Sequence[TokenLogprob], count: int | None) -> Iterator[tuple[Sequence[TokenLogprob], int]]:
+    """Entries with ``count`` or all alternatives, as many at once as make a piece of an answer, and their size in JSON."""
+    size = _ALTERNATIVE * (1 + len(entries[0].top[:count])) if entries else 1
+    step = max(1, PIECE // size)
+    for start in range(0, len(entries), step):
+        part = entries[start : start + step]
+        yield part, len(part) * size

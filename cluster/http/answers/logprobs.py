@@ -5,13 +5,13 @@ A token is reported by its text; one that holds a part of a character only has n
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers.decoders import DecodeStream
 
+from cluster.http.answers.pieces import to_json
 from decoding.request import TokenLogprob
 
 if TYPE_CHECKING:
@@ -33,12 +33,21 @@ class TokenBytes:
         # A token before another one: decoders strip the space at the beginning of a text, which is not this token's.
         self._anchor = list(self.backend.encode("a", add_special_tokens=False).ids[-1:])
         self._anchor_text = self.backend.decode(self._anchor, skip_special_tokens=False)
+        self._known: dict[int, bytes] = {}  # tokens that were asked for before, all of the vocabulary at most
 
     def __call__(self, token_id: int) -> bytes:
         """The bytes of a token; none for an id beyond the tokenizer's vocabulary, which a padded embedding can have."""
-        piece = self.backend.id_to_token(token_id)
-        if piece is None or token_id in self._added:
-            return self._added.get(token_id, "").encode()
+        known = self._known.get(token_id)
+        if known is None:
+            piece = self.backend.id_to_token(token_id)
+            if piece is None:
+                return self._added.get(token_id, "").encode()
+            known = self._known[token_id] = self._decoded(token_id, piece)
+        return known
+
+    def _decoded(self, token_id: int, piece: str) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
         text = self.backend.decode([*self._anchor, token_id], skip_special_tokens=False).removeprefix(self._anchor_text)
         if "\ufffd" not in text:
             return text.encode()
@@ -57,35 +66,32 @@ class LogprobWriter:
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._length = 0  # characters that the tokens before gave
 
-    def write(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The ``logprobs`` object for the next tokens of the choice."""
+    def write(self, entries: Sequence[TokenLogprob], count: int | None = None) -> dict[str, Any]:
+        """The ``logprobs`` object for the next tokens of the choice, with all or ``count`` of their alternatives.
+
+        What is an object for each token is written already, see ``cluster.http.answers.pieces``.
+        """
         if self._kind == "chat":
-            return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
+            return {"content": [to_json(self._chat_entry(entry)) for entry in entries], "refusal": None}
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._alternatives(entry) for entry in entries],
+            "top_logprobs": [to_json(self._alternatives(entry, count)) for entry in entries],
             "text_offset": [self._offset(entry.token_id) for entry in entries],
         }
 
-    def write_prompt(self, first: int, entries: Sequence[TokenLogprob], count: int, text: str) -> dict[str, Any]:
-        """The part of a completion's ``logprobs`` object that is about the prompt that its text begins with.
+    def begin_prompt(self, first: int) -> dict[str, Any]:
+        """The beginning of a completion's ``logprobs`` object where its text begins with the prompt.
 
         Args:
-            first: token of the prompt; it has no log-probability.
-            entries: of the other ones.
-            count: alternatives of each that are told.
-            text: of the prompt, behind which the text of the tokens begins that are written next.
+            first: token of the prompt; it has no log-probability. The other ones are written as those of the choice.
         """
-        cut = [dataclasses.replace(entry, top=entry.top[:count]) for entry in entries]
-        written = {
-            "tokens": [self._name(token) for token in (first, *(entry.token_id for entry in cut))],
-            "token_logprobs": [None, *(finite(entry.logprob) for entry in cut)],
-            "top_logprobs": [None, *(self._alternatives(entry) for entry in cut)],
-            "text_offset": [self._offset(token) for token in (first, *(entry.token_id for entry in cut))],
-        }
+        name, offset = self._name(first), self._offset(first)
+        return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [b"null"], "text_offset": [offset]}
+
+    def end_prompt(self, text: str) -> None:
+        """Has the text of the tokens that are written next begin behind that of the prompt."""
         self._stream, self._length = DecodeStream(skip_special_tokens=self._skip_special), len(text)
-        return written
 
     def _chat_entry(self, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._chat_token(token, logprob) for token, logprob in entry.top]
@@ -95,10 +101,10 @@ class LogprobWriter:
         data = self._bytes(token_id)
         return {"token": data.decode("utf-8", "backslashreplace"), "logprob": finite(logprob), "bytes": list(data)}
 
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+    def _alternatives(self, entry: TokenLogprob, count: int | None) -> dict[str, float]:
         """The emitted token is always among them, as OpenAI has it; of tokens that read alike, the more likely counts."""
         found: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
             found.setdefault(self._name(token), finite(logprob))
         return found
 

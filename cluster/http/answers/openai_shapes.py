@@ -11,13 +11,16 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from cluster.http.answers.extras import Extras
-from cluster.http.answers.logprobs import LogprobWriter, TokenBytes
+from cluster.http.answers.logprobs import TokenBytes
+from cluster.http.answers.pieces import Pauses, to_json, written
 from cluster.http.answers.reasoning import Thought
 from cluster.http.answers.tool_calls import Arguments, Call, whole_calls
 from cluster.http.types.openai import ChatCompletionRequest, CompletionRequest
 from cluster.serving.generation import Generation, Job
-from decoding.request import StepOutput, StepReport, TokenLogprob
+from decoding.request import StepOutput, StepReport
 from engine.loading.model_info import ModelInfo
+
+_PART = 32  # of the text of a choice: what joining it takes, in bytes of JSON
 
 
 class ReportedToken(BaseModel):
@@ -110,15 +113,25 @@ class Answer(BaseModel):
     prompt_token_ids: list[int] | None = None  # of a chat, where the request asks for them, as its prompt_logprobs
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
-    def to_json(self) -> str:
-        """The fields that were set."""
-        return self.model_dump_json(exclude_unset=True)
+    async def to_json(self, pauses: Pauses) -> bytes:
+        """The fields that were set; what has lists is written in pieces, and may hold JSON that was written already."""
+        if self._is_small:
+            return self.model_dump_json(exclude_unset=True).encode()
+        return await written(self, pauses)
 
-    def to_event(self, with_usage: bool) -> str:
+    async def to_event(self, with_usage: bool, pauses: Pauses) -> str:
         """The chunk as a server-sent event. Where usage was asked for, the chunks before it say null, as OpenAI's do."""
         if with_usage and self.usage is None:
             self.usage = None
-        return f"data: {self.to_json()}\n\n"
+        return f"data: {(await self.to_json(pauses)).decode()}\n\n"
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether it is a chunk of one choice without lists."""
+        if len(self.choices) > 1 or self.prompt_token_ids is not None or self.prompt_logprobs is not None:
+            return False
+        fields = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation")
+        return all(getattr(choice, field) is None for choice in self.choices for field in fields)
 
 
 class AnswerBuilder:
@@ -147,26 +160,23 @@ class AnswerBuilder:
         self.id, self._model, self._created = answer_id, body.model, created
         self._kind: Literal["chat", "text"] = "chat" if isinstance(body, ChatCompletionRequest) else "text"
         self._lossless = info.is_lossless(body.drafting.strategy, body.drafting.max_draft_tokens)
-        self._token_bytes, self._skip_special = token_bytes, body.skips_special
-        self._extras = Extras(body, jobs, token_bytes, echoes)
-        self._writers: dict[int, LogprobWriter] = {}  # by choice
+        self.pauses = Pauses()  # of the work on it
+        self._extras = Extras(body, jobs, token_bytes, self.pauses, echoes)
+        self._steps: dict[int, list[bytes]] = {}  # by choice, what was heard of steps and is not told yet, written
 
-    def hear(self, index: int, output: StepOutput) -> None:
+    async def hear(self, index: int, output: StepOutput) -> None:
         """Takes in what an output of a choice tells besides its text, before anything is built of it."""
-        self._extras.hear(index, output)
+        if output.report is not None:
+            self._steps.setdefault(index, []).append(reported_step(output.report))
+        await self._extras.hear(index, output)
 
-    def whole(
-        self,
-        pieces: Sequence[Sequence[str | Thought | Call | Arguments]],
-        reasons: list[Any],
-        logprobs: list[list[TokenLogprob]],
-        usage: Usage,
-        reports: Sequence[Sequence[StepReport]] = (),
-    ) -> Answer:
-        """The answer that is not streamed, by choice; ``logprobs`` and ``reports`` are empty where they were not asked for."""
+    async def whole(
+        self, pieces: Sequence[Sequence[str | Thought | Call | Arguments]], reasons: list[Any], usage: Usage
+    ) -> bytes:
+        """The answer that is not streamed, by choice, as JSON."""
         choices = []
-        for index, (parts, reason, entries) in enumerate(zip(pieces, reasons, logprobs, strict=True)):
-            choice = Choice(index=index, logprobs=self._logprobs(index, entries), finish_reason=reason)
+        for index, (parts, reason) in enumerate(zip(pieces, reasons, strict=True)):
+            choice = Choice(index=index, logprobs=self._extras.logprobs(index), finish_reason=reason)
             text = "".join(part for part in parts if isinstance(part, str))
             if self._kind == "text":
                 choice.text = text
@@ -179,10 +189,10 @@ class AnswerBuilder:
                     choice.message.reasoning = choice.message.reasoning_content = thought
                 if calls:
                     choice.message.tool_calls = calls
+            self._report(choice)
             choices.append(choice)
-        for choice, steps in zip(choices, reports, strict=False):
-            _report(choice, steps)
-        return self._object(choices, streamed=False, usage=usage)
+            await self.pauses.after(_PART * len(parts))
+        return await self._object(choices, streamed=False, usage=usage).to_json(self.pauses)
 
     def opening(self, index: int) -> Answer | None:
         """The first chunk of a choice of a chat, which says who speaks; a completion has none."""
@@ -190,16 +200,14 @@ class AnswerBuilder:
             return None
         return self._object([self._chunk(index, "", Delta(role="assistant", content="", refusal=None))])
 
-    def piece(
-        self, index: int, part: str | Thought, logprobs: Sequence[TokenLogprob] = (), reports: Sequence[StepReport] = ()
-    ) -> Answer:
-        """A chunk with text, with log-probabilities and the step of the tokens that came with it: the text may be held back."""
+    def piece(self, index: int, part: str | Thought) -> Answer:
+        """A chunk with text, with log-probabilities and steps of tokens that were heard: their text may be held back."""
         if isinstance(part, Thought):
             choice = self._chunk(index, "", Delta(reasoning=part.text, reasoning_content=part.text))
         else:
             choice = self._chunk(index, part, Delta(content=part))
-        choice.logprobs = self._logprobs(index, logprobs)
-        _report(choice, reports)
+        choice.logprobs = self._extras.logprobs(index)
+        self._report(choice)
         return self._object([choice])
 
     def call(self, index: int, part: Call | Arguments, position: int) -> Answer:
@@ -223,17 +231,10 @@ class AnswerBuilder:
         """The chunk after the last one, when the client asked for it."""
         return self._object([], usage=usage)
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not entries and self._extras.echoed_alternatives is None:
-            return None
-        if index not in self._writers:
-            self._writers[index] = LogprobWriter(self._kind, self._token_bytes, self._skip_special)
-        writer = self._writers[index]
-        prompt = self._extras.echoed(index, writer)
-        if not entries:
-            return prompt
-        own = writer.write(entries)
-        return own if prompt is None else {name: [*prompt[name], *values] for name, values in own.items()}
+    def _report(self, choice: Choice) -> None:
+        """Tells of steps where there are any; else the field is not written."""
+        if steps := self._steps.pop(choice.index, None):
+            choice.speculation = Reported.model_construct(steps=steps)
 
     def _object(self, choices: list[Choice], *, streamed: bool = True, usage: Usage | None = None) -> Answer:
         name: Any = "text_completion"
@@ -261,20 +262,11 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
-def _report(choice: Choice, reports: Sequence[StepReport]) -> None:
-    """Tells of steps where there are any; else the field is not written."""
-    if reports:
-        choice.speculation = reported(reports)
-
-
-def reported(reports: Sequence[StepReport]) -> Reported:
-    """Steps, as they are told."""
-    steps = []
-    for report in reports:
-        pairs = zip(report.pieces, report.sources, strict=True)
-        tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
-        steps.append(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
-    return Reported(steps=steps)
+def reported_step(report: StepReport) -> bytes:
+    """A step as it is told, written."""
+    pairs = zip(report.pieces, report.sources, strict=True)
+    tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
+    return to_json(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))
 
 
 def _called(call: Call) -> dict[str, Any]:

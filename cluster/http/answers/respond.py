@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,19 +13,19 @@ from cluster.http import errors
 from cluster.http.answers.harmony import HarmonyReader
 from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.openai_shapes import Answer, AnswerBuilder, CompletionTokensDetails, Usage, usage_of
+from cluster.http.answers.pieces import Pauses
 from cluster.http.answers.predicted import Predicted, PredictionMatch
 from cluster.http.answers.reasoning import ReasoningReader, ReasoningTokens, Thought
 from cluster.http.answers.resume import EventIds
 from cluster.http.answers.stream_guard import StreamShape
 from cluster.http.answers.tool_calls import Arguments, Call, Schemas, ToolCallReader, call_id
 from cluster.serving.generation import Generation
-from decoding.request import FinishReason, StepOutput, StepReport, TokenLogprob
+from decoding.request import FinishReason, StepOutput
 from engine.text.chat_format import HARMONY, CallForm, Tags
-
-logger = logging.getLogger(__name__)
 
 # A proxy must not collect chunks before it passes them on.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+OUTPUT = 1024  # bytes of JSON that take as long to build as an output takes to be read
 
 
 Part = str | Thought | Call | Arguments  # of an answer
@@ -72,12 +71,12 @@ class Form:
     shape: StreamShape = field(default_factory=StreamShape)  # of a stream
     ids: EventIds | None = None  # of its events; None: they have none
 
-    def event(self, chunk: Answer) -> str:
+    async def event(self, chunk: Answer, pauses: Pauses) -> str:
         """A chunk as it leaves; nothing where it was told before. Raises as ``EventIds.rest``."""
         if self.ids is None:
-            return self.shape.pad(chunk.to_event(self.include_usage))
+            return self.shape.pad(await chunk.to_event(self.include_usage, pauses))
         rest = self.ids.rest(chunk)
-        return "" if rest is None else self.shape.pad(self.ids.line() + rest.to_event(self.include_usage))
+        return "" if rest is None else self.shape.pad(self.ids.line() + await rest.to_event(self.include_usage, pauses))
 
 
 class ChoiceReader:
@@ -138,18 +137,14 @@ async def respond(answer: AnswerBuilder, generation: Generation, form: Form) -> 
         return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
     pieces: list[list[Part]] = [[] for _ in choices]
     reasons: list[Any] = [None for _ in choices]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
-    reports: list[list[StepReport]] = [[] for _ in choices]
     async with generation:
         async for index, output in generation.outputs():
-            answer.hear(index, output)
+            await answer.hear(index, output)
             pieces[index] += readers[index].read(output)
             reasons[index] = readers[index].reason(output.finish_reason)
-            logprobs[index] += output.logprobs or ()
-            if output.report is not None:
-                reports[index].append(output.report)
-    whole = answer.whole(pieces, reasons, logprobs, usage_so_far(generation, readers), reports)
-    return Response(whole.to_json(), media_type="application/json")
+            await answer.pauses.after(OUTPUT)
+    whole = await answer.whole(pieces, reasons, usage_so_far(generation, readers))
+    return Response(whole, media_type="application/json")
 
 
 async def _events(
@@ -162,13 +157,13 @@ async def _events(
     try:
         async for index, output in outputs:
             chunks: list[Answer | None] = []
-            answer.hear(index, output)
+            await answer.hear(index, output)
+            await answer.pauses.after(OUTPUT)
             if not opened[index]:
                 opened[index] = True
                 chunks.append(answer.opening(index))
-            pieces, logprobs = readers[index].read(output), output.logprobs or ()
-            reports = () if output.report is None else (output.report,)
-            untold = logprobs or reports or output.prompt_logprobs
+            pieces: list[Part] = readers[index].read(output)
+            untold = output.logprobs or output.report or output.prompt_logprobs
             if (untold or shape.has_period) and not (pieces and isinstance(pieces[0], str | Thought)):
                 pieces = ["", *pieces]  # they come with text, be it none
             for piece in pieces:
@@ -176,22 +171,20 @@ async def _events(
                     called[index] += isinstance(piece, Call)
                     chunks.append(answer.call(index, piece, called[index] - 1))
                 else:
-                    chunks.append(answer.piece(index, piece, logprobs, reports))
-                    logprobs = reports = ()
+                    chunks.append(answer.piece(index, piece))
             if output.finish_reason is not None:
                 chunks.append(answer.end(index, readers[index].reason(output.finish_reason)))
             for chunk in chunks:
                 if chunk is not None:
                     if form.reports_usage:
                         chunk.usage = usage_so_far(generation, readers)
-                    if event := form.event(chunk):
+                    if event := await form.event(chunk, answer.pauses):
                         yield event
-        if include_usage and (event := form.event(answer.usage(usage_so_far(generation, readers)))):
+        if include_usage and (event := await form.event(answer.usage(usage_so_far(generation, readers)), answer.pauses)):
             yield event
         yield "data: [DONE]\n\n"
-    except Exception as error:
-        logger.exception("a stream broke off")
-        yield shape.pad(f"data: {json.dumps(errors.api_error(error).body())}\n\n")
+    except Exception as error:  # noqa: BLE001  # told_error logs it
+        yield shape.pad(f"data: {json.dumps(errors.told_error(error, 'a stream broke off').body())}\n\n")
     finally:
         await outputs.aclose()
         await generation.__aexit__()

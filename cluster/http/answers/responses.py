@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Literal
@@ -12,16 +11,15 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from cluster.http import errors
-from cluster.http.answers.openai_shapes import Reported, Usage, reported
+from cluster.http.answers.openai_shapes import Reported, Usage, reported_step
+from cluster.http.answers.pieces import Pauses, written
 from cluster.http.answers.reasoning import Thought
-from cluster.http.answers.respond import STREAM_HEADERS, ChoiceReader, Form, Part, usage_so_far
+from cluster.http.answers.respond import OUTPUT, STREAM_HEADERS, ChoiceReader, Form, Part, usage_so_far
 from cluster.http.answers.tool_calls import Arguments, Call
 from cluster.http.types.responses import ResponsesRequest, told
 from cluster.serving.generation import Generation
 from decoding.request import FinishReason, StepReport
 from engine.loading.model_info import ModelInfo
-
-logger = logging.getLogger(__name__)
 
 # Of the kinds of items: what their ids begin with, and the events of their content.
 _KINDS = {
@@ -74,15 +72,16 @@ class ResponseBuilder:
         self._is_open = False  # the last of the output goes on
         self._texts: list[str] = []  # of the open item
         self._number = 0  # of the next event
-        self._reports: list[StepReport] = []
+        self._steps: list[bytes] = []  # what they report, written
+        self.pauses = Pauses()  # of the work on it
 
     def response(self, status: str, usage: Usage | None = None, error: errors.ApiError | None = None) -> Event:
         """The answer as it is."""
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         failure = None if error is None else {"code": "server_error", "message": error.body()["error"]["message"]}
         whole = {**self._fields, "status": status, "error": failure, "incomplete_details": reason, "output": list(self._output)}
-        if self._reports:
-            whole["speculation"] = reported(self._reports).model_dump()
+        if self._steps:
+            whole["speculation"] = {"steps": self._steps}
         return {**whole, "usage": None if usage is None else _usage(usage)}
 
     def begin(self) -> Iterator[Event]:
@@ -93,7 +92,7 @@ class ResponseBuilder:
     def report(self, step: StepReport | None) -> None:
         """Takes in what a step reports, if anything."""
         if step is not None:
-            self._reports.append(step)
+            self._steps.append(reported_step(step))
 
     def push(self, part: Part) -> Iterator[Event]:
         """The events of the next part."""
@@ -176,12 +175,13 @@ async def respond_items(answer: ResponseBuilder, generation: Generation, form: F
     async with generation:
         async for _, output in generation.outputs():
             answer.report(output.report)
+            await answer.pauses.after(OUTPUT)
             for part in reader.read(output):
                 list(answer.push(part))
             if output.finish_reason is FinishReason.LENGTH:
                 ending = "incomplete"
     *_, last = answer.end(ending, usage_so_far(generation, [reader]))
-    return Response(_json(last["response"]), media_type="application/json")
+    return Response(await written(last["response"], answer.pauses, _json), media_type="application/json")
 
 
 async def _events(answer: ResponseBuilder, generation: Generation, reader: ChoiceReader, form: Form) -> AsyncIterator[str]:
@@ -190,9 +190,10 @@ async def _events(answer: ResponseBuilder, generation: Generation, reader: Choic
     ending: Ending = "completed"
     try:
         for event in answer.begin():
-            yield form.shape.pad(_sent(event))
+            yield form.shape.pad(await _sent(event, answer.pauses))
         async for _, output in outputs:
             answer.report(output.report)
+            await answer.pauses.after(OUTPUT)
             parts: Sequence[Part] = reader.read(output)
             events = [event for part in parts for event in answer.push(part)]
             if output.finish_reason is FinishReason.LENGTH:
@@ -200,24 +201,25 @@ async def _events(answer: ResponseBuilder, generation: Generation, reader: Choic
             if not events and form.shape.has_period:
                 events = list(answer.tick())
             for event in events:
-                yield form.shape.pad(_sent(event))
+                yield form.shape.pad(await _sent(event, answer.pauses))
         for event in answer.end(ending, usage_so_far(generation, [reader])):
-            yield form.shape.pad(_sent(event))
-    except Exception as error:
-        logger.exception("a stream broke off")
-        for event in answer.end("failed", usage_so_far(generation, [reader]), errors.api_error(error)):
-            yield form.shape.pad(_sent(event))
+            yield form.shape.pad(await _sent(event, answer.pauses))
+    except Exception as error:  # noqa: BLE001  # told_error logs it
+        told = errors.told_error(error, "a stream broke off")
+        for event in answer.end("failed", usage_so_far(generation, [reader]), told):
+            yield form.shape.pad(await _sent(event, answer.pauses))
     finally:
         await outputs.aclose()
         await generation.__aexit__()
 
 
-def _sent(event: Event) -> str:
-    return f"event: {event['type']}\ndata: {_json(event)}\n\n"
+async def _sent(event: Event, pauses: Pauses) -> str:
+    data = await written(event, pauses, _json) if "response" in event else _json(event)
+    return f"event: {event['type']}\ndata: {data.decode()}\n\n"
 
 
-def _json(value: Event) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _beside(kind: str) -> Event:

@@ -49,13 +49,13 @@ class Arguments:
 
 def whole_calls(parts: Sequence[Any]) -> list[Call]:
     """The calls among the parts of an answer, each with all its arguments."""
-    calls: list[Call] = []
+    found: list[tuple[Call, list[str]]] = []
     for part in parts:
         if isinstance(part, Call):
-            calls.append(part)
+            found.append((part, [part.arguments]))
         elif isinstance(part, Arguments):
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + part.text)
-    return calls
+            found[-1][1].append(part.text)
+    return [replace(call, arguments="".join(texts)) for call, texts in found]
 
 
 class _Taken(NamedTuple):

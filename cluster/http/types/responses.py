@@ -353,8 +353,8 @@ def told(body: ResponsesRequest) -> Mapping[str, Any]:
         "text": {"format": (form or TextFormat(type="text")).model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [
-            {"description": None, "parameters": None, "strict": False, **tool.model_dump(exclude_none=True)}
-            for tool in body.tools or ()
+            {"description": None, "parameters": None, "strict": False} | {name: value for name, value in one if value is not None}
+            for one in body.tools or ()
         ],
         "top_logprobs": 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,

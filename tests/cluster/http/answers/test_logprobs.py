@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -172,6 +173,6 @@ def test_an_impossible_token_has_a_number() -> None:
     """JSON has no minus infinity."""
     entry = TokenLogprob(3, -float("inf"), ((4, 0.0), (5, -float("inf"))))
     token_bytes = TokenBytes(byte_level())
-    (written,) = LogprobWriter("chat", token_bytes).write([entry])["content"]
+    written = json.loads(LogprobWriter("chat", token_bytes).write([entry])["content"][0])
     assert (written["logprob"], [top["logprob"] for top in written["top_logprobs"]]) == (-9999.0, [0.0, -9999.0])
     assert LogprobWriter("text", token_bytes).write([entry])["token_logprobs"] == [-9999.0]
