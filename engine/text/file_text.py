@@ -134,7 +134,9 @@ def _plain(content: bytes) -> str:
 
 def _environment() -> dict[str, str]:
     """The variables of the reading process: no secret and no address of the server's is among them."""
-    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(each)]  # not the current one
+    return kept | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
 
 
 def _text_of_pdf(content: bytes) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from engine.text import file_text
-from engine.text.file_text import MAX_FILE_BYTES, UnreadableFileError, text_of_file
+from engine.text.file_text import MAX_FILE_BYTES, FileReader, UnreadableFileError, text_of_file
+from tests.helpers.waiting import eventually
 
 PAGE = """<!doctype html><html><head><title>Unseen</title><style>p {}</style></head><body><script>alert("unseen")</script>
 <h1>Loans</h1><p>Members borrow <b>twelve</b> <a href="https://example.org">books</a>.</p><ul><li>one</li><li>two</li></ul></body></html>"""
@@ -79,3 +84,66 @@ def test_reading_is_bounded_in_memory() -> None:
     code = "from engine.text import file_text; file_text._text_of_pdf = lambda _: 'a' * (2 << 30); file_text.main()"
     done = subprocess.run([sys.executable, "-c", code], input=pdf("a"), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1 and b"MemoryError" in done.stderr
+
+
+def test_nothing_of_the_current_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("engine/__init__.py", "engine/text/__init__.py", "engine/text/file_text.py", "bs4.py", "markdownify.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import os; print('other code'); os._exit(0)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert text_of_file(PAGE.encode()).startswith("# Loans")
+    monkeypatch.setenv("PYTHONPATH", f":.{os.pathsep}engine/text")
+    assert text_of_file(PAGE.encode()).startswith("# Loans")
+
+
+def instead(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Has another command run in place of Python for each document."""
+    command = folder / "python"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command))
+
+
+def test_a_reading_process_gets_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "OUTRIDER_CACHE_SECRET", "REDIS_URL", "HF_TOKEN", "PYTHONSTARTUP", "LD_PRELOAD_X")
+    for name in secret:
+        monkeypatch.setenv(name, "secret")
+    python = sys.executable
+    instead(tmp_path, monkeypatch, f'env > {tmp_path}/variables; echo "$1" > {tmp_path}/flag; exec {python} "$@"')
+    assert text_of_file(PAGE.encode()).startswith("# Loans")
+    names = {line.partition("=")[0] for line in (tmp_path / "variables").read_text().splitlines()}
+    assert names <= {"PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_"}
+    assert (tmp_path / "flag").read_text() == "-P\n"
+
+
+def test_no_more_is_read_than_a_text_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_text, "_TIMEOUT_S", 3600)
+    instead(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; cat > /dev/null; exec yes")  # which does not end
+    with pytest.raises(UnreadableFileError, match="more than 4,194,304 characters"):
+        text_of_file(PAGE.encode())
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_reader_that_was_stopped_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid")
+    reader = FileReader()
+    reader.stop()
+    with pytest.raises(UnreadableFileError):
+        reader.read(PAGE.encode())
+    assert not (tmp_path / "pid").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no signal at the end of a parent")
+def test_a_reading_process_ends_with_its_server(tmp_path: Path) -> None:
+    child = (
+        "import os, time; from pathlib import Path; from engine.text import file_text\n"
+        f"file_text._text_of_html = lambda _: Path('{tmp_path}/pid').write_text(str(os.getpid())) and time.sleep(3600)\n"
+        "file_text.main()"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], input=b'<html>')"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=Path(file_text.__file__).parents[2]) as server:
+        eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", timeout_s=60)
+        server.send_signal(signal.SIGKILL)
+    reading = int((tmp_path / "pid").read_text())
+    eventually(lambda: not psutil.pid_exists(reading) or psutil.Process(reading).status() == psutil.STATUS_ZOMBIE)
