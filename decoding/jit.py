@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shutil
@@ -20,10 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from decoding.private_files import make_folder, private_folder
+
+logger = logging.getLogger(__name__)
+
 F = TypeVar("F", bound=Callable[..., object])
 
 _ROOM = Path(__file__).parent
 _PROCESS = uuid.uuid4().hex[:12]
+_FORMAT = b"sealed"  # another where files are kept otherwise
 NATIVE = importlib.util.find_spec("numba") is not None  # without it the same functions run as plain Python, many times slower
 IMAGE = Path(sys.prefix) / "share" / "outrider"  # what an image brings: a folder for each of ``KINDS`` that it was made for
 NAME_VARIABLE, FEATURES_VARIABLE = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
@@ -51,19 +57,13 @@ def compiled(function: F) -> F:
 
     The machine code is kept on disk, under a name that changes with any source of this room, or beside the function's elsewhere:
     numba notices a change in the file of a function, but not in those of the functions it calls. Where nothing can be written
-    each process compiles anew.
+    each process compiles anew, and what was damaged is compiled anew.
     """
     if not NATIVE:
         return function
     import numba
 
-    made = _kept(function, lambda **settings: numba.njit(**settings)(function))
-    # numba numbers the files of a function's types. Two processes that compile it at once for different types would choose the
-    # same number, and a third one would be given the code of other types than its own: each process has names of its own.
-    kept = getattr(getattr(made, "_cache", None), "_cache_file", None)
-    if kept is not None:
-        kept._data_name_pattern = kept._data_name_pattern.replace("{number", f"{_PROCESS}-{{number")
-    return cast(F, made)
+    return cast(F, _with_cache(numba.njit(function), function))
 
 
 def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
@@ -72,42 +72,43 @@ def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
     Args:
         signature: numba's.
     """
-    import numba
+    from numba.core import ccallback, sigutils
+
+    normalize: Any = sigutils.normalize_signature
+    make: Any = ccallback.CFunc
+    arguments = normalize(signature)
 
     def decorate(function: Callable[..., None]) -> Any:
-        return _kept(function, lambda **settings: numba.cfunc(signature, **settings)(function))
+        made = _with_cache(make(function, arguments, locals={}, options={}), function)
+        made.compile()
+        return made
 
     return decorate
 
 
-def _kept(function: Callable[..., object], compile_it: Callable[..., Any]) -> Any:
-    """What ``compile_it`` makes of a function, with a place on disk where there is one."""
-    import numba
-
+def _with_cache(made: Any, function: Callable[..., object]) -> Any:
+    """What numba made of a function, with a place on disk where there is one."""
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
-    if not _writable(folder):  # numba would look for another folder itself, one without our version in its name
-        return compile_it()
-    settings: Any = numba.config
-    before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
-    try:
-        return compile_it(cache=True)
-    finally:
-        settings.CACHE_DIR = before
+    if _writable(folder):
+        from decoding.compiled_files import FunctionCache
+
+        made._cache = FunctionCache(function, folder)
+    return made
 
 
 def cache_folder() -> Path:
     """Where what is costly to make is kept: ``$XDG_CACHE_HOME/outrider``, or ``~/.cache/outrider``.
 
-    In the temporary folder for a user without a home.
+    A temporary folder where others may write to that one, or there is none: see ``private_folder``.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "outrider"
-    try:
-        return Path.home() / ".cache" / "outrider"
-    except RuntimeError:  # a container whose user has no entry and no HOME
-        return Path(tempfile.gettempdir()) / "outrider"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # a container whose user has no entry and no HOME
+            return private_folder(None)
+    return private_folder(base / "outrider" if base.is_absolute() else None)
 
 
 def compiles_first() -> bool:
@@ -190,20 +191,33 @@ def _take_over(folder: Path) -> None:
     half = folder.with_name(f".{folder.name}-{_PROCESS}")
     try:
         shutil.copytree(BROUGHT / folder.name, half)
+        set_modes(half, 0o700, 0o600)  # an image may let a group write, of which nothing is read
         half.rename(folder)
     except OSError:  # nothing can be written, or another process was first
         shutil.rmtree(half, ignore_errors=True)
 
 
+def set_modes(folder: Path, folders: int, files: int) -> None:
+    """Set who may read and write a folder and all in it."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(folders if path.is_dir() else files)
+
+
 @cache
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if need be."""
+    """Whether files can be made in a folder, which is made if need be; a warning says where not, once for all folders."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
+    except OSError as error:
+        _warn_unkept(folder.parent, os.strerror(error.errno or 0))
         return False
     return True
+
+
+@cache
+def _warn_unkept(folder: Path, reason: str) -> None:
+    logger.warning("compiled code cannot be kept in %s (%s): every start compiles anew", folder, reason)
 
 
 def _sources(path: Path) -> Path:
@@ -217,7 +231,7 @@ def _sources(path: Path) -> Path:
 @cache
 def _version(folder: Path = _ROOM) -> str:
     """Digits that stand for the sources below a folder: this room, where no other is named."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_FORMAT)
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ DeepSpeed compiles a module for them at the first use, which takes half a minute
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ import torch
 from torch import distributed
 
 from decoding.jit import cache_folder
+from decoding.private_files import keep_sealed, open_private, read_sealed
 from engine.environment import environment
 from engine.errors import one_line
 from engine.loading.kept_files import alone
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 BUFFER_BYTES = 66 * 2**20 + 8  # of each rank, whatever it computes
 _MODULE = "deepspeed_shm_comm"
+_SEAL = "deepspeed_shm_comm.sha256"  # digest of the library that was loaded, sealed
 _FOLDER = "TORCH_EXTENSIONS_DIR"  # the variable by which torch knows where compiled modules lie
 
 
@@ -86,9 +89,11 @@ def _load() -> str | None:
     scripts = sysconfig.get_path("scripts")  # ninja is there, and need not be on the path where the environment is not activated
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
+    folder = cache_folder() / f"deepspeed-torch-{torch.__version__}"
     try:
-        with alone_in(cache_folder() / f"deepspeed-torch-{torch.__version__}"):
+        with alone_in(folder):
             get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+            _seal(folder)
     except (RuntimeError, ImportError, OSError) as error:
         return f"DeepSpeed's module cannot be compiled or loaded (g++ and Python's headers are needed): {one_line(error)}"
     return None
@@ -96,8 +101,29 @@ def _load() -> str | None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """The folder of compiled modules, for one process at a time."""
+    """The folder of compiled modules, for one process at a time. A module that is not as it was when it was loaded is removed."""
+    made = folder / _MODULE
     with alone(folder / "alone"):
-        (folder / _MODULE / "lock").unlink(missing_ok=True)  # of one that was killed: nobody else is here
+        try:
+            whole = read_sealed(folder / _SEAL) == _digest(made)
+        except (OSError, ValueError):
+            whole = False
+        if not whole and made.exists():  # of one that was killed, too, whose lock the next would wait for: nobody else is here
+            logger.warning("DeepSpeed's module in %s is not whole and is compiled anew", made)
+            shutil.rmtree(made)
         with environment(_FOLDER, str(folder)):
             yield
+
+
+def _seal(folder: Path) -> None:
+    """Notes a module that was loaded, where that can be."""
+    try:
+        (folder / _MODULE / f"{_MODULE}.so").chmod(0o755)  # the compiler may have let a group write to it
+        keep_sealed(folder / _SEAL, _digest(folder / _MODULE))
+    except OSError as error:
+        logger.warning("DeepSpeed's module cannot be kept and will be compiled again at the next start: %s", error)
+
+
+def _digest(made: Path) -> bytes:
+    with open_private(made / f"{_MODULE}.so") as file:
+        return hashlib.sha256(file.read()).digest()

@@ -21,6 +21,8 @@ _FLOOR = 0.25  # of a step of one row: the least that any step is said to take, 
 _FIELDS: dict[str, type] = {
     "rows": int, "rows_s": float, "context": int, "sequence_s": float, "entry_s": float, "row_entry_s": float,
 }  # fmt: skip
+# More than any machine has: of a file that says more nothing is believed.
+_MOST = dict.fromkeys(_FIELDS, 1e9) | {"rows": 1 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,4 +160,6 @@ class LatencyCurve:
 def _number(name: str, value: Any, kind: type) -> Any:
     if type(value) not in (int, kind):  # not isinstance: True is an int to it
         raise ValueError(f"{name} must hold {'whole numbers' if kind is int else 'numbers'}, got {value!r}")
+    if not value <= _MOST[name]:  # NaN is not, either
+        raise ValueError(f"{name} must hold at most {_MOST[name]:g}, got {value!r:.40}")
     return kind(value)

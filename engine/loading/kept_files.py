@@ -1,28 +1,14 @@
-"""Atomic writing of cached files and folders that several processes share."""
+"""Kept folders that several processes share: put in place whole, by one process at a time. Files: ``decoding.private_files``."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def keep_file(path: Path, content: bytes | memoryview) -> None:
-    """Puts a file in place whole: other processes see the old one or the new one. Its folder is made when it does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+from decoding.private_files import make_folder
 
 
 def keep_folder(made: Path, folder: Path, replaced: Path) -> None:
@@ -47,7 +33,7 @@ def alone(path: Path) -> Iterator[None]:
 
     The folder of its file is made when it does not exist.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

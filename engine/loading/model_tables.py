@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from decoding.private_files import keep_file, open_private
 from decoding.tree import Int32Array
 from engine.errors import ModelLoadError
 from engine.forward.batch import Batch, Segment
 from engine.forward.runner import ModelRunner
-from engine.loading.kept_files import keep_file
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def kept_table(folder: Path, name: str, shape: tuple[int, ...], limit: int) -> I
     path = _path(folder, name)
     try:
         # Mapped, so that a damaged header cannot ask for more memory than the file is long; an object array cannot be mapped.
-        return _checked(np.array(np.lib.format.open_memmap(path, mode="r")), shape, limit)
+        with open_private(path):
+            return _checked(np.array(np.lib.format.open_memmap(path, mode="r")), shape, limit)
     except FileNotFoundError:
         logger.debug("no table at %s yet", path)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:

@@ -20,9 +20,9 @@ import torch
 import transformers
 
 from decoding.budget.latency import LatencyCurve
+from decoding.private_files import keep_file, open_private
 from engine.environment import device_name
 from engine.forward.runner import ModelRunner
-from engine.loading.kept_files import keep_file
 from engine.loading.model_info import ModelInfo
 from engine.measures.latency import Case, Report, Timings, cases, fit, measure, timing
 
@@ -114,7 +114,7 @@ class CalibrationFile:
             OSError: it cannot be read.
             ValueError: it does not hold what it must.
         """
-        with self.path.open("rb") as file:
+        with open_private(self.path) as file:
             data = json.loads(file.read(_MAX_BYTES))
         if not isinstance(data, dict) or data.get("format") != _FORMAT or data.get("setting") != self._setting:
             raise ValueError("it is not of this model, device and version")

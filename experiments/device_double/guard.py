@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from decoding.jit import cache_folder
+from decoding.private_files import keep_sealed, read_sealed
+
+logger = logging.getLogger(__name__)
 
 # Torch asks a device's guard before each operation on its tensors, and has none for CUDA here. It would also try to initialize
 # CUDA before it hands a factory such as ``torch.zeros(3, device="cuda")`` to a dispatch mode.
@@ -43,15 +48,26 @@ def load_guard() -> None:
     """
     digest = hashlib.sha256(f"{_SOURCE} {torch.__version__} {torch.__file__}".encode()).hexdigest()[:16]
     library = cache_folder() / f"device-guard-{digest}.so"
-    if not library.is_file():
-        _compile(library)
-    torch.ops.load_library(str(library))
+    try:
+        read_sealed(library)  # the linker passes over the seal, which is behind all that it reads
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("the device guard of the double cannot be used and is compiled anew: %s", error)
+    else:
+        torch.ops.load_library(str(library))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = _compile(Path(folder))
+        torch.ops.load_library(str(made))
+        try:
+            keep_sealed(library, made.read_bytes())
+        except OSError as error:
+            logger.warning("the device guard of the double cannot be kept: %s", error)
 
 
-def _compile(library: Path) -> None:
+def _compile(folder: Path) -> Path:
     root = Path(torch.__file__).parent
-    source, made = library.with_suffix(f".{os.getpid()}.cpp"), library.with_suffix(f".{os.getpid()}.so")
-    library.parent.mkdir(parents=True, exist_ok=True)
+    source, made = folder / "guard.cpp", folder / "guard.so"
     source.write_text(_SOURCE, encoding="utf-8")
     include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
     command = [
@@ -60,11 +76,9 @@ def _compile(library: Path) -> None:
     ]  # fmt: skip
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
-        made.replace(library)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"the device guard of the double cannot be compiled: {error.stderr[-500:]}") from error
-    finally:
-        source.unlink(missing_ok=True)
+    return made
 
 
 def _compiler() -> str:

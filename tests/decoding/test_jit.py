@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import logging
 import os
+import pickle
+import resource
+import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +140,106 @@ def test_processes_that_compile_at_once_do_not_take_each_others_code(tmp_path: P
     index.write_bytes(first)
     assert len(list(index.parent.glob("*.nbc"))) == 2
     assert half("5") == 2.5  # of the first one's code, not of the other's for other types
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Makes a compiled function, as a process does that starts and has ``tmp_path/kept`` for its cache."""
+    pytest.importorskip("numba")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    module = tmp_path / "halves.py"
+    module.write_text("def half(x):\n    return x / 2\n")
+    spec = importlib.util.spec_from_file_location("halves", module)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+
+    def start() -> Any:
+        if (files := sys.modules.get("decoding.compiled_files")) is not None:
+            files._warned.clear()
+        started = jit.compiled(made.half)
+        assert started(5) == 2.5
+        return started
+
+    return start
+
+
+def is_a_directory(path: Path) -> None:
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+def is_a_link(path: Path) -> None:
+    shutil.move(path, path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def has_a_bit_turned(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(b"\x80\x04garbage" * 99),
+    "no pickle of ours": lambda path: path.write_bytes(pickle.dumps([1, 2])),
+    "a bit turned": has_a_bit_turned,
+    "a directory": is_a_directory,
+    "a link": is_a_link,
+    "writable by others": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_compiled_code_is_compiled_anew(
+    half: Callable[[], Any], tmp_path: Path, damage: str, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    half()
+    assert half().stats.cache_hits and not caplog.records
+    (path,) = tmp_path.rglob(f"*.{suffix}")
+    DAMAGE[damage](path)
+    assert half().stats.cache_misses
+    assert [record.levelno for record in caplog.records] == [logging.WARNING], "one line"
+    assert half().stats.cache_hits and len(caplog.records) == 1, "and it is kept again"
+
+
+def test_code_of_a_process_that_was_killed_before_it_wrote_it(half: Callable[[], Any], tmp_path: Path) -> None:
+    half()
+    for path in tmp_path.rglob("*.nbc"):
+        path.unlink()
+    assert half().stats.cache_misses and half().stats.cache_hits
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_others_may_have_written_is_not_unpickled(half: Callable[[], Any], tmp_path: Path) -> None:
+    half()
+    (index,) = tmp_path.rglob("*.nbi")
+    index.write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+    index.chmod(0o666)
+    half()
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.skipif(not jit.NATIVE, reason="numba is not installed")
+def test_a_full_disk_costs_the_cache_alone(tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text("from decoding.jit import compiled\n\n@compiled\ndef half(x):\n    return x / 2\n")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (9, 9))"  # no file grows beyond nine bytes
+    assert python(f"{limit}\nimport halves\nprint(halves.half(5), halves.half(5.0))", **environment).split() == ["2.5", "2.5"]
+    assert not list(tmp_path.rglob("*.nb*"))
 
 
 KIND = next(iter(jit.kinds_of_processor()), "")

@@ -24,7 +24,7 @@ import numpy as np
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.budget.latency import LatencyCurve
 from decoding.drafters import STRATEGIES, build_drafters
-from decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor
+from decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
 from decoding.request import PLAIN, Request, SamplingParams
 from decoding.tree import Int32Array
 
@@ -117,6 +117,7 @@ def _compile_for_image() -> None:
             (IMAGE / kind).mkdir()
             for made in (Path(scratch) / "outrider").glob("native-*"):
                 made.rename(IMAGE / kind / made.name)
+            set_modes(IMAGE / kind, 0o755, 0o644)  # for whichever user the image is run as
     others = ", ".join(kind for kind in KINDS if kind not in kinds)
     rest = f"; pods on {others} compile when they start, as this processor is not" if others else ""
     print(f"kept in {IMAGE} for {', '.join(kinds) or 'no kind of processor'}{rest}")

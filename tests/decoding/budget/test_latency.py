@@ -114,6 +114,13 @@ def test_json_and_back(seconds: list[float], context: int, sequence_s: float, en
         ({**FLAT.to_json(), "sequence_s": {}}, "sequence_s must hold numbers"),
         ({**FLAT.to_json(), "rows": [1, 2, 3]}, "rows_s must be 3 positive"),
         ({**FLAT.to_json(), "row_s": 1}, "row_s is no field"),
+        ({**FLAT.to_json(), "rows": [1, 10**400]}, "rows must hold at most"),
+        ({**FLAT.to_json(), "rows": [1, 10**9]}, "rows must hold at most"),
+        ({**FLAT.to_json(), "rows_s": [0.1, 10**400]}, "rows_s must hold at most"),
+        ({**FLAT.to_json(), "rows_s": [0.1, float("nan")]}, "rows_s must hold at most"),
+        ({**FLAT.to_json(), "context": 10**400}, "context must hold at most"),
+        ({**FLAT.to_json(), "entry_s": 1e308}, "entry_s must hold at most"),
+        ({**FLAT.to_json(), "sequence_s": -1}, "sequence_s must not be negative"),
         ({name: value for name, value in FLAT.to_json().items() if name != "entry_s"}, "entry_s is missing"),
     ],
 )
