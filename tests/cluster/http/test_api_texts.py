@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ import httpx
 import jsonschema
 import pytest
 
+from cluster.http import job_planner, text_api
 from cluster.http.api import Service
 from cluster.http.documents import version
+from cluster.http.text_api import Tokens
+from engine.text.chat import render_chat
 from tests.cluster.circle import CHAT, MESSAGES, TEXT, TOKENIZER, LocalEngine, byte_ids, client_of, start_replica
 
 ROUTES = {
@@ -29,6 +34,70 @@ def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
     assert http.post("/detokenize", json={"tokens": [0, *byte_ids("a")]}).json() == {"prompt": "</s>a"}
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_token_strs": True}])
+def test_a_long_text_has_the_same_answer_as_a_short_one(http: httpx.Client, fields: dict[str, Any]) -> None:
+    prompt = 'é "\\\n\x7f\u2028 a' * 5000
+    ids = byte_ids(prompt)
+    names = TOKENIZER.convert_ids_to_tokens(ids) if fields else None
+    told = http.post("/tokenize", json={"prompt": prompt} | fields).raise_for_status()
+    assert told.content.decode() == Tokens(count=len(ids), max_model_len=16384, tokens=ids, token_strs=names).model_dump_json()
+    assert http.post("/detokenize", json={"tokens": ids}).raise_for_status().json() == {"prompt": prompt}
+
+
+def test_the_text_of_tokens_is_bounded(circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_api, "_MAX_TEXT_BYTES", 100)
+    with client_of(Service(circle_engine, TOKENIZER)) as http:
+        assert http.post("/detokenize", json={"tokens": [50] * 100}).status_code == 200
+        assert http.post("/detokenize", json={"tokens": [50] * 101}).json()["error"]["param"] == "tokens"
+        assert http.post("/detokenize", json={"tokens": [0] * 25}).status_code == 200
+        assert http.post("/detokenize", json={"tokens": [0] * 26}).status_code == 400  # a token of four characters
+
+
+LARGE = "x" * (1 << 15)
+USER = {"role": "user", "content": "hi"}
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "description": LARGE}}
+LARGE_CALL = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": LARGE})}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER | {"content": LARGE}]},
+        {"messages": [USER | {"content": [{"type": "text", "text": "x" * 1024}] * 32}]},
+        {"messages": [{"role": "assistant", "reasoning": LARGE}, USER]},
+        {"messages": [{"role": "assistant", "reasoning_content": LARGE}, USER]},
+        {"messages": [{"role": "assistant", "tool_calls": [LARGE_CALL]}, USER]},
+        {"messages": [USER] * 1000},
+        {"messages": [USER], "tools": [LARGE_TOOL]},
+        {"messages": [USER], "chat_template_kwargs": {"a": LARGE}},
+    ],
+    ids=["content", "parts", "reasoning", "reasoning_content", "arguments", "messages", "tools", "variables"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_every_text_of_a_chat_counts_as_long(
+    circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    assert threads_of(circle_engine, monkeypatch, path, {"model": "circle"} | fields) == {"long-texts"}
+    assert threads_of(circle_engine, monkeypatch, path, {"model": "circle", "messages": [USER]}) == {"short-texts"}
+    huge = {"model": "circle", "messages": [USER | {"content": LARGE * 40}]}
+    assert threads_of(circle_engine, monkeypatch, path, huge) == {"huge-texts"}
+
+
+def threads_of(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]) -> set[str]:
+    """The kinds of threads in which the chat of a request is rendered."""
+    seen = set[str]()
+
+    def rendered(*args: Any, **options: Any) -> list[int]:
+        seen.add(threading.current_thread().name.rpartition("_")[0])
+        return render_chat(*args, **options)
+
+    for module in (job_planner, text_api):
+        monkeypatch.setattr(module, "render_chat", rendered)
+    with client_of(Service(engine, TOKENIZER)) as http:
+        http.post(path, json=body)
+    return seen
 
 
 def test_a_chat_has_the_tokens_that_its_usage_counts(http: httpx.Client) -> None:

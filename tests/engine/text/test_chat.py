@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError
 from engine.text.chat import render_chat
+from engine.text.tokenizer import token_ids
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
@@ -74,3 +77,31 @@ def test_what_the_template_refuses() -> None:
 def test_no_messages() -> None:
     with pytest.raises(RequestError, match="at least one message"):
         render_chat(build(TEMPLATE, False), [])
+
+
+def test_a_long_text_has_the_tokens_of_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer's file asks for truncation and padding, which no prompt has."""
+    tokenizer, text = build(TEMPLATE, True), "Là.<s> " * 5000
+    whole = list(tokenizer.encode(text))
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=50_000)
+    offsets = tokenizer.backend_tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "_tokenizer", NoOffsets(tokenizer.backend_tokenizer))
+    assert token_ids(tokenizer, text) == whole and whole[0] == 0
+    assert token_ids(tokenizer, text, special_tokens=False) == whole[1:]
+    assert render_chat(tokenizer, [{"role": "user", "content": text}])[-len("<assistant>") - 6 :][:6] == whole[-6:]
+    assert [len(each) for each in offsets([text])] == [len(whole)]
+
+
+class NoOffsets:
+    """A tokenizer that computes the offsets of short texts only: they take more memory than the tokens."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        assert sum(map(len, texts)) < 1000
+        return self._backend.encode_batch(texts, **options)
