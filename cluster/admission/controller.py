@@ -30,6 +30,7 @@ from engine.errors import RequestError
 REFUSALS = (
     "invalid_api_key", "request_too_large", "rate_limit_exceeded", "too_many_concurrent", "queue_full", "deadline_exceeded",
     "too_many_references", "host_not_allowed", "origin_not_allowed", "too_many_uploads", "uploads_full", "body_timeout",
+    "too_many_texts",
 )  # fmt: skip
 _UPLOADS, _KEY_UPLOADS = 32, 8  # bodies of the largest size that are received at once, where nothing else is configured
 _STAYS_KEPT = 64  # of which the mean is taken

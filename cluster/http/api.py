@@ -101,7 +101,8 @@ class Service:
         self.admission = AdmissionController(self._tenancy, admission)
         others = None if baseline is None else baseline.engine.describe
         self.state = HealthService(engine.describe, replicas, cache, others, wake)
-        self._answering = Answering(TextThreads(tokenizer), self._tenancy, self.admission, self.state.info, heard, stream_key)
+        threads = TextThreads(tokenizer, self.admission.refuse)
+        self._answering = Answering(threads, self._tenancy, self.admission, self.state.info, heard, stream_key)
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -14,7 +14,6 @@ from pydantic_core import to_json
 from cluster.admission.tenancy import Tenancy
 from cluster.http.documents import Authorization
 from cluster.http.text_threads import TextThreads
-from cluster.http.turns import Turns
 from cluster.http.types.openai import DetokenizeRequest, TokenizeRequest
 from cluster.http.types.strict import MAX_TEXT, MAX_TOKEN_IDS
 from engine.errors import RequestError
@@ -55,7 +54,6 @@ class TextService:
     threads: TextThreads  # with the tokenizer of the model
     tenancy: Tenancy  # knows the keys
     model: Callable[[str | None], Awaitable[ModelInfo]]  # what is served; raises ApiError (404) for another name than its own
-    _readers: Turns = field(default_factory=lambda: Turns("file-readers"))  # each waits for a process
 
     async def tokenize(self, body: TokenizeRequest, authorization: Authorization = None) -> Response:
         """The tokens that a completion or a chat with this input begins with, as ``Tokens``.
@@ -81,7 +79,7 @@ class TextService:
         """
         self.tenancy.tenant_of(authorization)
         content, reader = await request.body(), FileReader()
-        run = self._readers.run if needs_process(content) else self.threads.run
+        run = self.threads.readers.run if needs_process(content) else self.threads.run
         try:
             return _json(await run(lambda: FileText(text=reader.read(content)).model_dump_json().encode()))
         except UnreadableFileError as error:

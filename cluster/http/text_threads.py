@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from cluster.http.errors import ApiError
 from cluster.http.turns import ASKING, Turns
 from engine.text.tokenizer import token_ids
 
@@ -27,10 +28,17 @@ T = TypeVar("T")
 class TextThreads:
     """Threads, and the tokenizer that they share."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, refuse: Callable[[ApiError], ApiError] = lambda error: error) -> None:
+        """
+        Args:
+            tokenizer: of the model.
+            refuse: counts the error where too much waits.
+        """
         self.tokenizer: Any = tokenizer
         tokenizer.encode("a")  # turns off a truncation that the tokenizer's file may ask for: nothing is set while threads use it
-        self._short, self._long, self._huge = Turns("short-texts"), Turns("long-texts"), Turns("huge-texts", 1)
+        self._short, self._long = Turns("short-texts", refuse=refuse), Turns("long-texts", refuse=refuse)
+        self._huge = Turns("huge-texts", 1, refuse)
+        self.readers = Turns("file-readers", refuse=refuse)  # each waits for a process that reads a file
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in a thread, in turns by API key, and return its result. Raises as ``Turns.run``.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from cluster.admission.rate_limits import BUSY_S, too_many
+from cluster.http.errors import ApiError
 
 PLACES = 3  # threads of one kind
 LEAST_BYTES = 1 << 16  # that a request counts for while it waits, however short its body
@@ -41,8 +42,14 @@ class Turns:
     nobody waits for the result any more. For one event loop.
     """
 
-    def __init__(self, name: str, places: int = PLACES) -> None:
-        self._places, self._threads = places, ThreadPoolExecutor(places, thread_name_prefix=name)
+    def __init__(self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error) -> None:
+        """
+        Args:
+            name: of its threads.
+            places: how many there are.
+            refuse: counts the error.
+        """
+        self._places, self._threads, self._refuse = places, ThreadPoolExecutor(places, thread_name_prefix=name), refuse
         self._working: set[tuple[str | None, str]] = set()
         self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # tenants, then keys, next ones first
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()
@@ -68,7 +75,7 @@ class Turns:
     async def _turn(self, who: tuple[str | None, str], size: int) -> None:
         if self._waiting_bytes[who] and self._waiting_bytes[who] + size > _MOST_WAITING_BYTES:
             message = "too many texts of requests with this API key wait for their turn: wait for answers before you send more"
-            raise too_many(message, "too_many_texts", BUSY_S)
+            raise self._refuse(too_many(message, "too_many_texts", BUSY_S))
         tenant, key = who
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(turn)

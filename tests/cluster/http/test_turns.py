@@ -17,8 +17,8 @@ from tests.helpers.waiting import eventually
 class Work:
     """Pieces of work that go on until they are let go."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns, self.begun = turns, list[str]()
+    def __init__(self) -> None:
+        self.turns, self.begun, self.refused = Turns("test", refuse=self._refuse), list[str](), list[ApiError]()
         self._gates: dict[str, threading.Event] = {}
 
     def ask(self, name: str, tenant: str | None = None, key: str = "", size: int = 0) -> asyncio.Task[str]:
@@ -41,6 +41,10 @@ class Work:
             await asyncio.sleep(0)
         assert self.begun == list(names)
 
+    def _refuse(self, error: ApiError) -> ApiError:
+        self.refused.append(error)
+        return error
+
     def _piece(self, name: str) -> str:
         self.begun.append(name)
         self._gates[name].wait()
@@ -49,7 +53,7 @@ class Work:
 
 def run(story: Callable[[Work], Awaitable[None]]) -> None:
     async def whole() -> None:
-        work = Work(Turns("test"))
+        work = Work()
         try:
             await story(work)
         finally:
@@ -133,6 +137,7 @@ def test_what_waits_is_bounded_by_key() -> None:
             with pytest.raises(ApiError, match="wait for answers") as refused:
                 await work.ask("more", "acme", "a", size)
             assert (refused.value.status, refused.value.code) == (429, "too_many_texts")
+        assert len(work.refused) == 3
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         tasks[1] = work.ask("a1", "acme", "a")
