@@ -197,9 +197,13 @@ class TenantTexts:
             self._extend(delta.text, delta.offset, delta.tokens, delta.final, now_s)
         return admitted
 
-    def expire(self, ttl_s: float, now_s: float) -> list[int]:
-        """Drops texts, open ones too, that did not grow for ``ttl_s``, and forgets removals of that age; returns their keys."""
-        keys = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
+    def expire(self, ttl_s: float, now_s: float, share: float = 0.1) -> list[int]:
+        """Drops texts, open ones too, that did not grow for ``ttl_s``, and forgets removals of that age; returns their keys.
+
+        At most a share of all texts goes at once, or one: the oldest. A wrong clock is noticed before all are gone.
+        """
+        old = [key for key, text in self._texts.items() if text.updated_s < now_s - ttl_s]
+        keys = sorted(old, key=lambda key: (self._texts[key].updated_s, key))[: max(1, int(share * len(self._texts)))]
         self._drop(keys)
         self.ledger.evict(keys)
         self.ledger.forget(now_s - ttl_s)

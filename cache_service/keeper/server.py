@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import redis
 
 from cache_service.access import CacheAccess
+from cache_service.keeper.clock import AgeClock
 from cache_service.keeper.folding import READ_ENTRIES, Fold
 from cache_service.keeper.lease import Lease, LeaseLostError
 from cache_service.keeper.snapshot import encode_snapshot
@@ -19,13 +20,14 @@ from cache_service.namespace import Identity
 from cache_service.records import TextBatch, encode_batch, token_width
 from cache_service.store.breaker import failure_kind
 from cache_service.store.redis_store import Counts, Head
-from cache_service.store.stream_ids import compare_ids
+from cache_service.store.stream_ids import compare_ids, written_s
 from decoding.request import PUBLIC, tenant_of
 
 _BLOCK_S = 0.2  # one wait for entries; also how long stop() may take to be noticed
 _CHECK_S = 1.0  # between looks at what Redis holds
 _KEEP_S = 3600.0  # between two notes to Redis that the namespaces are still in use
 _EXPIRE_S = (1.0, 60.0)  # between looks for old texts: a hundredth of their time to live, within this
+_EXPIRE_SHARE = 0.1  # of a tenant's texts that one look may let go of: ten times as many as get old in that time, or more
 _ROOM = 0.9  # share of its quota that a full tenant is brought down to
 _EVICTED_KEYS = 4096  # of one batch
 _REWRITE_S = 60.0  # between two times that Redis is told to write its files anew, which costs it its size in disk and a fork
@@ -79,6 +81,7 @@ class CacheServer:
         lease = hashlib.blake2b("".join(sorted(self._tenants)).encode(), digest_size=16).hexdigest()
         self._lease = Lease(self._store, lease, self._options.lease_s)
         self._folds: dict[str, Fold] = {}  # by namespace; kept while nobody else has the lease
+        self._clock = AgeClock(self._options.ttl_s)
         self._check_at = self._expire_at = self._keep_at = self._rewrite_at = self._count_at = 0.0
         self._counted: dict[str, Counts] = {}  # by namespace; what Redis was told
         self._snapshots = self._evicted_texts = self._corrupt = self._failures = 0
@@ -207,12 +210,20 @@ class CacheServer:
             else:
                 self._compare(fold, head)
         if now >= self._expire_at:
-            for name, fold in self._folds.items():
-                if self._tenants[name] != PUBLIC:
-                    self._let_go(fold, fold.texts.expire(self._options.ttl_s, time.time()))
             low, high = _EXPIRE_S
-            self._expire_at = now + min(max(low, self._options.ttl_s / 100), high)
+            pause_s = min(max(low, self._options.ttl_s / 100), high)
+            self._expire(max(_EXPIRE_SHARE, min(1.0, 10 * pause_s / self._options.ttl_s)))
+            self._expire_at = now + pause_s
         self._check_at = now + _CHECK_S
+
+    def _expire(self, share: float) -> None:
+        """Lets go of texts that are too old, a share of them at most, where the clocks can be believed."""
+        now_s = self._clock.look(self._store.time_s())
+        if now_s is None:
+            return
+        for name, fold in self._folds.items():
+            if self._tenants[name] != PUBLIC:
+                self._let_go(fold, fold.texts.expire(self._options.ttl_s, now_s, share))
 
     def _load(self, name: str) -> None:
         self._lease.hold(self._store.usage(name).snapshot_bytes * _WORK_S_PER_TOKEN)
@@ -247,7 +258,7 @@ class CacheServer:
         quota = self._quotas[fold.namespace]
         if fold.texts.num_tokens > quota:
             self._lease.hold(fold.texts.num_tokens * _WORK_S_PER_TOKEN)
-            self._let_go(fold, fold.texts.evict(int(quota * _ROOM), self._options.half_life_s, time.time()))
+            self._let_go(fold, fold.texts.evict(int(quota * _ROOM), self._options.half_life_s, written_s(fold.cursor)))
         while fold.unsaid:
             keys = tuple(fold.unsaid[:_EVICTED_KEYS])
             self._say(fold, fold.epoch, keys)

@@ -108,7 +108,7 @@ class Tail:
             place.warned = False
             if compare_ids(place.cursor, head.last_id) >= 0:
                 place.lag_s = 0.0
-            place.ledger.forget(time.time() - self._ttl_s)
+            place.ledger.forget(time.monotonic() - self._ttl_s)
             if head.epoch > place.ledger.epoch:
                 found |= self._deliver(tenant, TextBatch(0, 0, head.epoch))
             elif head.epoch < place.ledger.epoch:
@@ -176,7 +176,7 @@ class Tail:
 
     def _deliver(self, tenant: str, batch: TextBatch) -> bool:
         with self.deleting:
-            admitted = self.places[tenant].ledger.admit(batch, time.time())
+            admitted = self.places[tenant].ledger.admit(batch, time.monotonic())
             self._delete(tenant, admitted)
         if not (admitted.cleared or admitted.removed or admitted.evicted or admitted.deltas):
             return False
@@ -208,6 +208,7 @@ class Tail:
             if admitted is None:  # of before a deletion
                 place.useless = snapshot_id
                 return False
+            place.ledger.removed |= dict.fromkeys(admitted.removed, time.monotonic())  # as of now, by a clock that does not jump
             self._delete(tenant, admitted)
         # What was evicted is not in the emptied history; later pieces of it are the ledger's to stop.
         self._inbox.put(tenant, Admitted(admitted.cleared, admitted.removed, (), admitted.deltas), reload=afresh)

@@ -173,6 +173,11 @@ class RedisStore:
         return self.heads([namespace])[namespace]
 
     @translated
+    def time_s(self) -> float:
+        """The clock of Redis: seconds since 1970."""
+        return int(self._run("EVAL", scripts.TIME, 1, f"{self._tag}:time")) / 1e6
+
+    @translated
     def trim(self, namespace: str, before_id: str, exact: bool) -> int:
         """Removes entries older than ``before_id``; unless ``exact`` some of them may stay for a while. How many went."""
         command = ("XTRIM", self._key(namespace, "log"), "MINID", "=" if exact else "~", before_id)

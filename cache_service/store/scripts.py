@@ -62,6 +62,8 @@ if now >= tonumber(ARGV[1]) then return now end
 redis.call('SET', KEYS[1], ARGV[1])
 return tonumber(ARGV[1])
 """
+# KEYS: any of ours, so that a cluster asks the server that dates the entries. Microseconds since 1970; TIME needs another right.
+TIME = "return string.match(redis.call('INFO', 'server'), 'server_time_usec:(%d+)')"
 # KEYS: lease. ARGV: holder, milliseconds.
 ACQUIRE = """
 local holder = redis.call('GET', KEYS[1])

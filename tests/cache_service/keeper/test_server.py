@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from cache_service.keeper.folding import Fold
+from cache_service.keeper.server import CacheServer
 from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.records import TextBatch, decode_batch, encode_batch
 from cache_service.store.stream_ids import compare_ids
@@ -139,6 +140,21 @@ def test_old_texts_are_forgotten_but_for_the_public_corpus(make: Callable[..., C
     stored = cluster.store.load_snapshot(cluster.name())
     assert stored is not None
     assert decode_snapshot(stored[1]).removed == ()  # and so is what was removed
+
+
+def test_a_clock_that_jumps_deletes_nothing(make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make(ttl_s=30 * 86400.0)
+    cluster.say({f"r{number}": [1, 2, number] for number in range(100)})
+    server = CacheServer(cluster.access, IDENTITY, {})
+    right, ahead_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: right() + ahead_s[0])
+    for days in (0, 0, 1 / 24, 31, 0, 3650, -31, 0):
+        ahead_s[0] = days * 86400.0
+        server._check_at = server._expire_at = 0.0
+        server._lease.hold()
+        server._turn()
+        assert server.status().texts == 100 and server.status().evicted_texts == 0
+    server.stop()
 
 
 def test_deleted_request_is_nowhere_in_redis(make: Callable[..., Cluster]) -> None:

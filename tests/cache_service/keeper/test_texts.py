@@ -166,6 +166,18 @@ def test_time() -> None:
     assert texts.expire(float("inf"), 1e12) == [], "no limit"
 
 
+def test_one_look_lets_go_of_a_tenth_and_of_the_oldest() -> None:
+    texts, keys = TenantTexts(), [number << 16 for number in range(100)]
+    for number, key in enumerate(keys):
+        whole(texts, key, [1, 2, 3], float(number))
+    assert texts.expire(100.0, 1e9) == keys[:10], "a wrong clock does not cost all"
+    looks = 1
+    while texts.texts:
+        texts.expire(100.0, 1e9)
+        looks += 1
+    assert looks < 40, "what is old goes all the same"
+
+
 def test_the_example_of_the_docstring() -> None:
     day = 86400.0
     sorted_by_age = [tokens(1, 2, 3, 4, 5), tokens(1, 2, 3, 4, 6), tokens(7, 8, 9, 10)]
