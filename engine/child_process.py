@@ -1,0 +1,32 @@
+"""Processes that this one starts: they import its own code, whatever lies in the current folder, and get no secret."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+CODE = str(Path(__file__).resolve().parents[1])  # the folder of engine, cluster, ...
+
+# Variables by name or prefix. No child needs Ray's token, an address with a password, or a secret of the cache.
+_VARIABLES = (
+    "PATH", "HOME", "USER", "LANG", "LC_", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_", "VIRTUAL_ENV",
+    "OMP_", "MKL_", "OPENBLAS_", "KMP_", "NUMBA_", "CUDA_", "NVIDIA_", "TORCH", "TRITON_", "HF_", "MPL", "COVERAGE_",
+)  # fmt: skip
+PIP_VARIABLES = (
+    "PIP_", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NETRC",
+    "http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
+)  # fmt: skip
+_SECRETS = ("HF_TOKEN", "HF_HUB_TOKEN")
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module, with no import from the current folder."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment(*more: str) -> dict[str, str]:
+    """Return the variables for a child process: the few that it needs, and those that begin with ``more``."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith((*_VARIABLES, *more)) and name not in _SECRETS}
+    path = os.environ.get("PYTHONPATH")
+    return kept | {"PYTHONPATH": f"{CODE}{os.pathsep}{path}" if path else CODE}
