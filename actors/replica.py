@@ -13,6 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 from actors.description import Description, DeviceLostError, ReplicaError, identity_of
 from actors.live import Abort, Arrived, Command, Live
@@ -36,6 +38,7 @@ STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many 
 MANY = 4  # requests that emit in a step
 RESUME_PERIOD_S = 1.0  # at most so often clients take a stream from each other: each time it is computed again
 _LAST_EVENT = "Last-Event-ID"
+COMPILING = 2  # grammars at a time
 IDLE_S = 2.0  # for which the idle power of the devices is measured at the start, where there is a meter
 
 
@@ -75,6 +78,8 @@ class Replica:
         self._unapplied = False  # of what came from other replicas
         self._step_began: float | None = None
         self._busy = False  # as the ranks were told
+        self._compiling = ThreadPoolExecutor(COMPILING, thread_name_prefix="grammars")
+        self._turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Lock] = WeakValueDictionary()
         with contextlib.ExitStack() as parts:
             parts.callback(self._close_parts)  # they do not outlive a replica that cannot start
             if ranks is None:
@@ -111,6 +116,15 @@ class Replica:
             ReplicaError: the replica does not serve any more, or ends while it serves this request. What was emitted stands:
                 another replica goes on with it (``Request.emitted``). ``DeviceLostError`` where it is its device that failed.
         """
+        if request.params.grammar is not None:
+            try:
+                await self._compile(request)
+            except RequestError:
+                raise
+            except Exception as error:
+                logger.exception("the grammar of request %s cannot be compiled", request.request_id)
+                yield _failure(request.request_id, error)
+                return
         live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed)
         if not self._send(live):
             assert self._fault is not None
@@ -126,6 +140,15 @@ class Replica:
         finally:
             if not finished:
                 self._send(Abort(live))
+
+    async def _compile(self, request: Request) -> None:
+        """Compiles the grammar of a request in a thread, while steps go on. An account has one thread at a time."""
+        loop = asyncio.get_running_loop()
+        turn = self._turns.setdefault((loop, request.account), asyncio.Lock())
+        await turn.acquire()
+        compiling = loop.run_in_executor(self._compiling, self._engine.compile, request)
+        compiling.add_done_callback(lambda _: turn.release())  # the thread is taken until then, whoever waits for it
+        await asyncio.shield(compiling)
 
     def describe(self) -> Description:
         """The model and the counts after the last step. Raises as ``check_health`` does."""

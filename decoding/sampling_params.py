@@ -48,6 +48,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives reported with each token's log-probability; None: no log-probabilities
     min_tokens: int = 0  # tokens that end the text are not chosen before so many; stop strings end it all the same
     grammar: str | None = None  # what the text must be of, see engine.text.grammar; None: any text
+    grammar_field: str = "response_format"  # that errors of the grammar name, as the client sent it
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -38,7 +38,7 @@ from engine.planner import StepPlanner
 from engine.scheduling.placement import SlotPlacement
 from engine.scheduling.scheduler import Scheduler, check_options
 from engine.target import LocalTarget
-from engine.text.grammar import FIELD, Grammars
+from engine.text.grammar import Grammars
 from engine.text.outputs import Outputs
 
 logger = logging.getLogger(__name__)
@@ -289,8 +289,9 @@ class Engine:
             raise RequestError("logit_bias", f"token ids must be between 0 and {self.info.vocab_size - 1}")
         if params.grammar is not None:
             if self._grammars is None:
-                raise RequestError(FIELD, "structured output needs a tokenizer")
-            request.grammar = self._grammars.start(params.grammar)
+                raise RequestError(params.grammar_field, "structured output needs a tokenizer")
+            if request.grammar is None:
+                self.compile(request)
         self._scheduler.add(request)
         try:
             self._outputs.begin(request)
@@ -299,6 +300,16 @@ class Engine:
             raise
         self._requests[request.request_id] = request
         request.arrived_s = time.perf_counter()
+
+    def compile(self, request: Request) -> None:
+        """Compiles the grammar of a request, if it has one, before ``add``. From any thread: steps go on beside it.
+
+        Raises:
+            RequestError: the model cannot follow it.
+        """
+        params = request.params
+        if params.grammar is not None and self._grammars is not None:
+            request.grammar = self._grammars.start(params.grammar, request.account, params.grammar_field)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """Ends a request without further output, counted as ``reason``; its slot is free at once. False when it is not live."""
@@ -395,8 +406,10 @@ class Engine:
     def _outcome(self, work: Work, outcome: Outcome, now_s: float) -> StepOutput:
         """What a step brought a request, which it ends where the request has a fault."""
         request = work.request
-        if request.fault is None and request.grammar is not None and request.grammar.fault is not None:
-            request.fault, request.fault_field = request.grammar.fault, FIELD  # what was chosen since is not of the grammar
+        if request.grammar is not None:
+            request.grammar.end_step()
+            if request.fault is None and request.grammar.fault is not None:  # what was chosen since is not of the grammar
+                request.fault, request.fault_field = request.grammar.fault, request.params.grammar_field
         if request.fault is not None:
             return self._fail(request, request.fault, request.fault_field)
         try:

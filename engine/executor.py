@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,8 @@ from engine.forward.runner import ModelRunner
 from engine.text.grammar import Grammars
 
 logger = logging.getLogger(__name__)
+
+_COMPILING = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
@@ -170,7 +173,7 @@ class Verifier:
         if rules is None:
             if request.params.grammar is not None and request.grammar is None:  # of another rank's engine
                 assert self._grammars is not None, request.request_id
-                request.grammar = self._grammars.start(request.params.grammar)
+                request.grammar = self._grammars.start(request.params.grammar, request.account)
             rules = self._rules[request.request_id] = LogitRules(request.params, request.prompt_ids, request.grammar)
         rules.catch_up(request.output_ids)
         return rules
@@ -211,6 +214,12 @@ class LocalExecutor:
     def end(self, request: Request) -> None:
         """See ``Executor``."""
         self._verifier.end(request)
+
+    def expect(self, request: Request) -> None:
+        """Compiles the grammar of another rank's request in a thread, while its prompt is computed. ``execute`` tells a fault."""
+        grammar, grammars = request.params.grammar, self.runner.grammars
+        if grammar is not None and grammars is not None:
+            _COMPILING.submit(grammars.start, grammar, request.account)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         """See ``Executor``."""

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
 from decoding.budget.latency import StepLoad
 from decoding.drafters.base import Drafter
+from decoding.request import Request
 from decoding.tree import DraftTree
 from decoding.verify.grammar import permitted
 from engine.forward.batch import Work
 from engine.forward.rope import LengthRope
 from engine.loading.model_info import ModelInfo
 from engine.scheduling.scheduler import Scheduler, Share
+from engine.text.grammar import MASK_S
 from engine.text.outputs import Outputs
 
 
 class StepPlanner:
-    """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills."""
+    """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills.
+
+    Requests with a grammar whose masks took too long in their last step (``Grammar.slow_s``) are not drafted for. One of them
+    takes part in a step, in turns, and where there are other requests none in the next ones, so that all slow masks together
+    take about ``MASK_S`` of a step.
+    """
 
     def __init__(
         self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs, rope: LengthRope | None = None
     ) -> None:
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
         self._propose_s: float | None = None  # of the last step
+        self._slow: Request | None = None  # whose slow masks the last step computed
+        self._last_slow = -1  # arrival of the last one that had its turn
+        self._rest = 0  # steps until slow masks are computed again
 
     def plan(self, width: int) -> list[Work]:
         """The work of the next step, which ``width`` ranks will share; empty when there is nothing to do."""
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
-        drafts = self._draft([share for share in shares if share.draft_rows > 0], _load(shares, self._propose_s), now)
+        left_out = self._left_out([share.request for share in shares])
+        drafted = [share for share in shares if share.draft_rows > 0 and not _is_slow(share.request)]
+        drafts = self._draft(drafted, _load(shares, self._propose_s), now)
         rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
         works = []
         for share in self._scheduler.top_up(shares, rows):
             request = share.request
+            if request.request_id in left_out:
+                continue
             if request.admitted_s is None:
                 request.admitted_s = now
             tree = None
@@ -43,6 +58,20 @@ class StepPlanner:
             rule = None if tree is None or len(tree) == 1 else tree.rule
             works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
         return works
+
+    def _left_out(self, requests: Sequence[Request]) -> set[str]:
+        """Ids of the requests with slow masks that do not take part in a step of these requests."""
+        slow = [request for request in requests if _is_slow(request)]
+        if self._slow is not None and self._slow.grammar is not None:  # what its masks took is known by now
+            self._rest = math.ceil(self._slow.grammar.slow_s / MASK_S)
+        self._slow = None
+        if self._rest > 0 and len(slow) < len(requests):
+            self._rest -= 1
+        elif slow:
+            last = self._last_slow
+            self._slow = min(slow, key=lambda request: (request.arrival <= last, request.arrival))
+            self._last_slow = self._slow.arrival
+        return {request.request_id for request in slow if request is not self._slow}
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
         """Trees by request."""
@@ -66,6 +95,10 @@ class StepPlanner:
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts
+
+
+def _is_slow(request: Request) -> bool:
+    return request.grammar is not None and request.grammar.slow_s > 0.0
 
 
 def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:

@@ -56,6 +56,7 @@ class Rank:
             request = Request(one.request_id, one.prompt, one.params, adapter=one.adapter)
             request.state, request.scope, request.reach = RequestState.RUNNING, one.scope, one.reach
             self._requests[one.number] = request, frozenset(one.end_tokens)
+            self._executor.expect(request)
         made = [self._work(work) for work in message.works]
         works = [work for work in made if work is not None]
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from cluster.http.answers.logprobs import TokenBytes
 from cluster.http.answers.respond import ReadCalls, ReadReasoning
 from cluster.http.answers.resume import Beginning, EventIds, StreamHeaders
 from cluster.http.errors import ApiError
+from cluster.http.grammar_turns import Fault, GrammarTurns
 from cluster.http.text_threads import TextThreads
 from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
-from cluster.http.types.tool_grammar import CallMarks
+from cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from cluster.serving.generation import EnginePort, Generation, Job, Listener
 from decoding.request import SamplingParams
 from decoding.sources.embeddings import signs_of
@@ -27,7 +29,7 @@ from engine.errors import ContextLengthError, RequestError
 from engine.loading.model_info import ModelInfo
 from engine.text.chat import bracketed_tokens, knows_variable, render_chat
 from engine.text.chat_format import CALL_MARKS, HARMONY, HARMONY_ENDS, ChatFormat, added_tokens
-from engine.text.grammar import after_reasoning, behind_analysis
+from engine.text.grammar import after_reasoning, behind_analysis, reason_of
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat gets what is left of the context
 
@@ -54,9 +56,11 @@ class Answering:
     listeners: tuple[Listener, ...]  # who follow all generations
     stream_key: bytes  # signs the ids of events; empty: they have none
     chat_format: ChatFormat = dataclasses.field(init=False)  # of the model's template
+    grammars: GrammarTurns = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.chat_format = ChatFormat.of(self.threads.tokenizer)
+        self.grammars = GrammarTurns(self.threads.tokenizer)
 
     async def model(self, name: str | None = None) -> ModelInfo:
         """What is served; raises ``ApiError`` (404) when the caller named neither it nor one of its adapters."""
@@ -83,7 +87,7 @@ class Answering:
         session = body.prompt_cache_key or session_id or None
         beginning = Beginning.of(prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key)
         adapter = None if body.model == info.served_name else body.model
-        return Planner(self.threads, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
+        return Planner(self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
 
     def generation(self, engine: EnginePort, admitted: AdmittedRequest, n: int = 1, silent: bool = False) -> Generation:
         """The generation of a request that is let in; see ``Generation``."""
@@ -96,6 +100,7 @@ class Planner:
     def __init__(
         self,
         threads: TextThreads,
+        grammars: GrammarTurns,
         chat_format: ChatFormat,
         info: ModelInfo,
         beginning: Beginning,
@@ -105,7 +110,7 @@ class Planner:
         adapter: str | None = None,
     ) -> None:
         self._adapter = adapter
-        self._threads, self._tokenizer, self.info = threads, threads.tokenizer, info
+        self._threads, self._grammars, self._tokenizer, self.info = threads, grammars, threads.tokenizer, info
         self._format, self._begins_within = chat_format, False if chat_format.reasoning is None else None
         self.beginning, self._sharing, self._session = beginning, sharing, session
         self._admission, self._limits = admission, admission.limits
@@ -183,7 +188,7 @@ class Planner:
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
-        grammar = await self._threads.run(self._grammar, body) if bound else None
+        grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
         references, vector = await self._references(body), body.reference_embedding
         embedding = None if vector is None else await self._threads.run(signs_of, vector)
@@ -206,6 +211,17 @@ class Planner:
                 message += " (limits.max_reference_tokens): send less"
                 raise self._admission.refuse(ApiError(400, message, param=field, code="too_many_references"))
         return tuple(found)
+
+    def _checked_grammar(self, body: ChatCompletionRequest | CompletionRequest, fault: Fault) -> str:
+        """The grammar of an answer that is bound. Raises ``RequestError``, naming the field: the model cannot follow it."""
+        grammar = self._grammar(body)
+        assert grammar is not None, body.bound_by
+        if reason := fault(grammar):
+            field = body.bound_by
+            if field is None and isinstance(body, ChatCompletionRequest):
+                field = faulty_tool(body.tools or (), body.tool_choice, fault)
+            raise RequestError(field or "tools", reason_of(reason))
+        return grammar
 
     def _grammar(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
         if not isinstance(body, ChatCompletionRequest):
@@ -314,6 +330,7 @@ class Planner:
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skips_special and not self._needs_special(body),
             grammar=grammar,
+            grammar_field=body.bound_by or "tools",
         )
 
     def _ends(self, body: ChatCompletionRequest | CompletionRequest) -> list[int]:

@@ -25,8 +25,18 @@ class Grammar(Protocol):
         ...
 
     @property
+    def slow_s(self) -> float:
+        """Seconds that the request's last step took here, where that is too long for the others of a step; else 0."""
+        ...
+
+    @property
     def length(self) -> int:
         """Tokens pushed."""
+        ...
+
+    def end_step(self) -> None:
+        """Settles what the calls of a step took. Too much in all is a fault. Called by the engine that has the request alone:
+        ranks have to agree on what is allowed, and their times differ."""
         ...
 
     def push(self, token: int) -> bool:

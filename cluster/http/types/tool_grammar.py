@@ -192,26 +192,56 @@ def tools_grammar(tools: Sequence[Tool], choice: str | NamedTool | None, single:
     Raises:
         RequestError: naming the tool whose schema cannot be enforced, and why.
     """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    required = named is not None or choice == "required"
-    offered = []
-    for index, tool in enumerate(tools):
-        function = tool.function
-        if named in (None, function.name):
-            schema = function.parameters if required or function.strict else None
-            try:
-                _check_schema(schema or _ANY_OBJECT)
-            except GrammarError as error:
-                raise RequestError(f"tools[{index}].function.parameters", str(error)) from error
-            offered.append(Offered(function.name, schema))
+    named, required = _binding(choice)
+    bound = _bound(tools, choice)
+    for place, tool in bound:
+        kind = (tool.arguments or _ANY_OBJECT).get("type", "object")
+        if kind != "object":
+            raise RequestError(place, f"the arguments of a function are an object, but the schema's type is {kind!r}")
+    offered = [tool for _, tool in bound]
     try:
+        _check_schemas(offered)
         return call_grammar(offered, required, single or named is not None, marks)
-    except GrammarError as error:
+    except (GrammarError, RecursionError) as error:
+        for place, tool in bound:  # one by one only now: each takes a process
+            try:
+                json_grammar(tool.arguments or _ANY_OBJECT)
+            except GrammarError as reason:
+                raise RequestError(place, str(reason)) from reason
         raise RequestError("tools", str(error)) from error
 
 
-def _check_schema(schema: Mapping[str, Any]) -> None:
-    """Raises ``GrammarError`` where the arguments of a tool cannot be held to a schema."""
-    if schema.get("type", "object") != "object":
-        raise GrammarError(f"the arguments of a function are an object, but the schema's type is {schema['type']!r}")
-    json_grammar(schema)
+def _check_schemas(offered: Sequence[Offered]) -> None:
+    """Raises ``GrammarError``: the arguments of one of these tools cannot be held to its schema, or all schemas are too long."""
+    rules = [f"tool_{index}: {_json_rule(tool.arguments or _ANY_OBJECT)}" for index, tool in enumerate(offered)]
+    lark_grammar("\n".join([f"start: {_either('tool', len(offered))}", *rules]))
+
+
+def faulty_tool(tools: Sequence[Tool], choice: str | NamedTool | None, fault: Callable[[str], str]) -> str | None:
+    """The field of the first tool whose schema has a fault by itself; None where only all of them together have one.
+
+    Args:
+        tools: of the request.
+        choice: as ``tools_grammar`` has it.
+        fault: of a grammar, empty for none.
+    """
+    return next((field for field, tool in _bound(tools, choice) if fault(json_grammar(tool.arguments or _ANY_OBJECT))), None)
+
+
+def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
+    """The function that has to be called, if it is a certain one, and whether any has to be."""
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    return named, named is not None or choice == "required"
+
+
+def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
+    """The tools that may be called, with the schemas that are enforced and their fields."""
+    named, required = _binding(choice)
+    return [
+        (
+            f"tools[{index}].function.parameters",
+            Offered(tool.function.name, tool.function.parameters if required or tool.function.strict else None),
+        )
+        for index, tool in enumerate(tools)
+        if named in (None, tool.function.name)
+    ]

@@ -28,6 +28,10 @@ class ListedTexts:
         self._texts = [(*text, END) for text in texts]
         self._output: list[int] = []
         self.fault: str | None = None
+        self.slow_s = 0.0
+
+    def end_step(self) -> None:
+        pass
 
     @property
     def length(self) -> int:

@@ -1,0 +1,40 @@
+"""Grammars of requests, built and checked beside the event loop, in turns by API key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cluster.http.turns import Turns
+from engine.loading.model_info import ModelInfo
+from engine.text.grammar import vocabulary_of
+from engine.text.grammar_check import NO_VOCABULARY, GrammarChecker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Fault = Callable[[str], str]  # what is wrong with a grammar for the model; empty: nothing
+
+
+class GrammarTurns:
+    """Threads of their own: who waits for a grammar that takes its time holds up no text of another key."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self._turns = tokenizer, Turns("grammars")
+        self._checker: tuple[ModelInfo, GrammarChecker] | None = None
+
+    async def build(self, info: ModelInfo, build: Callable[[Fault], str]) -> str:
+        """Call a function that builds a grammar and refuses it where it has a fault, and return the grammar. Raises as
+        ``Turns.run``.
+        """
+        return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
+
+    def _fault(self, info: ModelInfo, grammar: str) -> str:
+        known = self._checker
+        if known is None or (known[0].vocab_size, known[0].eos_token_ids) != (info.vocab_size, info.eos_token_ids):
+            try:
+                vocabulary = vocabulary_of(self._tokenizer, info.vocab_size, info.eos_token_ids)
+            except ValueError as error:
+                return f"{NO_VOCABULARY}: {error}"
+            known = self._checker = info, GrammarChecker(vocabulary)
+        return known[1].fault(grammar)
