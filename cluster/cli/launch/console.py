@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 
 import psutil
@@ -62,11 +61,21 @@ class Progress:
             self._moving.stop()
             self._moving = None
 
+    def from_a_handler(self, text: str) -> None:
+        """A line of a signal's handler, which may interrupt any other, and what that one imports."""
+        clear = "\r\x1b[2K" if self._moving is not None else ""
+        os.write(2, f"{clear}{self._line(text, {})}\n".encode())
+
     def _print(self, text: str, more: dict[str, str]) -> None:
         if self._as_json:
-            print(json.dumps({"seconds": round(self._seconds(), 1), "message": text, **more}), file=sys.stderr, flush=True)
+            print(self._line(text, more), file=sys.stderr, flush=True)
         else:
-            self._console.print(f"[{self._seconds():6.1f} s] {text}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(self._line(text, more), markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, text: str, more: dict[str, str]) -> str:
+        if self._as_json:
+            return json.dumps({"seconds": round(self._seconds(), 1), "message": text, **more})
+        return f"[{self._seconds():6.1f} s] {text}"
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began
@@ -80,7 +89,7 @@ class StopSignals:
     The first one raises nothing: Ray interrupted half-way through its start could not be stopped in order.
     """
 
-    def __init__(self, say: Callable[[str], None], folder: RayFolder) -> None:
+    def __init__(self, say: Progress, folder: RayFolder) -> None:
         self.requested = 0  # number of the first signal
         self._say, self._folder = say, folder
 
@@ -101,7 +110,7 @@ class StopSignals:
             self._folder.end()
             os._exit(128 + number)
         self.requested = number
-        self._say("stopping (Ctrl-C again ends everything at once)")
+        self._say.from_a_handler("stopping (Ctrl-C again ends everything at once)")
 
 
 def kill_children() -> None:
