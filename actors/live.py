@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decoding.request import CLEARED_TOKENS, Request, StepOutput
 from decoding.step_output import merge_outputs
 
-MOST_HELD = CLEARED_TOKENS // 2  # tokens: what is computed again after a crash is less than what clears a suspect
+MOST_HELD = CLEARED_TOKENS // 2  # tokens: what is computed again after a crash is less than what ends a quarantine
 
 
 @dataclass(slots=True)
@@ -21,10 +21,10 @@ class Live:
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[StepOutput | Exception]
     published: int = 0  # emitted tokens that the mirror was told of
-    announced: bool = False  # being a suspect, to its consumer, that it is computed
     held: StepOutput | None = None  # goes out with the next
     told_s: float = -math.inf  # when tokens went out last
     resumed: bool = False  # takes the place of a live request of the same id and account
+    announced: bool = False  # its consumer is told when it is computed alone
     began_s: float = field(default_factory=time.monotonic)
 
     def tell(self, output: StepOutput, now_s: float, period_s: float) -> bool:

@@ -33,7 +33,7 @@ MAX_FAILED_STEPS = 3  # in a row: then the fault is the device's or the model's,
 SETTLED_S = 5.0  # after the start: until then the other processes of a server need the processors
 QUIET_S = 1.0  # without a request, before what was put off goes on: it takes processors, and slots whose KV would be reused
 STALL_S = 120.0  # a step that takes longer is taken for a hang
-ANNOUNCE_S = 0.05  # until word of a suspect that is about to be computed has left a process that it may end
+ANNOUNCE_S = 0.05  # until word of who is computed alone has left a process that the next step may end
 STREAM_PERIOD_S = 0.04  # at most so often tokens of a request leave while many are computed: each event costs all of them time
 MANY = 4  # requests that emit in a step
 RESUME_PERIOD_S = 1.0  # at most so often clients take a stream from each other: each time it is computed again
@@ -75,6 +75,7 @@ class Replica:
         self._closing = threading.Lock()  # nothing enters the inbox after it was emptied for the last time
         self._fault: ReplicaError | None = None  # why nothing is taken any more
         self._failed_steps = 0
+        self._alone: Live | None = None  # who was told last that it is computed alone
         self._unapplied = False  # of what came from other replicas
         self._step_began: float | None = None
         self._busy = False  # as the ranks were told
@@ -93,23 +94,26 @@ class Replica:
             if meter is not None:
                 self._open_meter(meter)
             parts.pop_all()
-        self._engine.before_suspect = self._announce
+        self._engine.before_step = self._announce
         if ranks is not None and end is not None:
             ranks.device_failed = self._lose_device
         self._chores_from_s = time.monotonic() + SETTLED_S
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request, resumed: bool = False) -> AsyncGenerator[StepOutput, None]:
+    async def generate(
+        self, request: Request, resumed: bool = False, announced: bool = False
+    ) -> AsyncGenerator[StepOutput, None]:
         """The outputs of one request as they are computed; the last has a finish reason.
 
-        The first output is empty: it says that the engine took the request. For a suspect a second empty one says that it is
-        about to be computed. A consumer that goes away (cancelled, or ``aclose``) frees the slot at the next step.
+        The first output is empty: it says that the engine took the request. A consumer that goes away (cancelled, or ``aclose``)
+        frees the slot at the next step.
 
         Args:
             request: new. Of what it emitted elsewhere nothing comes again.
             resumed: a request of the same id and account that is live is aborted, as its consumer may be gone without a word. It
                 ends with a ``StreamTakenError``, and so does this one where the other was resumed within ``RESUME_PERIOD_S``.
+            announced: outputs without tokens say before a step whether it computes this request, which is quarantined, alone.
 
         Raises:
             engine.errors.QueueFullError, engine.errors.RequestError: before the first output; the engine refuses the request.
@@ -125,7 +129,7 @@ class Replica:
                 logger.exception("the grammar of request %s cannot be compiled", request.request_id)
                 yield _failure(request.request_id, error)
                 return
-        live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed)
+        live = Live(request, asyncio.get_running_loop(), asyncio.Queue(), resumed=resumed, announced=announced)
         if not self._send(live):
             assert self._fault is not None
             raise _again(self._fault)
@@ -327,12 +331,17 @@ class Replica:
             if live.held is not None and request_id not in told:  # nobody knows when it will be computed again
                 live.put(StepOutput(request_id, (), ""))
 
-    def _announce(self, suspect: Request) -> None:
-        live = self._live.get(suspect.request_id)
-        if live is not None and not live.announced:
-            live.announced = True
-            live.put(StepOutput(suspect.request_id, (), ""))
-            time.sleep(ANNOUNCE_S)
+    def _announce(self, alone: Request | None) -> None:
+        """Tell who asked to be told that the next step computes it alone, or no more, before that step may end the process."""
+        live = None if alone is None else self._live.get(alone.request_id)
+        before, self._alone = self._alone, live if live is not None and live.announced else None
+        if before is self._alone:
+            return
+        if before is not None and self._live.get(before.request.request_id) is before:
+            before.put(StepOutput(before.request.request_id, (), "", alone=False))
+        if self._alone is not None:
+            self._alone.put(StepOutput(self._alone.request.request_id, (), "", alone=True))
+        time.sleep(ANNOUNCE_S)
 
     def _deliver(self, output: StepOutput, now_s: float, period_s: float) -> None:
         live = self._live.get(output.request_id)

@@ -25,7 +25,7 @@ __all__ = [
 
 PUBLIC = "*"  # the tenant whose texts all tenants draft from
 PLAIN = "autoregressive"  # the strategy of plain decoding, which every request may ask for
-CLEARED_TOKENS = 16  # that a suspect emits alone: what an engine had not told of when it ended is of a step or two
+CLEARED_TOKENS = 16  # that end a quarantine: what an engine had not told of when it ended is of a step or two
 
 
 def memory_name(tenant: str | None, adapter: str | None) -> str | None:
@@ -80,7 +80,7 @@ class Request:
         prompt_logprobs: alternatives reported with each log-probability of the prompt (``StepOutput.prompt_logprobs``); None
             for none. The whole prompt is computed then, whatever is there of it. With ``emitted`` they were told before.
         embedding: of the client's, as ``decoding.sources.embeddings.signs_of`` gives it: past requests are found by it, too.
-        suspect: an engine ended, or a step failed, while it was computed: it is computed alone until it has emitted
+        quarantined: an engine ended, or a step failed, while it was computed: it is computed alone until it has emitted
             ``CLEARED_TOKENS`` more.
 
     Raises:
@@ -92,10 +92,10 @@ class Request:
 
     __slots__ = (
         "_buffer", "_length", "account", "adapter", "admitted_s", "argmax", "arrival", "arrived_s", "embedding", "fault",
-        "fault_field", "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given", "num_prompt",
-        "params", "priority", "prompt_logprobs", "prompt_scores", "public", "queued_s", "reach", "references", "report",
-        "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "suspect", "tenant", "text", "waited_s",
-        "weight",
+        "fault_field", "finish_reason", "first_token_s", "grammar", "max_draft_tokens", "memory", "num_computed", "num_given",
+        "num_prompt", "params", "priority", "prompt_logprobs", "prompt_scores", "public", "quarantined", "queued_s", "reach",
+        "references", "report", "request_id", "scope", "siblings", "slot", "state", "stats", "strategy", "tenant", "text",
+        "waited_s", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -118,7 +118,7 @@ class Request:
         report: bool = False,
         prompt_logprobs: int | None = None,
         embedding: Int32Array | None = None,
-        suspect: bool = False,
+        quarantined: bool = False,
     ) -> None:
         _check(prompt_ids, params, emitted, max_draft_tokens)
         self.request_id, self.params, self.priority = request_id, params, priority
@@ -127,7 +127,7 @@ class Request:
         self.max_draft_tokens = 0 if strategy == PLAIN else max_draft_tokens
         self.tenant, self.public, self.siblings, self.report = tenant, public, siblings, report
         self.adapter, self.memory = adapter, memory_name(tenant, adapter)
-        self.suspect, self.embedding = suspect, embedding
+        self.quarantined, self.embedding = quarantined, embedding
         self.argmax = params.greedy and not params.alters_logits  # every token is that of the highest of the model's own logits
         self.prompt_logprobs = None if len(emitted) else prompt_logprobs
         self.prompt_scores: list[TokenLogprob] = []  # of its tokens from the second on, as far as they are computed
@@ -207,8 +207,8 @@ class Request:
         assert end <= len(self._buffer), (len(token_ids), self.remaining)
         self._buffer[self._length : end] = token_ids
         self._length = end
-        if self.suspect and self.num_output - self.num_given >= CLEARED_TOKENS:
-            self.suspect = False
+        if self.quarantined and self.num_output - self.num_given >= CLEARED_TOKENS:
+            self.quarantined = False
 
 
 def _check(

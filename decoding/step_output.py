@@ -93,6 +93,7 @@ class StepOutput:
     # Of the first output with tokens, where the request asks for it: one for each token of the prompt from the second on.
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     fault_field: str | None = None  # set with error: the request's field that is at fault; None: a step failed
+    alone: bool | None = None  # set without tokens: whether the next step computes this request, which is quarantined, alone
 
 
 def merge_outputs(outputs: Sequence[StepOutput]) -> StepOutput:

@@ -124,7 +124,7 @@ class Engine:
         self._metrics = EngineMetrics(info.max_model_len)
         self._chores: list[Iterator[None]] = []
         self.in_step: tuple[str, ...] = ()  # requests that the last step computes; none until it is planned
-        self.before_suspect: Callable[[Request], None] | None = None  # is told of a step that computes a suspect
+        self.before_step: Callable[[Request | None], None] | None = None  # is told who is quarantined and computed alone
 
     @classmethod
     def load(
@@ -391,8 +391,8 @@ class Engine:
     def _execute(self, works: Sequence[Work]) -> tuple[list[Outcome | None], float, float]:
         """Computes the works of a step: what came of each, None for a part of a prompt; the seconds it took; when it was done."""
         self.in_step = tuple(work.request.request_id for work in works)
-        if self.before_suspect is not None and works[0].request.suspect:
-            self.before_suspect(works[0].request)
+        if self.before_step is not None:
+            self.before_step(works[0].request if works[0].request.quarantined else None)
         started_s = time.perf_counter()
         outcomes = self._executor.execute(works, self._drafter.top_k)
         ended_s = time.perf_counter()
@@ -421,7 +421,7 @@ class Engine:
             return self._fail(request, *fault_of(error))
 
     def _fail(self, request: Request, message: str, field: str | None = None) -> StepOutput:
-        """End a request with an error. Its own fault, which has a field, counts as its client's end, not as the engine's error."""
+        """End a request with an error. Its own fault, which has a field, counts as an abort, not as an error."""
         if field is not None:
             logger.info("request %s is at fault: %s: %s", request.request_id, field, message)
         if request.request_id in self._requests:  # it may just have ended

@@ -81,16 +81,25 @@ def told_error(error: Exception, event: str) -> ApiError:
     return told
 
 
+def renamed(error: Exception) -> Exception:
+    """Return an error about the chat that a request of the Responses API became as one about the request's own fields."""
+    if isinstance(error, RequestError):
+        return type(error)(own_name(error.field) or "input", error.message)
+    if isinstance(error, ApiError):
+        error.param = own_name(error.param)
+    return error
+
+
 @contextlib.contextmanager
 def renamed_errors() -> Iterator[None]:
     """Has errors about the chat that a request of the Responses API became name the request's own fields."""
     try:
         yield
-    except RequestError as error:
-        raise type(error)(own_name(error.field) or "input", error.message) from error
     except ApiError as error:
-        error.param = own_name(error.param)
+        renamed(error)
         raise
+    except RequestError as error:
+        raise renamed(error) from error
 
 
 def install(app: FastAPI) -> None:

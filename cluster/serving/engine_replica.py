@@ -106,7 +106,7 @@ class EngineReplica:
             items.put_nowait((place, OtherVersionError()))
             return
         try:
-            stream = self._replica.generate(job.request(self._shared(job)), resumed=job.resumed)
+            stream = self._replica.generate(job.request(self._shared(job)), job.resumed, job.announced)
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     items.put_nowait((place, output))

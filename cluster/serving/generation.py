@@ -16,7 +16,7 @@ from decoding.request import FinishReason, Request, SamplingParams, StepOutput, 
 from decoding.tree import Int32Array
 from engine.errors import RequestError
 
-_FOR_ROUTING = ("session", "avoid_s", "resumed", "version")  # of a job: what its engine need not know
+_FOR_ROUTING = ("announced", "session", "avoid_s", "resumed", "version")  # of a job: what its engine need not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Job:
     report: bool = False  # outputs say who drafted their tokens
     prompt_logprobs: int | None = None  # alternatives told with each log-probability of the prompt; None: none are told
     embedding: Int32Array | None = None  # of the client's, as ``decoding.sources.embeddings.signs_of`` gives it
-    suspect: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
+    quarantined: bool = False  # a replica ended, or a step failed, while it was computed: it is computed alone for a while
+    announced: bool = False  # a replica ended: outputs say when the next one computes it alone, and may end as well
     session: str | None = None  # of the tenant: its requests go to one replica, where that can be
     avoid_s: float = 0.0  # it was sent before, to a replica that said nothing for too long: nobody else goes there for so long
     resumed: bool = False  # a client that was cut off goes on with it: it takes the place of the same request of its account

@@ -32,6 +32,7 @@ TOGETHER = 8  # most jobs of one call, which go to one replica: each call, and e
 BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
 SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
 FIRST_WORD_S = 1.5  # likewise, where another replica may take what this one has not said a word of
+_PARTS = 10  # in which either time is counted: a loop that was held for longer than a part reads what came before the next one
 SILENT_S, EARLY_S = 30.0, 5.0  # a silent replica is avoided for so long after either; Serve replaces one that hangs meanwhile
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
 MAX_LOSSES_IN_ALL = 16
@@ -71,6 +72,8 @@ class _Call:
         self._calling: asyncio.Task[None] | None = None
         self._readers = 0
         self.heard_s: float | None = None  # when the replica said something last
+        self._quiet = 0  # parts of the time since then
+        self._timer: asyncio.TimerHandle | None = None  # of the next part
 
     async def items(self, place: int) -> AsyncGenerator[Item, None]:
         """What comes of a job, to its last item. Raises ``_LostError``."""
@@ -96,14 +99,15 @@ class _Call:
         live = set(range(len(self._jobs)))
         end: BaseException = asyncio.CancelledError()
         try:
-            while live:
-                async with asyncio.timeout(self.patience_s if self.heard_s is None else SILENCE_S):
+            async with asyncio.timeout(None) as limit:
+                self._count_part(limit)
+                while live:
                     batch = await response.__anext__()
-                self.heard_s = time.monotonic()
-                for place, item in batch:
-                    self._items[place].put_nowait(item)
-                    if is_last(item):
-                        live.discard(place)
+                    self.heard_s, self._quiet = time.monotonic(), 0
+                    for place, item in batch:
+                        self._items[place].put_nowait(item)
+                        if is_last(item):
+                            live.discard(place)
         except (RayError, RayServeException, grpc.RpcError, StopAsyncIteration, TimeoutError) as error:
             logger.debug("a replica is lost with %s", [self._jobs[place].request_id for place in live], exc_info=error)
             end = error
@@ -111,10 +115,25 @@ class _Call:
             end = error
             raise
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             if live:
                 response.cancel()
             for place in live:
                 self._items[place].put_nowait(_LostError(end))
+
+    def _count_part(self, limit: asyncio.Timeout) -> None:
+        """Count a part of the time in which the replica says nothing, and end the call after the last one.
+
+        The time of a timer would also pass while the event loop is held, and what came meanwhile would not be read. A part that
+        begins after that gives the loop a turn for it.
+        """
+        loop = asyncio.get_running_loop()
+        if self._quiet == _PARTS:
+            limit.reschedule(loop.time())
+            return
+        self._quiet += 1
+        self._timer = loop.call_later((self.patience_s if self.heard_s is None else SILENCE_S) / _PARTS, self._count_part, limit)
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,7 +146,8 @@ class _Progress:
     taken: bool = False  # the consumer was told that a replica has it
     attempts: int = 0
     avoid_s: float = 0.0  # for which nobody else goes to its last replica, which said nothing for too long
-    suspect: bool = False  # it was computed when a replica was lost or a step failed, and is not cleared
+    quarantined: bool = False  # it was computed when a replica ended or a step failed, and is not cleared
+    ended: bool = False  # with quarantined: a replica ended
     losses: int = 0  # since its last token
     losses_in_all: int = 0
     failed_engine: str | None = None  # whose device failed last, if no token came since
@@ -146,12 +166,13 @@ class HandleEngine:
     Outputs are a function of prompt, parameters and seed. So a request whose replica is lost goes on at another, or at the one
     that takes its place, from the tokens that came: the consumer sees a pause, and no token is lost or comes twice.
 
-    A replica's end may be a request's fault. Who lost one is a *suspect*: the next replica computes it alone, until it has
-    emitted ``CLEARED_TOKENS`` more. If that one ends as well while it does, the request is refused; requests that waited there
-    meanwhile are sent again and bear no blame.
+    A replica's end may be a request's fault. Who lost one is *quarantined*: the next replica computes it in steps of its own,
+    until it has emitted ``CLEARED_TOKENS`` more, and says before and after each. If that replica ends as well in such a step, the
+    request is refused; requests that waited there meanwhile are sent again and bear no blame. A replica takes one quarantined
+    request of an account: the next one waits here for its turn.
 
     A device that fails is no request's fault, and the replica says so before it ends. Who loses two devices and no token came in
-    between is a suspect as well.
+    between is quarantined as well.
 
     Example: a replica ends after it has sent ``7`` and ``8 9``. The job is sent again with ``emitted=(7, 8, 9)``; another replica
     computes their KV with the prompt's, and its first new output is the fourth token.
@@ -212,8 +233,9 @@ class HandleEngine:
                     emitted = (*job.emitted, *progress.emitted)
                     resumed = job.resumed and not progress.taken  # it has the place of the older stream by now
                     again = dataclasses.replace(
-                        job, emitted=emitted, suspect=progress.suspect, avoid_s=progress.avoid_s, resumed=resumed
-                    )
+                        job, emitted=emitted, quarantined=progress.quarantined, announced=progress.ended, resumed=resumed,
+                        avoid_s=progress.avoid_s,
+                    )  # fmt: skip
                     progress.avoid_s = 0.0
                     call, place = _Call(self._streaming, (again,)), 0
                 attempt, call = self._attempt(job, call, place, progress), None
@@ -255,14 +277,13 @@ class HandleEngine:
         """What is new of the outputs of one replica.
 
         A failed step ends all requests in it, whosever fault it was. So it ends without a finish reason then, to be made again,
-        alone, unless the last attempt failed as well and this one emitted nothing since.
+        alone, unless the last attempt failed as well and this one emitted nothing since. A request's own fault is final.
 
         Raises:
             _LostError: the replica does not answer any more. Beyond that what ``EnginePort.generate`` raises.
             ApiError: nor did the last one, and this one computed the request alone.
         """
-        suspect, given = progress.suspect, len(progress.emitted)
-        accepted = alone = False
+        given, alone = len(progress.emitted), False
         try:
             async with contextlib.aclosing(call.items(place)) as items:
                 async for item in items:
@@ -270,18 +291,19 @@ class HandleEngine:
                         raise _LostError(item)
                     if isinstance(item, Exception):
                         raise item
-                    if item.finish_reason is FinishReason.ERROR and progress.failed_at != len(progress.emitted):
+                    step_failed = item.finish_reason is FinishReason.ERROR and item.fault_field is None
+                    if step_failed and progress.failed_at != len(progress.emitted):
                         logger.warning("request %s: a step failed, it is tried again: %s", job.request_id, item.error)
-                        progress.failed_at, progress.suspect = len(progress.emitted), True
+                        progress.failed_at, progress.quarantined = len(progress.emitted), True
                         return
-                    alone, accepted = alone or (suspect and accepted), True
+                    alone = alone if item.alone is None else item.alone
                     if item.token_ids or is_last(item) or not progress.taken:
                         progress.taken = True
                         progress.emitted += item.token_ids
                         if item.token_ids:
                             progress.losses, progress.failed_engine = 0, None
                         if len(progress.emitted) - given >= CLEARED_TOKENS:
-                            alone = progress.suspect = False
+                            alone = progress.quarantined = progress.ended = False
                         yield item
         except _LostError as lost:
             heard = call.heard_s is not None
@@ -298,7 +320,8 @@ class HandleEngine:
                 message = "an engine replica ended twice while it computed this request, the second time with no other one"
                 never = {"x-should-retry": "false"}  # which OpenAI's clients heed
                 raise ApiError(500, f"{message}: it is not tried again", code="engine_crashed", headers=never) from lost
-            progress.suspect |= ended
+            progress.quarantined |= ended
+            progress.ended |= ended
             raise
         finally:
             if call.heard_s is not None:
@@ -360,4 +383,4 @@ def _passes(refusal: QueueFullError | RequestError, progress: _Progress) -> bool
     """Whether a request that is under way only has to wait: for a place, or for a replica that has not let go of it yet."""
     if isinstance(refusal, RequestError) and refusal.field == "request_id":
         return progress.taken or progress.attempts > 1
-    return progress.taken and isinstance(refusal, QueueFullError)
+    return (progress.taken or progress.quarantined) and isinstance(refusal, QueueFullError)

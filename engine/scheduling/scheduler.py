@@ -12,6 +12,7 @@ from decoding.request import Request, RequestState
 from engine.errors import QueueFullError, RequestError
 from engine.kv.prefix_cache import WORTH_COPYING, common_prefix
 from engine.scheduling.fair_queue import FairQueue
+from engine.scheduling.quarantine import QuarantineTurns
 
 
 @dataclass(slots=True)  # not frozen, which would take longer to make: there is one for each request in each step
@@ -74,7 +75,8 @@ class Scheduler:
     comes waits for the step that runs, whoever's prompt it computes. Prompts have a step without the accounts that have more
     slots for their weight than theirs, at most every second one: a first token does not wait for the rows of who floods.
 
-    A suspect is computed alone: while one runs, the others keep their slots and get no rows.
+    A quarantined request is computed alone, in its turns (``QuarantineTurns``). The others keep their slots meanwhile. An account
+    has one such request at a time.
 
     After a step that ran out of memory fewer requests run, in steps of fewer rows (``shrink``); later, step by step, more again.
     """
@@ -107,7 +109,8 @@ class Scheduler:
         self._most_running, self._most_rows = options.max_running, options.max_step_tokens  # less after ``shrink``
         self._since_shrunk = 0  # computed steps
         self._came_s: dict[str, float] = {}  # by account, when one of its requests came last; of late only
-        self._ahead = False  # whether the last step was one of prompts that went ahead
+        self._quarantine = QuarantineTurns()
+        self._ahead = False  # whether the last step but those of a quarantined request was one of prompts that went ahead
         self._decoding = 0  # requests of the step
         self._prefilling: list[Request] = []  # of the step
         self._followers: list[Request] = []  # prefills without rows in the last step: others may have computed what they need
@@ -131,13 +134,16 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            QueueFullError: no slot is free for it and ``max_waiting`` requests wait already.
+            QueueFullError: no slot is free for it and ``max_waiting`` requests wait already, or it is quarantined and so is
+                another one of its account.
             RequestError: it has a priority, and the policy knows none.
         """
         if request.priority and self.options.scheduling_policy != "priority":
             raise RequestError("priority", "all requests are alike urgent here (engine.scheduling_policy is fcfs): leave it out")
         if len(self._waiting) >= self.options.max_waiting + self.num_free_slots:
             raise QueueFullError(f"{len(self._waiting)} requests wait already (engine.max_waiting): try again later")
+        if request.quarantined and any(one.quarantined and one.account == request.account for one in self.requests()):
+            raise QueueFullError("another request of this tenant is computed alone first: try again later")
         self._arrivals += 1
         request.arrival, request.queued_s = self._arrivals, self._clock()
         self._came_s[request.account] = request.queued_s
@@ -219,8 +225,9 @@ class Scheduler:
         self._followers = []
         if self._waiting:
             self._admit()
-        suspects = [request for request in self.running if request.suspect]
-        computed = suspects[:1] or self._going_ahead() or self.running
+        alone = self._quarantine.next(self.running)
+        others = [request for request in self.running if not request.quarantined]
+        computed = [alone] if alone is not None else self._going_ahead(others) or others
         decoding = [request for request in computed if request.num_computed == request.num_tokens - 1]
         prefilling = [request for request in computed if request.num_computed < request.num_tokens - 1]
         self._decoding, self._prefilling = len(decoding), prefilling
@@ -231,16 +238,16 @@ class Scheduler:
         shares = [Share(request, request.num_tokens, rows * width) for request, rows in zip(decoding, drafts, strict=True)]
         return shares + self._prefill_shares(budget - len(decoding) - sum(drafts)) if prefilling else shares
 
-    def _going_ahead(self) -> list[Request]:
+    def _going_ahead(self, running: Sequence[Request]) -> list[Request]:
         """Who has the next step without the accounts that have more for their weight; nobody where it is everyone's turn."""
-        turn = not self._ahead and len({request.account for request in self.running}) > 1
+        turn = not self._ahead and len({request.account for request in running}) > 1
         going: list[Request] = []
         if turn:
             load = self._waiting.load
-            most = max(map(load, self.running))
-            prompts = [request for request in self.running if request.num_computed < request.num_tokens - 1]
+            most = max(map(load, running))
+            prompts = [request for request in running if request.num_computed < request.num_tokens - 1]
             loads = [load(request) for request in prompts if load(request) < most]
-            going = [request for request in self.running if load(request) <= max(loads)] if loads else []
+            going = [request for request in running if load(request) <= max(loads)] if loads else []
         self._ahead = bool(going)
         return going
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import threading
 import time
@@ -16,7 +17,7 @@ from actors import replica as replica_module
 from actors.description import ReplicaError
 from actors.replica import Replica
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
-from decoding.request import FinishReason, Request, SamplingParams, StepOutput
+from decoding.request import CLEARED_TOKENS, FinishReason, Request, SamplingParams, StepOutput
 from engine import target
 from engine.engine import Engine
 from engine.errors import ContextLengthError, ModelLoadError, QueueFullError, StreamTakenError
@@ -386,7 +387,7 @@ def test_many_streams_leave_in_fewer_events(rarely_told: Replica) -> None:
 
 
 def test_a_stream_that_stands_still_holds_nothing(rarely_told: Replica) -> None:
-    """While a suspect is computed alone the others wait, and have been told what they emitted."""
+    """While a quarantined request has its steps alone the others are told what they have emitted."""
     events = [0] * replica_module.MANY
 
     async def read(number: int) -> None:
@@ -396,12 +397,34 @@ def test_a_stream_that_stands_still_holds_nothing(rarely_told: Replica) -> None:
     async def run() -> None:
         readers = [asyncio.create_task(read(number)) for number in range(len(events))]
         await until(lambda: events == [1] * len(events))
-        suspect = request("suspect")
-        suspect.suspect = True
-        await collect(rarely_told, suspect)
-        await until(lambda: events == [2] * len(events))
+        quarantined = request("quarantined")
+        quarantined.quarantined = True
+        await collect(rarely_told, quarantined)
+        await until(lambda: min(events) >= 2)
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_quarantined_request_is_told_before_each_step_whether_it_is_computed_alone(replica: Replica) -> None:
+    async def run() -> None:
+        expected = ids(await collect(replica, request("before")))
+        other = asyncio.create_task(collect(replica, endless("other")))
+        await until(lambda: replica.describe().counts.running == 1)
+        quarantined = request("quarantined")
+        quarantined.quarantined = True
+        outputs = [output async for output in replica.generate(quarantined, announced=True)]
+        assert ids(outputs) == expected
+        told = [output.alone for output in outputs if output.alone is not None]
+        assert told[0] is True and len(told) > 2 and all(one is not two for one, two in itertools.pairwise(told))
+        alone, emitted = None, 0
+        for output in outputs:
+            alone = alone if output.alone is None else output.alone
+            assert not output.token_ids or alone or emitted >= CLEARED_TOKENS
+            emitted += len(output.token_ids)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
 
     asyncio.run(run())

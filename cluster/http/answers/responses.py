@@ -205,7 +205,7 @@ async def _events(answer: ResponseBuilder, generation: Generation, reader: Choic
         for event in answer.end(ending, usage_so_far(generation, [reader])):
             yield form.shape.pad(await _sent(event, answer.pauses))
     except Exception as error:  # noqa: BLE001  # told_error logs it
-        told = errors.told_error(error, "a stream broke off")
+        told = errors.told_error(errors.renamed(error), "a stream broke off")
         for event in answer.end("failed", usage_so_far(generation, [reader]), told):
             yield form.shape.pad(await _sent(event, answer.pauses))
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -420,25 +421,74 @@ def test_steps_are_shorter_still_where_one_account_has_several_slots() -> None:
     assert sum(end for end, _ in compute(s).values()) == 4 + 16 + 4  # and share the next
 
 
-def test_a_suspect_is_computed_alone_until_it_is_cleared() -> None:
+def quarantined(name: str, prompt: int = 4, max_tokens: int = 50, account: str = "", weight: float = 1.0) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(name, [1] * prompt, params, account=account, weight=weight, quarantined=True)
+
+
+def test_a_quarantined_request_is_computed_alone_in_every_second_step_until_it_is_cleared() -> None:
     s = scheduler(request("a"), request("long", prompt=40), running=3)
     compute(s)
-    suspects = [Request(name, [1] * 20, SamplingParams(max_tokens=50), emitted=(1, 1), suspect=True) for name in "xy"]
-    s.add(suspects[0])
-    s.add(suspects[1])
-    assert [set(compute(s)) for _ in range(17)] == [{"x"}] * 17  # two steps for its prompt, of which one emits a token
-    assert suspects[0].num_output - suspects[0].num_given == CLEARED_TOKENS
-    s.remove(suspects[0])
-    assert set(compute(s)) == {"y"}  # which got the slot
-    s.remove(suspects[1])
-    assert set(compute(s)) == {"a", "long"}
+    x = Request("x", [1] * 20, SamplingParams(max_tokens=50), emitted=(1, 1), quarantined=True)
+    s.add(x)
+    steps = [set(compute(s)) for _ in range(2 * (CLEARED_TOKENS + 1) - 1)]  # two of its steps are for its prompt
+    assert steps[::2] == [{"x"}] * (CLEARED_TOKENS + 1) and all("a" in step and "x" not in step for step in steps[1::2])
+    assert x.num_output - x.num_given == CLEARED_TOKENS
+    assert set(compute(s)) == {"a", "long", "x"}
 
 
-def test_a_suspect_that_waits_for_a_slot_holds_nobody_up() -> None:
+def test_a_quarantined_request_has_every_step_where_nobody_else_runs() -> None:
+    s = scheduler(quarantined("x"))
+    assert [set(compute(s)) for _ in range(5)] == [{"x"}] * 5
+    s.add(request("a"))
+    assert [set(compute(s)) for _ in range(4)] == [{"a"}, {"x"}, {"a"}, {"x"}]  # what it had counts for and against nobody
+
+
+def test_an_account_has_one_quarantined_request_at_a_time() -> None:
     s = scheduler(request("a"), running=1)
     compute(s)
-    s.add(Request("x", [1] * 4, SamplingParams(max_tokens=50), suspect=True))
-    assert set(compute(s)) == {"a"}
+    s.add(quarantined("x"))
+    with pytest.raises(QueueFullError):
+        s.add(quarantined("y"))
+    s.add(quarantined("of another", account="b"))
+    s.preempt(s.running[0])
+    compute(s)
+    s.remove(next(one for one in s.requests() if one.request_id == "x"))
+    s.add(quarantined("y"))
+    s.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("calm", "hostile"),
+    [({"a": 1.0}, {"h": 1.0}), ({"a": 1.0, "b": 1.0, "c": 1.0}, {"h": 1.0}), ({"a": 3.0}, {"h": 1.0}), ({"a": 1.0}, {"h": 9.0}),
+     ({"a": 1.0, "b": 2.0}, {"h": 1.0, "i": 2.0}), ({"a": 1.0}, {"h": 1.0, "i": 1.0, "j": 2.0}), ({"": 1.0}, {"h": 1.0})],
+)  # fmt: skip
+@pytest.mark.parametrize("prompt", [4, 2000])
+def test_quarantined_requests_keep_to_the_share_of_their_account(
+    calm: dict[str, float], hostile: dict[str, float], prompt: int
+) -> None:
+    """One account has four prompts coming at all times, each of which ends with its first token."""
+    s = scheduler(running=8, step_tokens=512)
+    for account, weight in calm.items():
+        s.add(request(f"calm {account}", max_tokens=1000, account=account, weight=weight))
+    compute(s)
+    steps: collections.Counter[str] = collections.Counter()
+    for number in range(400):
+        for account, weight in hostile.items():
+            for place in range(4):
+                with contextlib.suppress(QueueFullError):
+                    s.add(quarantined(f"{account} {number} {place}", prompt, 1, account, weight))
+        computed = compute(s)
+        running = {one.account for one in s.running if one.request_id in computed}
+        assert len(running) == 1 or not running & hostile.keys()
+        steps.update(running)
+        end_the_finished(s)
+    weights = {**calm, **hostile}
+    for account, weight in hostile.items():
+        fair = min(weight / sum(weights.values()), 0.5 * weight / sum(hostile.values()))
+        assert abs(steps[account] - 400 * fair) <= 8, steps
+    for account in calm:
+        assert steps[account] >= 200 and steps[account] >= 400 * weights[account] / sum(weights.values()) - 8, steps
 
 
 def test_one_accounts_requests_are_not_preempted_for_its_own() -> None:

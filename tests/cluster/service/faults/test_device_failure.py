@@ -67,7 +67,7 @@ class Fragile(EngineReplica):
     async def generate(self, jobs: Sequence[Job]) -> AsyncIterator[list[tuple[int, Item]]]:
         """As the service's own; writes down what it is asked for."""
         with (self._folder / "jobs").open("a") as told:
-            told.writelines(f"suspect={job.suspect} emitted={bool(job.emitted)}\n" for job in jobs)
+            told.writelines(f"quarantined={job.quarantined} emitted={bool(job.emitted)}\n" for job in jobs)
         async for batch in super().generate(jobs):
             yield batch
 
@@ -122,7 +122,7 @@ def test_answers_go_on_elsewhere_when_a_device_fails(
         "longest stream, s": round(max(times[-1] - times[0] for times in came_s), 2),
     }  # fmt: skip
     jobs = (tmp_path / "jobs").read_text().splitlines()
-    assert not any("suspect=True" in job for job in jobs), jobs
+    assert not any("quarantined=True" in job for job in jobs), jobs
     assert any("emitted=True" in job for job in jobs) and (tmp_path / "failed").exists()
     assert {kind: count for kind, count in failures(fragile).items() if count} == {kind: 1.0}
     fragile.becomes(status="ok", replicas=2)
