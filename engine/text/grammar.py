@@ -214,7 +214,7 @@ class MatcherGrammar:
         vocabulary: LLTokenizer,
         vocab_size: int,
         end_tokens: Sequence[int],
-        clock: Callable[[], float] = time.thread_time,
+        clock: Callable[[], float],
     ) -> None:
         """
         Args:
@@ -338,8 +338,15 @@ class Grammars:
     """Compiles the grammars of requests for one model, from any thread. The latest ones are kept compiled, each for one account:
     what one account sends never pushes out what is another's while something of its own is left, nor uses up its states."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        vocab_size: int,
+        end_tokens: Collection[int],
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """``clock`` tells the processor time of the calling thread."""
+        self._tokenizer, self._vocab_size, self._clock = tokenizer, vocab_size, clock
         self._end_tokens = sorted(token for token in end_tokens if token < vocab_size)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._vocabulary: LLTokenizer | None = None
@@ -393,18 +400,18 @@ class Grammars:
         if compiled.matcher.is_error():
             raise RequestError(field, reason_of(compiled.matcher.get_error()))
         self._keep(key, compiled)
-        return MatcherGrammar(compiled, vocabulary, self._vocab_size, self._end_tokens)
+        return MatcherGrammar(compiled, vocabulary, self._vocab_size, self._end_tokens, self._clock)
 
     def _compile(self, grammar: str, vocabulary: LLTokenizer) -> _Compiled:
         """Compile a grammar and compute its first mask, which others wait for, in a thread that lets go of the interpreter."""
 
         def compile_it() -> _Compiled:
-            began_s = time.thread_time()
+            began_s = self._clock()
             matcher = LLMatcher(vocabulary, grammar, log_level=0)
             if not matcher.is_error():
                 words = np.zeros((vocabulary.vocab_size + 31) // 32, np.int32)
                 matcher.deep_copy().unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            return _Compiled(matcher, len(grammar), time.thread_time() - began_s)
+            return _Compiled(matcher, len(grammar), self._clock() - began_s)
 
         try:
             compiled: _Compiled = deeply(compile_it)

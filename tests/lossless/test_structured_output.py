@@ -3,6 +3,7 @@ decoding is that of a loop that tries every token, and every text is of the gram
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,17 @@ from decoding.sampling.sampler import choose
 from decoding.tree import SOURCES
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.text.grammar import choice_grammar, json_grammar, object_grammar, regex_grammar
+from engine.executor import Outcome
+from engine.forward.batch import Work
+from engine.text.grammar import (
+    MASK_S,
+    MAX_DEBT_S,
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    object_grammar,
+    regex_grammar,
+)
 from engine.text.tokenizer import load_tokenizer
 from tests.helpers.hostile import HostileDrafter
 from tests.helpers.models import draft_with, llama_config, save_model
@@ -220,6 +231,54 @@ def test_an_output_that_is_none_of_the_grammar_ends_its_request_alone(
     assert [(output.token_ids, output.finish_reason) for output in outputs[0]] == [((), FinishReason.ERROR)]
     assert "grammar" in (outputs[0][0].error or "")
     assert right.output_ids.tolist() == plain[1]
+
+
+def ticking(engine: Engine, request: Request, seconds: float) -> Request:
+    """The request, of whose grammar each call takes so many seconds of an invented clock."""
+    now_s = itertools.count(step=seconds)
+    tokenizer, info = engine.tokenizer, engine.info
+    assert tokenizer is not None and request.params.grammar is not None
+    grammars = Grammars(tokenizer, info.vocab_size, info.eos_token_ids, clock=lambda: next(now_s))
+    request.grammar = grammars.start(request.params.grammar)
+    return request
+
+
+def test_slow_masks_wait_for_others_and_change_no_token(
+    engines: dict[str, Engine], tokenizer: PreTrainedTokenizerFast, blanks: Biases, plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine = engines["llma"]
+    steps: list[dict[str, int]] = []  # rows by request
+    execute = engine._executor.execute
+
+    def noted(works: Sequence[Work], top_k: int = 0) -> list[Outcome | None]:
+        steps.append({work.request.request_id: 0 if work.tree is None else len(work.tree.tokens) for work in works})
+        return execute(works, top_k)
+
+    monkeypatch.setattr(engine._executor, "execute", noted)
+    wanted = requests(cases(blanks), tokenizer)[:4]
+    slow = {request.request_id for request in wanted[:2]}
+    for request in wanted[:2]:
+        ticking(engine, request, MASK_S * 1.001)  # two calls are too slow for a step
+    run(engine, wanted)
+    assert [request.output_ids.tolist() for request in wanted] == plain[:4]
+    beside = [step for step in steps[2:] if step.keys() - slow]  # in the first ones it is not known yet
+    assert all(len(step.keys() & slow) <= 1 for step in beside)
+    assert any(not step.keys() & slow for step in beside)
+    assert all(step[one] == 1 for step in beside for one in step.keys() & slow)
+
+
+def test_masks_beyond_their_time_end_their_request_alone(
+    engines: dict[str, Engine], tokenizer: PreTrainedTokenizerFast, blanks: Biases, plain: list[list[int]]
+) -> None:
+    engine = engines["llma"]
+    wanted = requests(cases(blanks), tokenizer)[:4]
+    wanted[1].params = replace(wanted[1].params, grammar_field="guided_json")
+    outputs = run(engine, [wanted[0], ticking(engine, wanted[1], MAX_DEBT_S / 4), *wanted[2:]])
+    assert (outputs[1][-1].finish_reason, outputs[1][-1].fault_field) == (FinishReason.ERROR, "guided_json")
+    given = wanted[1].output_ids.tolist()
+    assert 0 < len(given) < len(plain[1]) and given == plain[1][: len(given)]
+    assert [wanted[at].output_ids.tolist() for at in (0, 2, 3)] == [plain[at] for at in (0, 2, 3)]
 
 
 def test_ranks_that_share_the_steps_give_the_same(

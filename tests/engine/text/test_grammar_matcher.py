@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError
+from engine.text import grammar as grammar_module
 from engine.text.grammar import (
+    MASK_S,
+    MAX_DEBT_S,
     GrammarError,
     Grammars,
     MatcherGrammar,
@@ -22,7 +29,9 @@ from engine.text.grammar import (
     json_grammar,
     object_grammar,
     regex_grammar,
+    vocabulary_of,
 )
+from engine.text.grammar_check import TOO_COSTLY, GrammarChecker
 
 MERGED = ("ab", "abc", "ba", "cab", "aa", "{}", '{"', '":', "12", "é", "éa")
 SPECIAL = ("<eos>", "<end>", "<other>")
@@ -221,3 +230,112 @@ def test_rules_that_refer_to_one_another_in_a_long_row_end_nothing(grammars: Gra
     references = {f"d{row}": {"items": {"$ref": f"#/$defs/d{row + 1}"}} for row in range(2000)}
     schema = {"$ref": "#/$defs/d0", "$defs": references | {"d2000": {"type": "string"}}}
     assert isinstance(grammars.start(json_grammar(schema)), MatcherGrammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('start: %json {"type": "integer", "multipleOf": 9999991}', TOO_COSTLY),  # 200 s and 4.7 GB
+        ("start: T\nT: " + " & ".join(f"/(?s:.*)a{number}(?s:.*)/" for number in range(40)), TOO_COSTLY),
+        ('start: %json {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}', "no text"),
+        ('start: %json {"type": "integer", "multipleOf": 86400}', ""),
+        ('start: %json {"type": "string", "maxLength": 1000000000}', ""),
+        ("start: /(a|b)*a(a|b){500}/", ""),
+    ],
+    ids=["multipleOf", "and", "cycle", "day", "maxLength", "repeats"],
+)
+def test_grammars_are_checked_within_bounds(checker: GrammarChecker, grammar: str, words: str) -> None:
+    fault = checker.fault(grammar)
+    assert words in fault and bool(words) == bool(fault)
+
+
+@pytest.fixture(scope="module")
+def checker(tokenizer: PreTrainedTokenizerFast) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(vocabulary_of(tokenizer, PADDED, (0, 1)))
+    yield made
+    made.close()
+
+
+def test_patterns_whose_comparison_takes_long_are_refused() -> None:
+    schema = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrst"]}
+    with pytest.raises(GrammarError, match="processor time"):
+        json_grammar(schema)
+
+
+def test_a_checker_that_was_ended_is_replaced(checker: GrammarChecker) -> None:
+    assert checker.fault('start: "a"') == ""
+    assert checker._process is not None
+    checker._process.kill()
+    checker._process.wait()
+    assert checker.fault('start: "b"') == "" and "expected" in checker.fault("start: (").lower()
+
+
+def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that are compiled from now on."""
+    compiled: list[str] = []
+    compile_it = Grammars._compile
+
+    def counted(self: Grammars, grammar: str, vocabulary: object) -> Any:
+        compiled.append(grammar)
+        return compile_it(self, grammar, vocabulary)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Grammars, "_compile", counted)
+    return compiled
+
+
+def test_kept_grammars_are_bounded_by_bytes_and_an_account_pushes_out_its_own(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compiles(monkeypatch)
+    grammars = Grammars(tokenizer, PADDED, (0, 1), clock=lambda: 0.0)
+    small, large = regex_grammar("a"), [choice_grammar([f"{number}" * 4000, "b"]) for number in range(1, 6)]
+    monkeypatch.setattr(grammar_module, "KEPT_BYTES", 250 * len(large[0]))  # two of them
+    grammars.start(small, "calm")
+    for grammar in large:
+        grammars.start(grammar, "busy")
+    assert compiled == [small, *large]
+    grammars.start(small, "calm")
+    grammars.start(large[4], "busy")
+    assert compiled == [small, *large]  # both were kept
+    grammars.start(large[0], "busy")
+    grammars.start(large[4], "calm")  # of another account
+    assert compiled == [small, *large, large[0], large[4]]
+    assert sum(grammars._sizes().values()) <= grammar_module.KEPT_BYTES
+
+
+def test_a_grammar_is_compiled_once_for_all_that_ask_at_once(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, entered, proceed = count_compiles(monkeypatch), threading.Event(), threading.Event()
+    counted = Grammars._compile
+
+    def blocked(self: Grammars, grammar: str, vocabulary: object) -> Any:
+        entered.set()
+        assert proceed.wait(60)
+        return counted(self, grammar, vocabulary)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Grammars, "_compile", blocked)
+    grammars, grammar = Grammars(tokenizer, PADDED, (0, 1)), regex_grammar("a{4}")
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(grammars.start, grammar) for _ in range(8)]
+        assert entered.wait(60)
+        proceed.set()
+        assert all(one.result().allowed() is not None for one in found)
+    assert compiled == [grammar]
+
+
+def test_masks_that_take_too_long_slow_a_request_and_then_end_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    now_s = itertools.count(step=0.0625)
+    state = Grammars(tokenizer, PADDED, (0, 1), clock=lambda: next(now_s)).start(regex_grammar("a*"))
+    steps = 0
+    while state.fault is None:
+        assert state.push(tokenizer.encode("a")[0])
+        state.end_step()
+        steps += 1
+        assert state.slow_s == 0.0625
+    assert steps == math.floor(MAX_DEBT_S / (0.0625 - MASK_S)) + 1 and "less ambiguous" in state.fault
+    quick = Grammars(tokenizer, PADDED, (0, 1), clock=lambda: 0.0).start(regex_grammar("a*"))
+    for _ in range(steps):
+        assert quick.push(tokenizer.encode("a")[0])
+        quick.end_step()
+    assert quick.fault is None and quick.slow_s == 0.0

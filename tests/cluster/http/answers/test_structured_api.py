@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
+from engine.text import grammar as grammar_module
 from tests.cluster.circle import MESSAGES
 
 SCHEMA = {
@@ -21,6 +22,10 @@ SCHEMA = {
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "a_form", "schema": SCHEMA, "strict": True}}
 DOCUMENTS = ['{"abc":"abcdef","n":0}', '{"abc": "é_日", "n": 3}', "abcdef"]
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a_form", "schema": schema}}
 
 
 def chat(client: OpenAI, body: dict[str, Any], drafted: bool = True, **arguments: Any) -> tuple[str, str]:
@@ -77,3 +82,51 @@ def test_json_object_is_cut_where_the_tokens_end(client: OpenAI) -> None:
     text, reason = chat(client, {"response_format": {"type": "json_object"}}, temperature=0, max_tokens=20)
     assert text.lstrip().startswith("{") and reason in ("length", "stop")
     assert chat(client, {"response_format": {"type": "text"}}, temperature=0, max_tokens=3) == ("<ab", "length")
+
+
+CYCLE = {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}
+COSTLY = {"type": "integer", "multipleOf": 9999991}  # compiles for 200 s
+PATTERNS = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrst"]}
+INTERSECTED = "start: T\nT: " + " & ".join(f"/(?s:.*)a{number}(?s:.*)/" for number in range(40))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": schema_format(COSTLY)}, "response_format.json_schema.schema", "multipleOf"),
+        ({"response_format": schema_format(CYCLE)}, "response_format.json_schema.schema", "no text"),
+        ({"response_format": schema_format(PATTERNS)}, "response_format.json_schema.schema", "patterns"),
+        ({"structured_outputs": {"grammar": INTERSECTED}}, "structured_outputs.grammar", "simpler"),
+        ({"structured_outputs": {"json": COSTLY}}, "structured_outputs.json", "simpler"),
+        ({"guided_json": CYCLE}, "guided_json", "no text"),
+        ({"guided_regex": r"(?P<a>x){0}y\b\Bz"}, "guided_regex", ""),
+    ],
+    ids=["multipleOf", "cycle", "allOf", "grammar", "json", "guided_json", "guided_regex"],
+)
+def test_what_cannot_be_compiled_is_refused(
+    http: httpx.Client, body: dict[str, Any], param: str, words: str, path: str, stream: bool
+) -> None:
+    asked = {"messages": MESSAGES} if path == "chat/completions" else {"prompt": "<"}
+    response = http.post(f"/v1/{path}", json={"model": "circle", "max_tokens": 4, "stream": stream, **asked, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("schema", [COSTLY, CYCLE, PATTERNS], ids=["multipleOf", "cycle", "allOf"])
+def test_responses_that_cannot_be_compiled_are_refused(http: httpx.Client, schema: dict[str, Any], stream: bool) -> None:
+    form = {"type": "json_schema", "name": "a_form", "schema": schema}
+    response = http.post("/v1/responses", json={"model": "circle", "input": "hi", "stream": stream, "text": {"format": form}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.schema"), response.text
+
+
+def test_a_grammar_fails_the_request_by_its_own_fault_in_the_middle(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_DEBT_S", -1.0)
+    body = {"model": "circle", "prompt": "<", "max_tokens": 4, "guided_regex": "[a-z]+"}
+    response = http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_regex"), response.text
+    monkeypatch.undo()
+    assert http.post("/v1/completions", json=body).status_code == 200

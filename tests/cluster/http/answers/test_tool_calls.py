@@ -152,3 +152,21 @@ def test_calls_that_cannot_be_bound(calling: str, change: dict[str, Any], param:
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert all(word in error["message"] for word in words), error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "property",
+    [
+        {"type": "integer", "multipleOf": 9999991},
+        {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrst"]},
+    ],
+    ids=["multipleOf", "allOf"],
+)
+def test_the_tool_whose_schema_takes_too_long_is_named(calling: str, property: dict[str, Any], stream: bool) -> None:
+    costly = {"type": "object", "properties": {"p": property}, "required": ["p"]}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "costly", "parameters": costly}}]
+    body = {"model": "calling", "messages": MESSAGES, "tools": tools, "tool_choice": "required", "stream": stream}
+    response = httpx.post(f"{calling}/v1/chat/completions", json=body, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, f"tools[{len(TOOLS)}].function.parameters"), error
