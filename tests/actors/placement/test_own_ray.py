@@ -23,14 +23,17 @@ from actors.placement.own_ray import own_ray
 
 @ray.remote
 def work():
-    return os.getpid()
+    import engine
+    return engine.__file__
 
 def of_the_caller(number, frame): ...
 
 signal.signal(signal.SIGTERM, of_the_caller)
 with own_ray():
     assert signal.getsignal(signal.SIGTERM) is of_the_caller
-    ray.get(work.remote())
+    code = ray.get(work.remote())
+    temporary = Path(ray._private.worker._global_node.temp_dir)
+    modes = [f"{path.stat().st_mode & 0o777:o}" for path in temporary.parents]
     processes = psutil.Process().children(recursive=True)
     listening = {
         one.laddr.ip.removeprefix("::ffff:")
@@ -41,19 +44,26 @@ with own_ray():
     files += [path for path in Path.home().rglob("*") if path.is_file()]
     holding = [str(path) for path in files if token in path.read_bytes()]
     lines = [line for process in processes for line in process.cmdline() if token.decode() in line]
-print(json.dumps({"processes": len(processes), "listening": sorted(listening), "token": len(token), "told": holding + lines}))
+left = [str(process) for process in processes if process.is_running() and process.status() != "zombie"]
+folder = {"code": code, "modes": modes, "temporary": str(temporary), "left": left, "processes": len(processes)}
+print(json.dumps(folder | {"listening": sorted(listening), "token": len(token), "told": holding + lines}))
 """
 
 
-def test_its_ports_are_on_the_loopback_interface_and_its_token_is_in_no_file(tmp_path: Path) -> None:
+def test_nobody_else_reaches_its_ports_its_token_and_its_folder_and_it_runs_our_code(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").touch()  # the user's own
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.run([sys.executable, "-c", TELL], env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-P", "-c", TELL]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     assert told["processes"] > 3 and told["token"] == 64
     assert told["listening"] == ["127.0.0.1"]
     assert told["told"] == [] and not (tmp_path / ".ray").exists()
+    assert told["code"] == str(REPOSITORY / "engine" / "__init__.py")
+    assert told["modes"][0] == "700" and told["left"] == [] and not Path(told["temporary"]).parent.exists()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "DISABLED", "off"])

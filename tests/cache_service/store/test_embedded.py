@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -70,6 +72,30 @@ def test_it_is_this_users_alone_and_keeps_nothing() -> None:
             assert client.config_get("save")["save"] == "" and client.config_get("appendonly")["appendonly"] == "no"
             client.set("x", 1)
             assert another.get("x") is None
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a b", "a\\b", "ü%20'$"])
+def test_a_temporary_folder_of_any_name_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    short = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    (short / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(short / name))
+    with EmbeddedRedis.start() as server, redis.Redis.from_url(server.url) as client:
+        assert client.set("a", "1") and client.config_get("dir")["dir"].startswith(str(short / name))
+    shutil.rmtree(short)
+
+
+def test_a_temporary_folder_that_is_too_long_for_a_socket_is_said_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(EmbeddedRedisError, match=r"path of the socket .* too long \(\d+ characters, at most \d+\): set TMPDIR"):
+        EmbeddedRedis.start()
+    assert list((tmp_path / ("x" * 100)).iterdir()) == []
+
+
+def test_it_gets_no_secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden")
+    with EmbeddedRedis.start() as server:
+        assert all("RAY_AUTH_TOKEN" not in one.environ() for one in family(server.pid))
 
 
 def test_context_manager_stops_after_an_error() -> None:
