@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.controller import CURRENT, AdmissionController, Ticket
 from cluster.http.errors import ApiError
-from cluster.http.turns import ASKING, Asking
+from cluster.http.turns import SENDER, Sender
 
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/compare"})
 _KEYED = ("/v1/", "/tokenize", "/detokenize")
@@ -142,8 +142,8 @@ class AdmissionMiddleware:
             if body is None:
                 return  # the client has left
             ticket = self._admission.enter(authorization, arrived_s)
-        asking = Asking(ticket.caller.tenant, ticket.caller.key, len(body))
-        await self._answer(ticket, asking, scope, _Replay(body, receive), send)
+        sender = Sender(ticket.caller.tenant, ticket.caller.key, len(body))
+        await self._answer(ticket, sender, scope, _Replay(body, receive), send)
 
     async def _visit(self, authorization: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as held:
@@ -153,12 +153,12 @@ class AdmissionMiddleware:
                 if body is None:
                     return
                 caller = self._admission.caller_of(authorization)
-                asking = Asking(caller.tenant, caller.key, len(body))
-                await self._while_there(asking, scope, _Replay(body, receive), _with_headers(send, headers))
+                sender = Sender(caller.tenant, caller.key, len(body))
+                await self._while_there(sender, scope, _Replay(body, receive), _with_headers(send, headers))
             else:
                 await self._app(scope, receive, _with_headers(send, headers))
 
-    async def _answer(self, ticket: Ticket, asking: Asking, scope: Scope, replay: _Replay, send: Send) -> None:
+    async def _answer(self, ticket: Ticket, sender: Sender, scope: Scope, replay: _Replay, send: Send) -> None:
         """Has the application answer, until it has, or the client has left."""
         answered = False
 
@@ -170,14 +170,14 @@ class AdmissionMiddleware:
 
         token = CURRENT.set(ticket)
         try:
-            await self._while_there(asking, scope, replay, _with_headers(noted, lambda: self._admission.headers(ticket)))
+            await self._while_there(sender, scope, replay, _with_headers(noted, lambda: self._admission.headers(ticket)))
         finally:
             CURRENT.reset(token)
             self._admission.leave(ticket, answered)
 
-    async def _while_there(self, asking: Asking, scope: Scope, replay: _Replay, send: Send) -> None:
+    async def _while_there(self, sender: Sender, scope: Scope, replay: _Replay, send: Send) -> None:
         """Have the application answer a request whose body was read; it is cancelled when the client leaves."""
-        token = ASKING.set(asking)
+        token = SENDER.set(sender)
         try:
             async with asyncio.timeout(None) as stay:
                 watch = asyncio.create_task(replay.until_gone(stay))
@@ -189,7 +189,7 @@ class AdmissionMiddleware:
             if not stay.expired():
                 raise  # not ours
         finally:
-            ASKING.reset(token)
+            SENDER.reset(token)
 
     async def _body(self, scope: Scope, receive: Receive, received: Callable[[int], None]) -> bytes | None:
         """All of the body; None when the client leaves before it has sent it. Raises ``ApiError`` (408, 413, 429, 503)."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.http.errors import ApiError
-from cluster.http.turns import ASKING, Turns
+from cluster.http.turns import SENDER, Turns
 from engine.text.tokenizer import token_ids
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class TextThreads:
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in a thread, in turns by API key, and return its result. Raises as ``Turns.run``.
 
-        Whether the work is long is told by the whole body of the request that is being answered (``ASKING``): each of its texts,
+        Whether the work is long is told by the whole body of the request that is being answered (``SENDER``): each of its texts,
         tools, arguments and variables is a part of that.
         """
-        size = ASKING.get().size
+        size = SENDER.get().size
         turns = self._short if size <= SHORT else self._long if size <= HUGE else self._huge
         return await turns.run(work, *args, **kwargs)
 

@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """The sender and the size of the request that is being answered."""
+class Sender:
+    """The sender of the request that is being answered, and the size of its body."""
 
     tenant: str | None = None
     key: str = ""  # hash of the API key; empty for all senders without one
     size: int = 0  # bytes of the body, which bound all texts in it
 
 
-_NOBODY = Asking()
-ASKING: ContextVar[Asking] = ContextVar("the request that is being answered", default=_NOBODY)
+_NOBODY = Sender()
+SENDER: ContextVar[Sender] = ContextVar("the sender of the request that is being answered", default=_NOBODY)
 
 
 class Turns:
@@ -60,9 +60,9 @@ class Turns:
         Raises:
             ApiError: 429, too much of the key waits already; and what the function raises.
         """
-        asking, loop = ASKING.get(), asyncio.get_running_loop()
-        who = asking.tenant, asking.key
-        await self._turn(who, max(asking.size, LEAST_BYTES))
+        sender, loop = SENDER.get(), asyncio.get_running_loop()
+        who = sender.tenant, sender.key
+        await self._turn(who, max(sender.size, LEAST_BYTES))
         future = self._threads.submit(work, *args, **kwargs)
 
         def ended(_: object) -> None:

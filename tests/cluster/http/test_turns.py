@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from cache_service.namespace import hash_key
+from cluster.http.api import Service
 from cluster.http.errors import ApiError
-from cluster.http.turns import ASKING, LEAST_BYTES, PLACES, Asking, Turns
+from cluster.http.turns import SENDER, LEAST_BYTES, PLACES, Sender, Turns
+from configs.slices import TenancyOptions, TenantOptions
+from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, client_of
 from tests.helpers.waiting import eventually
 
 
@@ -24,11 +28,11 @@ class Work:
     def ask(self, name: str, tenant: str | None = None, key: str = "", size: int = 0) -> asyncio.Task[str]:
         self._gates[name] = threading.Event()
 
-        async def asking() -> str:
-            ASKING.set(Asking(tenant, key, size))
+        async def sender() -> str:
+            SENDER.set(Sender(tenant, key, size))
             return await self.turns.run(self._piece, name)
 
-        return asyncio.create_task(asking())
+        return asyncio.create_task(sender())
 
     def end(self, *names: str) -> None:
         for name in names or tuple(self._gates):
@@ -174,3 +178,35 @@ def test_a_turn_that_comes_while_its_client_leaves_goes_to_the_next(has_turn: bo
         await asyncio.gather(first, third)
 
     run(story)
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+ROUTES: list[tuple[str, dict[str, object]]] = [
+    ("/tokenize", {"prompt": "a"}),
+    ("/detokenize", {"tokens": [5]}),
+    ("/v1/documents/text", {"a plain text": 1}),
+    ("/v1/completions", {"model": "circle", "prompt": "<", "max_tokens": 1, "reference_documents": ["a"]}),
+    ("/v1/chat/completions", {"model": "circle", "messages": MESSAGES, "max_tokens": 1}),
+    ("/v1/responses", {"model": "circle", "input": "hi", "max_output_tokens": 1, "store": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
+def test_every_route_takes_the_turns_of_its_key(
+    circle_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    asked = list[Sender]()
+    turn = Turns._turn
+
+    async def noted(turns: Turns, *arguments: Any) -> None:
+        asked.append(SENDER.get())
+        await turn(turns, *arguments)
+
+    monkeypatch.setattr(Turns, "_turn", noted)
+    tenancy = TenancyOptions(tenants={"acme": TenantOptions(keys=(hash_key("one"), hash_key("two")))})
+    with client_of(Service(circle_engine, TOKENIZER, tenancy)) as http:
+        for key, tenant, shown in (("one", "acme", hash_key("one")), ("two", "acme", hash_key("two")), (None, None, "")):
+            asked.clear()
+            sent = http.post(path, json=body, headers=bearer(key))
+            assert sent.status_code == 200, sent.text
+            assert set(asked) == {Sender(tenant, shown, len(sent.request.content))}
