@@ -48,6 +48,7 @@ from cluster.serving.handles import ApiReplicas
 from cluster.serving.membership import MembershipActor, MembershipOptions
 from cluster.serving.prefix_router import PrefixRouter
 from cluster.serving.secrets import stream_key
+from cluster.serving.serve_limits import use_bounded_receive
 from configs.keys_file import with_tenants_of_file
 from configs.schema import MAX_WORLD_SIZE, Config, ConfigError, check_values, tenant_names
 from configs.server_checks import admin_address, admin_names
@@ -74,6 +75,7 @@ class Ingress:
         config: Config,
         baseline: DeploymentHandle[Any] | None = None,
     ) -> None:
+        use_bounded_receive()
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
         patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from cluster.admission.http_limits import LimitedProtocol
 from cluster.admission.middleware import HostMiddleware
 from cluster.http import errors
 from cluster.http.api import Service, add_operator_routes
@@ -44,7 +45,9 @@ class AdminPort:
     async def serving(self, service: Service) -> AsyncIterator[None]:
         """Serves the operator's routes in the running event loop; the socket is closed at the end."""
         app = create_admin_api(service, self._names)
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S)
+        config = uvicorn.Config(
+            app, http=LimitedProtocol, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSE_S
+        )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[self._socket]))
         try:

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse
 
 from cache_service.namespace import hash_key
 from cluster.admission.controller import REFUSALS, AdmissionCounts, AdmissionOptions
-from cluster.admission.header_deadline import HeaderDeadlineProtocol
+from cluster.admission.http_limits import LimitedProtocol
 from cluster.http.api import Service
 from configs.slices import EngineOptions, LimitsOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from engine.text.tokenizer import load_tokenizer
@@ -113,8 +113,8 @@ def error_of(response: httpx.Response) -> dict[str, str]:
 @pytest.mark.parametrize("asks", [0, 1, 2])
 @pytest.mark.parametrize("slow", [b"", b"\r\n", b"GET", b"GET / HTTP/1.1\r\nHost: a\r\n"])
 def test_headers_have_a_deadline(asks: int, slow: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HeaderDeadlineProtocol, "header_timeout_s", 0.3)
-    with served(slow_answers, http=HeaderDeadlineProtocol, timeout_keep_alive=1) as url:
+    monkeypatch.setattr(LimitedProtocol, "header_timeout_s", 0.3)
+    with served(slow_answers, http=LimitedProtocol, timeout_keep_alive=1) as url:
         where = urlsplit(url)
         with socket.create_connection((where.hostname, where.port), timeout=20) as client:
             for _ in range(asks):

@@ -20,7 +20,7 @@ import ray
 from openai import OpenAI
 from ray import serve
 
-from cluster.admission.header_deadline import HEADER_TIMEOUT_S
+from cluster.admission.http_limits import HEADER_TIMEOUT_S
 from cluster.app import build_app
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, ServerOptions, SpeculationOptions
