@@ -12,7 +12,7 @@ import pytest
 from cache_service.namespace import hash_key
 from cluster.http.api import Service
 from cluster.http.errors import ApiError
-from cluster.http.turns import SENDER, LEAST_BYTES, PLACES, Sender, Turns
+from cluster.http.turns import LEAST_BYTES, PLACES, SENDER, Sender, Turns
 from configs.slices import TenancyOptions, TenantOptions
 from tests.cluster.circle import TOKENIZER, LocalEngine, bearer, client_of
 from tests.helpers.waiting import eventually
