@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from actors.ranks import GroupError
+from actors.sharded import shared_sums
 from actors.sharded.pipeline_parallel import bounds
 from actors.sharded.shard import Shard, ShardMode
 from actors.sharded.shared_sums import alone_in
@@ -109,6 +110,18 @@ def test_a_lock_of_a_killed_compiler_is_taken_away(tmp_path: Path) -> None:
     with alone_in(tmp_path):
         assert not left.exists() and os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path)
     assert os.environ.get("TORCH_EXTENSIONS_DIR") == before
+
+
+def test_a_module_that_is_not_as_it_was_loaded_is_compiled_anew(tmp_path: Path) -> None:
+    library = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
+    library.parent.mkdir()
+    library.write_bytes(b"machine code")
+    shared_sums._seal(tmp_path)
+    with alone_in(tmp_path):
+        assert library.exists()
+    os.truncate(library, 5)  # a power cut
+    with alone_in(tmp_path):
+        assert not library.parent.exists()
 
 
 def test_layers_are_dealt_evenly() -> None:

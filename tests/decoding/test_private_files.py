@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from decoding import jit
+from decoding import jit, private_files
+from decoding.private_files import keep_file, keep_sealed, open_private, read_sealed
 
 
 @pytest.fixture
@@ -79,6 +80,19 @@ def test_safe_folders_are_used(state: str, wanted: Path, caplog: pytest.LogCaptu
     assert jit.cache_folder() == wanted and not caplog.records
 
 
+def test_a_volume_of_a_container_is_safe_though_anybody_may_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes gives an emptyDir the mode 0777, without the sticky bit."""
+
+    def found(mode: int, owner: int) -> os.stat_result:
+        return os.stat_result((0o40000 | mode, 1, 1, 1, owner, 4711, 0, 0, 0, 0))
+
+    for mounted in (False, True):
+        monkeypatch.setattr(os.path, "ismount", lambda _, mounted=mounted: mounted)
+        assert private_files._is_shared_safely(Path("/home/ray"), found(0o777, 0)) is mounted
+        assert not private_files._is_shared_safely(Path("/home/ray"), found(0o777, 1000))
+        assert not private_files._is_shared_safely(Path("/home/ray"), found(0o775, 1000)), "a group of others"
+
+
 @pytest.mark.parametrize("home", [None, "", "relative"])
 def test_without_a_home_nothing_of_a_name_that_others_know(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -98,8 +112,6 @@ def test_without_any_folder_nothing_is_kept(wanted: Path, monkeypatch: pytest.Mo
     open_to_all = wanted.parent / "tmp"
     writable(open_to_all, 0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(open_to_all))
-    from decoding import private_files
-
     private_files._temporary.cache_clear()
     with pytest.raises(FileExistsError):
         private_files.keep_file(jit.cache_folder() / "file", b"content")
@@ -108,8 +120,6 @@ def test_without_any_folder_nothing_is_kept(wanted: Path, monkeypatch: pytest.Mo
 
 
 def test_a_sealed_file_is_what_was_kept_under_its_name(tmp_path: Path) -> None:
-    from decoding.private_files import keep_sealed, read_sealed
-
     path = tmp_path / "kept"
     keep_sealed(path, b"content")
     assert read_sealed(path) == b"content"
@@ -128,8 +138,6 @@ def test_a_sealed_file_is_what_was_kept_under_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_may_write_is_not_read(tmp_path: Path, mode: int) -> None:
-    from decoding.private_files import open_private
-
     path = tmp_path / "kept"
     path.touch(0o600)
     open_private(path).close()
@@ -139,8 +147,6 @@ def test_a_file_that_others_may_write_is_not_read(tmp_path: Path, mode: int) -> 
 
 
 def test_what_is_no_file_of_ones_own_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoding.private_files import open_private
-
     (tmp_path / "kept").touch(0o600)
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -154,8 +160,6 @@ def test_what_is_no_file_of_ones_own_is_not_opened(tmp_path: Path, monkeypatch: 
 
 
 def test_a_write_that_is_cut_off_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from decoding.private_files import keep_file
-
     keep_file(tmp_path / "kept", b"old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
