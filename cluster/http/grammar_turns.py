@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ class GrammarTurns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer, self._turns = tokenizer, Turns("grammars")
-        self._checker: tuple[ModelInfo, GrammarChecker] | None = None
+        self._lock = threading.Lock()
+        self._known: tuple[int, tuple[int, ...]] | None = None  # logits and end tokens of the model that the checker is for
+        self._checker = GrammarChecker()
 
     async def build(self, info: ModelInfo, build: Callable[[Fault], str]) -> str:
         """Call a function that builds a grammar and refuses it where it has a fault, and return the grammar. Raises as
@@ -30,11 +33,13 @@ class GrammarTurns:
         return await self._turns.run(lambda: build(lambda grammar: self._fault(info, grammar)))
 
     def _fault(self, info: ModelInfo, grammar: str) -> str:
-        known = self._checker
-        if known is None or (known[0].vocab_size, known[0].eos_token_ids) != (info.vocab_size, info.eos_token_ids):
-            try:
-                vocabulary = vocabulary_of(self._tokenizer, info.vocab_size, info.eos_token_ids)
-            except ValueError as error:
-                return f"{NO_VOCABULARY}: {error}"
-            known = self._checker = info, GrammarChecker(vocabulary)
-        return known[1].fault(grammar)
+        with self._lock:
+            if self._known != (info.vocab_size, info.eos_token_ids):
+                try:
+                    vocabulary = vocabulary_of(self._tokenizer, info.vocab_size, info.eos_token_ids)
+                except ValueError as error:
+                    return f"{NO_VOCABULARY}: {error}"
+                self._checker.close()
+                self._checker, self._known = GrammarChecker(vocabulary), (info.vocab_size, info.eos_token_ids)
+            checker = self._checker
+        return checker.fault(grammar)
