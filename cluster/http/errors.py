@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,18 @@ from engine.errors import ContextLengthError, QueueFullError, RequestError, Stre
 logger = logging.getLogger(__name__)
 
 _LONGEST = 80  # characters of what a client sent that an error shows
-_REPR = reprlib.Repr()  # of the beginning alone: a value may be as large as a body
+_SORTED = 1024  # names of an object, of which an error shows the first in their order
+
+
+class _Repr(reprlib.Repr):
+    """Shows the beginning alone: a value may be as large as a body."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Show the first names of a large object, which are not sorted."""
+        return super().repr_dict(x if len(x) <= _SORTED else dict(itertools.islice(x.items(), self.maxdict + 1)), level)
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _LONGEST
 _REPR.maxlist = _REPR.maxdict = 4
 _REPR.maxlevel = 3

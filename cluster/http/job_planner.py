@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import hashlib
@@ -18,8 +19,9 @@ from cluster.http.answers.respond import ReadCalls, ReadReasoning
 from cluster.http.answers.resume import Beginning, EventIds, StreamHeaders
 from cluster.http.errors import ApiError
 from cluster.http.grammar_turns import Fault, GrammarTurns
-from cluster.http.text_threads import TextThreads
-from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, CompletionRequest
+from cluster.http.text_threads import SHORT, TextThreads
+from cluster.http.turns import SENDER
+from cluster.http.types.openai import MAX_TOLD, ChatCompletionRequest, CompletionFields, CompletionRequest
 from cluster.http.types.tool_grammar import CallMarks, faulty_tool
 from cluster.serving.generation import EnginePort, Generation, Job, Listener
 from decoding.request import SamplingParams
@@ -85,7 +87,10 @@ class Answering:
         """
         sharing, info = self.tenancy.sharing(authorization, body.cache), await self.model(body.model)
         session = body.prompt_cache_key or session_id or None
-        beginning = Beginning.of(prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key)
+        begin = functools.partial(
+            Beginning.of, prefix, body, self.tenancy.tenant_of(authorization), headers or StreamHeaders(), self.stream_key
+        )
+        beginning = await self.threads.run(begin) if SENDER.get().size > SHORT else begin()
         adapter = None if body.model == info.served_name else body.model
         return Planner(self.threads, self.grammars, self.chat_format, info, beginning, sharing, self.admission, session, adapter)
 
@@ -134,6 +139,7 @@ class Planner:
         for prompt in body.prompt:
             ids = await self._threads.encode(prompt) if isinstance(prompt, str) else prompt
             prompts.append((ids, self._most_tokens(body, ids, COMPLETION_MAX_TOKENS)))
+            await asyncio.sleep(0)  # all prompts together may be as large as a body
         return await self._jobs(body, prompts)
 
     async def echoes(self, body: CompletionRequest) -> list[str]:
@@ -187,6 +193,7 @@ class Planner:
         """The jobs of all prompts, each with the most tokens of its answer."""
         self.info.check_strategy(body.drafting.strategy)
         self._check_ids("stop_token_ids", body.stop_token_ids or ())
+        self._check_told(body, prompts)
         bound = body.bound_by or (isinstance(body, ChatCompletionRequest) and body.binds_calls)
         grammar = await self._grammars.build(self.info, functools.partial(self._checked_grammar, body)) if bound else None
         params = [self._params(body, most, grammar) for _, most in prompts]
@@ -196,6 +203,7 @@ class Planner:
         for (ids, _), one in zip(prompts, params, strict=True):
             job = self._bounded(body, self._job(body, ids, one, references, embedding))
             jobs += self._choices(job, len(jobs), body.n or 1)
+            await asyncio.sleep(0)
         return jobs
 
     async def _references(self, body: ChatCompletionRequest | CompletionRequest) -> tuple[Int32Array, ...]:
@@ -347,6 +355,25 @@ class Planner:
         form = self._format
         calls = CALL_MARKS[form.calls] if form.calls is not None and body.shown_tools else ()
         return not form.hidden.isdisjoint((*(form.reasoning or ()), *calls))
+
+    def _check_told(self, body: ChatCompletionRequest | CompletionRequest, prompts: Sequence[tuple[list[int], int]]) -> None:
+        """Refuse an answer with too many log-probabilities and reported tokens. Raises ``RequestError``."""
+        n, is_chat, limit = body.n or 1, isinstance(body, ChatCompletionRequest), self._limits.max_output_tokens
+        emitted = n * sum(tokens if limit is None else min(tokens, limit) for _, tokens in prompts)
+        scored = n * sum(len(ids) for ids, _ in prompts)
+        told = {"speculation.report": emitted if body.drafting.report else 0}
+        if body.num_logprobs is not None:
+            tokens = emitted + (scored if isinstance(body, CompletionRequest) and body.echo else 0)
+            told["top_logprobs" if is_chat else "logprobs"] = tokens * (body.num_logprobs + 1)
+        if body.prompt_logprobs is not None:  # of a chat they are told once
+            told["prompt_logprobs"] = scored // (n if is_chat else 1) * (body.prompt_logprobs + 1)
+        if (total := sum(told.values())) > MAX_TOLD:
+            length = "max_completion_tokens" if is_chat else "max_tokens"
+            message = (
+                f"choices x tokens x (alternatives + 1) make {total} log-probabilities and reported tokens, and an answer has at "
+                f"most {MAX_TOLD}: lower n, {length}, or the alternatives"
+            )
+            raise RequestError(max(told, key=lambda field: told[field]), message)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.info.vocab_size:

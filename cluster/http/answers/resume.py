@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.http.answers.openai_shapes import Answer, Choice, Delta
+from cluster.http.answers.pieces import json_pieces, to_json
 from cluster.http.errors import ApiError
 from cluster.http.types.openai import CompletionFields
 from cluster.serving.generation import Job
@@ -98,8 +98,10 @@ class Beginning:
         begun = cls(f"{prefix}{secrets.token_hex(16)}", int(time.time()))
         if not (body.stream and headers.wants_ids and key):
             return begun
-        asked = json.dumps([tenant, body.model_dump(exclude_unset=True)], default=str)
-        begun = dataclasses.replace(begun, digest=hashlib.blake2b(asked.encode(), digest_size=8).hexdigest(), key=key)
+        asked = hashlib.blake2b(to_json(tenant), digest_size=8)
+        for piece in json_pieces(body):
+            asked.update(piece)
+        begun = dataclasses.replace(begun, digest=asked.hexdigest(), key=key)
         return begun if headers.last_event_id is None else begun._gone_on_with(prefix, headers.last_event_id)
 
     def _gone_on_with(self, prefix: str, event_id: str) -> Beginning:
@@ -113,7 +115,9 @@ class Beginning:
         if found["digest"] != self.digest:
             raise _wrong("it is of another request: send the same body with the same key as before, or leave it out")
         told = tuple(ToldOfChoice(*(int(value, 16) for value in each.split("-"))) for each in found["told"][1:].split("."))
-        return Beginning(found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key)
+        return Beginning(
+            found["answer"], int(found["created"]), self.digest, found["model"], told, found["usage"] == "1", self.key
+        )
 
     @property
     def seed(self) -> int:

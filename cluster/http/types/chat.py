@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -14,6 +14,7 @@ from cluster.http.types.strict import JsonObject, Name, Strict, Text, checked_js
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of a message
+MAX_ALL_PARTS = 8192  # and calls of tools, of all messages of a request
 MAX_TOOLS = 128  # as OpenAI; and calls of one message
 
 
@@ -153,7 +154,20 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+def check_parts(value: Any, *fields: str) -> Any:
+    """Refuse messages whose lists in ``fields`` hold too many items together, before each of them is checked."""
+    messages = (message for message in value if isinstance(message, dict)) if isinstance(value, list) else ()
+    count = sum(len(message[field]) for message in messages for field in fields if isinstance(message.get(field), list))
+    if count > MAX_ALL_PARTS:
+        raise ValueError(f"must hold at most {MAX_ALL_PARTS} parts and calls together, not {count}")
+    return value
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(lambda value: check_parts(value, "content", "tool_calls")),
+]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}

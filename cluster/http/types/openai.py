@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WrapValidator, field_validator, model_validator
 
 from cluster.http.types.chat import Messages, NamedTool, Prediction, Tools
 from cluster.http.types.strict import (
@@ -21,6 +21,7 @@ from cluster.http.types.strict import (
     Text,
     TokenId,
     TokenIds,
+    are_token_ids,
     unsupported,
 )
 from cluster.http.types.structured import StructuredFields
@@ -35,6 +36,7 @@ MAX_DOCUMENTS = 1024
 MAX_COMPONENT = 1e6  # of a number in an embedding
 MAX_TIMEOUT_S = 1e9
 MAX_CHOICES = 128  # of one request: its prompts, times n
+MAX_TOLD = 1 << 20  # log-probabilities of an answer, alternatives included, and tokens of reports: 100 MB of JSON
 _COMMON_NO_OPS: dict[str, tuple[Any, ...]] = {"cache_salt": ()}
 _CHAT_NO_OPS: dict[str, tuple[Any, ...]] = _COMMON_NO_OPS | {
     "functions": ([],),
@@ -68,6 +70,7 @@ MostTokens = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 CacheChoice = Literal["tenant", "private", "off"]
 Prompt = Filled | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS)]
+CheckedIds = Annotated[list[int], WrapValidator(lambda value, check: value if isinstance(value, list) else check(value))]
 PromptInput = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
@@ -206,15 +209,16 @@ class CompletionRequest(CompletionFields):
     PROMPT: ClassVar[str] = "prompt"  # the field that holds it
 
     max_tokens: Tokens | None = None  # 0 beside echo only: the prompt alone, to be scored by logprobs
-    prompt: list[Text | list[int]]  # also taken: one string, one list of token ids
+    prompt: list[Text | CheckedIds]  # also taken: one string, one list of token ids
     logprobs: Alternatives | None = None  # alternatives of each token; the token itself always comes along
     echo: bool | None = None  # the text begins with the prompt's
 
     @field_validator("prompt", mode="before", json_schema_input_type=PromptInput)
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
-        prompts = [value] if isinstance(value, str) or _token_ids(value) else value
-        if not isinstance(prompts, list) or not all(isinstance(prompt, str) or _token_ids(prompt) for prompt in prompts):
+        is_one = isinstance(value, str) or are_token_ids(value)
+        prompts = [value] if is_one else value
+        if not is_one and not (isinstance(value, list) and all(isinstance(each, str) or are_token_ids(each) for each in value)):
             raise ValueError("must be a string, a list of token ids, or a list of strings or of lists of token ids")
         if not prompts or not all(prompts):
             raise ValueError("must not be empty")
@@ -369,7 +373,3 @@ class DetokenizeRequest(Strict):
 
     model: Name | None = None
     tokens: TokenIds
-
-
-def _token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value)

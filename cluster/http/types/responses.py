@@ -6,11 +6,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, ValidationError, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticKnownError
 
-from cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall
+from cluster.http.types.chat import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Function, FunctionCall, check_parts
 from cluster.http.types.openai import ChatCompletionRequest, CompletionFields, Effort, MostTokens
 from cluster.http.types.strict import JsonObject, Name, Strict, Text, unsupported
 from cluster.http.types.structured import JsonSchemaFormat, ResponseFormat
@@ -255,6 +255,19 @@ class ResponsesRequest(CompletionFields):
         properties["store"] = {"enum": [False, None], "description": "Nothing is kept; true is refused."}
         properties["previous_response_id"] = {"enum": [None], "description": "Nothing is kept: send the earlier items as input."}
         return schema
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_parts(cls, value: Any) -> Any:
+        return check_parts(value, "content", "output")
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_METADATA:  # before each of them has an error of its own
+            lengths = {"field_type": "Dictionary", "max_length": MAX_METADATA, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", lengths)
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

@@ -14,7 +14,16 @@ import json
 import math
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -39,7 +48,20 @@ ENCODABLE = AfterValidator(_encodable)
 Text = Annotated[str, Field(max_length=MAX_TEXT), ENCODABLE]
 Name = Annotated[str, Field(max_length=MAX_NAME), ENCODABLE]
 TokenId = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids, with one at least. Other threads go on meanwhile, unlike with compiled checks."""
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value)
+
+
+def _check_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if are_token_ids(value) and len(value) <= MAX_TOKEN_IDS else check(value)
+
+
+TokenIds = Annotated[
+    list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True), WrapValidator(_check_token_ids)
+]  # checked once
 
 
 def checked_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +120,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or data.keys() <= _own_names(cls):
             return data
         for name in data.keys() & cls.NO_OPS.keys():
             value = data[name]
@@ -127,3 +149,9 @@ class Strict(BaseModel):
 def _names(kind: type[Strict]) -> frozenset[str]:
     """The fields of a kind of body, as clients spell them."""
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+@functools.cache
+def _own_names(kind: type[Strict]) -> frozenset[str]:
+    """Those that are taken whatever their value."""
+    return _names(kind) - kind.NO_OPS.keys()
