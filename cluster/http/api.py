@@ -25,6 +25,7 @@ from cluster.http.answers.respond import Form, respond
 from cluster.http.answers.responses import ResponseBuilder, respond_items
 from cluster.http.answers.resume import StreamHeaders, no_resuming
 from cluster.http.answers.stream_guard import StreamGuard
+from cluster.http.checked_bodies import checking_route
 from cluster.http.compare import Baseline, CompareService, Comparison
 from cluster.http.documents import Accept, Authorization, LastEventId, NoEventId, SessionId
 from cluster.http.errors import ApiError, renamed_errors
@@ -252,6 +253,7 @@ def create_api(
         lifespan: what lives as long as the application.
     """
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.router.route_class = checking_route(service.text.threads)
     errors.install(app)
     documents.install(app)
 

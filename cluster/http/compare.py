@@ -70,7 +70,9 @@ class CompareCompletionRequest(CompletionRequest, _Compared):
 
 
 def _kind(body: Any) -> str | None:
-    """Which of the two a body is; None for what is no object."""
+    """Which of the two a body is; None for what is no object. One that was checked already is an object of its class."""
+    if isinstance(body, CompareChatRequest | CompareCompletionRequest):
+        return "<chat>" if isinstance(body, CompareChatRequest) else "<text>"
     if isinstance(body, dict):
         return "<chat>" if "messages" in body else "<text>"
     return None

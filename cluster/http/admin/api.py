@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PRELOAD_BYTES = 8 << 20  # of a body: tokenized while requests are served, so in small parts
+MAX_PRELOAD = 1 << 16  # documents
 MAX_IMPORT_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 
@@ -46,7 +47,7 @@ M = TypeVar("M", bound=Body)
 class _Documents(Body):
     """The body of routes that take documents."""
 
-    documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
+    documents: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PRELOAD, fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class AdminService:
     async def _documents(self, request: Request) -> list[list[int]]:
         """The tokens of the documents in a body; raises ``ApiError`` where it holds none."""
         data = await read_body(request, MAX_PRELOAD_BYTES, ": send the documents in several requests")
-        body = parsed(_Documents, data, '{"documents": ["a text", ...]}')
+        body = await self._turns.run(parsed, _Documents, data, '{"documents": ["a text", ...]}')
         return await self._turns.run(self._encode, body.documents)  # the event loop goes on serving
 
     def _encode(self, documents: list[str]) -> list[list[int]]:
