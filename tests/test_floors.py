@@ -36,6 +36,7 @@ LIBRARIES: dict[str, set[str]] = {
     | {
         "fastapi",
         "starlette",
+        "httptools",
         "uvicorn",
         "grpc",
         "pydantic",

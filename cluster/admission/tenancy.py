@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -112,6 +113,14 @@ class Tenancy:
         """Whether the header holds an operator's key. Raises ``ApiError`` (401) for a malformed header."""
         self._refresh()
         return hash_key(_bearer(authorization)) in self._admins
+
+    def tells_load(self, authorization: str | None) -> bool:
+        """Return whether who sends the header may be told the load of all: the operator, and all where one tenant is served."""
+        if not self.several:
+            return True
+        with contextlib.suppress(ApiError):  # a malformed header is no operator's
+            return authorization is not None and self.is_admin(authorization)
+        return False
 
     def check_admin(self, authorization: str | None) -> None:
         """Returns if the operator asks.

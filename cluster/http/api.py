@@ -101,13 +101,13 @@ class Service:
         self._tenancy = Tenancy(tenancy or TenancyOptions(), admission.require_key)
         self.admission = AdmissionController(self._tenancy, admission)
         others = None if baseline is None else baseline.engine.describe
-        self.state = HealthService(engine.describe, replicas, cache, others, wake)
+        self.state = HealthService(engine.describe, replicas, cache, others, wake, self._tenancy.tells_load)
         threads = TextThreads(tokenizer, self.admission.refuse)
         self._answering = Answering(threads, self._tenancy, self.admission, self.state.info, heard, stream_key)
         forget = forget or (keeps_nothing if auditor is None else auditor.forget)
         self.admin = AdminService(self._tenancy, tokenizer, cache, engine.describe, forget)
         self.metrics = MetricsService(
-            self._tenancy, engine.describe, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines,
+            self._tenancy, self.state.described, replicas, open_metrics, self.admission.counts, auditor, shadow, tells_engines,
             device_failures,
         )  # fmt: skip
         self.audit = AuditService(self._tenancy, self._token_bytes, auditor)

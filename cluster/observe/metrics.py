@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -20,6 +21,7 @@ from cluster.admission.tenancy import Tenancy
 from cluster.observe.audit import Auditor
 from cluster.observe.metric_families import FAMILIES, Family, Told
 from cluster.observe.shadow import Shadow, Standing
+from cluster.serving.shared_answer import SharedAnswer
 from engine.measures.metrics import Histogram, HistogramCounts, resident_bytes
 
 _LABELS = ("model_name", "engine")
@@ -168,6 +170,12 @@ class MetricsService:
     device_failures: Callable[[], Mapping[str, int]] = dict  # of engine replicas, by kind
     _choices: Histogram = field(default_factory=lambda: Histogram(_CHOICES), init=False)
     _model: str | None = field(default=None, init=False)  # its name, once somebody asked for it
+    _text: SharedAnswer[bytes] = field(init=False)  # for all who ask at about the same time
+    # Not in the default pool: it takes some milliseconds, in which other requests go on, and waits for no others.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "metrics"), init=False)
+
+    def __post_init__(self) -> None:
+        self._text = SharedAnswer(self._written)
 
     def asked(self, choices: int, model: str) -> None:
         """Counts a request for so many choices of each prompt."""
@@ -178,10 +186,11 @@ class MetricsService:
         """The metrics, also while no replica answers. Raises ``ApiError`` as ``Tenancy.check_admin``."""
         if not self.is_open:
             self.tenancy.check_admin(request.headers.get("authorization"))
-        tells = self.tells_engines is None or await self.tells_engines()
+        return Response(await self._text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _written(self) -> bytes:
+        tells, run = self.tells_engines is None or await self.tells_engines(), asyncio.get_running_loop().run_in_executor
         replicas, audits = await self.replicas() if tells else None, {} if self.auditor is None else self.auditor.counts()
-        standing = None if self.shadow is None else await asyncio.to_thread(self.shadow.standing)
+        standing = None if self.shadow is None else await run(self._thread, self.shadow.standing)
         api = ApiCounts(self._choices.read(), self._model, audits, self.admission(), standing, self.device_failures())
-        # In a thread: it takes some milliseconds, in which other requests go on.
-        text = await asyncio.to_thread(exposition, replicas, self.configured, api)
-        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return await run(self._thread, exposition, replicas, self.configured, api)

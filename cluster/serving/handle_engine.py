@@ -20,7 +20,7 @@ from actors.description import Description, DeviceLostError
 from cluster.http.errors import ApiError
 from cluster.observe.device_failures import DeviceFailures
 from cluster.serving.generation import Job, OtherVersionError
-from cluster.serving.handles import for_this_loop, for_threads
+from cluster.serving.handles import all_results, for_this_loop, for_threads
 from decoding.request import CLEARED_TOKENS, FinishReason, StepOutput
 from engine.errors import ContextLengthError, QueueFullError, RequestError
 
@@ -32,7 +32,7 @@ TOGETHER = 8  # most jobs of one call, which go to one replica: each call, and e
 BEAT_S = 1.0  # a replica that has nothing new to say of a call says so that often
 SILENCE_S = 5.0  # after that a request is sent again: its replica is stopped or hangs, or there is none yet
 FIRST_WORD_S = 1.5  # likewise, where another replica may take what this one has not said a word of
-_PARTS = 10  # in which either time is counted: a loop that was held for longer than a part reads what came before the next one
+_PARTS = 20  # in which either time is counted: a loop that was held for longer than a part reads what came before the next one
 SILENT_S, EARLY_S = 30.0, 5.0  # a silent replica is avoided for so long after either; Serve replaces one that hangs meanwhile
 MAX_LOSSES = 4  # replicas that one request may lose in a row without a token: more likely it is what ends them
 MAX_LOSSES_IN_ALL = 16
@@ -265,7 +265,8 @@ class HandleEngine:
                 logger.error("request %s: given up after %d tokens: %s", job.request_id, len(progress.emitted), reason)
                 message = f"the engine replica failed or is not answering ({reason}); try again"
                 raise ApiError(503, message, code="engine_unavailable") from reason
-            logger.warning("request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
+            level = logging.DEBUG if isinstance(reason, QueueFullError) else logging.WARNING  # it waits for its turn
+            logger.log(level, "request %s: sent again after %d tokens: %s", job.request_id, len(progress.emitted), reason)
             await asyncio.sleep(progress.pause_s)
             progress.pause_s = min(2 * progress.pause_s, _LONGEST_PAUSE_S)
 
@@ -359,9 +360,7 @@ class HandleEngine:
 
     async def _answering(self) -> list[Description]:
         try:
-            # In a thread: results_async gives up all answers when a single one does not come in time.
-            response = self._described.broadcast("describe")
-            answers = await asyncio.to_thread(response.results, timeout_s=self._describe_timeout_s, return_exceptions=True)
+            answers = await all_results(self._described.broadcast("describe"), self._describe_timeout_s)
         except (RayError, RayServeException, TimeoutError):
             logger.exception("no engine replica answers")
             return []

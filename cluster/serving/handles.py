@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray import serve
@@ -23,6 +25,7 @@ from cluster.http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
+_WAITING = ThreadPoolExecutor(8, "broadcasts")
 
 
 def for_threads(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
@@ -45,6 +48,16 @@ def _with_router(handle: DeploymentHandle[Any], in_own_loop: bool) -> Deployment
     routed = copy.copy(handle)  # as it comes to another actor: without a router
     routed._init(_run_router_in_separate_loop=in_own_loop)
     return routed.options(_by_reference=True)
+
+
+async def all_results(response: Any, timeout_s: float) -> list[Any]:
+    """Return what each replica answers to a broadcast, or why it does not within the time.
+
+    In a thread: ``results_async`` gives up all answers when a single one does not come in time. Not in the default pool, whose
+    threads others wait for: a replica may hang.
+    """
+    wait = functools.partial(response.results, timeout_s=timeout_s, return_exceptions=True)
+    return list(await asyncio.get_running_loop().run_in_executor(_WAITING, wait))
 
 
 class ApiReplicas:
@@ -76,7 +89,6 @@ class ApiReplicas:
         """What each answers, or why it does not."""
         try:
             response = self._handle.broadcast(method, *arguments)
-            # In a thread: results_async gives up all answers when a single one does not come in time.
-            return await asyncio.to_thread(response.results, timeout_s=_TIMEOUT_S, return_exceptions=True)
+            return await all_results(response, _TIMEOUT_S)
         except (RayError, RayServeException, TimeoutError) as error:
             return [error]

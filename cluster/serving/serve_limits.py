@@ -1,7 +1,7 @@
 """Limits that Serve is given: those of HTTP/1.1 in its proxies, and of bodies that nobody has read yet, there and in the API.
 
 A proxy calls what the environment's ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` names before it makes its server. Private to
-Ray is that a proxy keeps a body in a ``MessageQueue`` and a replica in an ``ASGIReceiveProxy``, which each looks up in its module.
+Ray is that a proxy keeps a body in a ``MessageQueue``, and a replica in an ``ASGIReceiveProxy``: each looks it up in its module.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from cluster.admission.tenancy import Tenancy
 from cluster.http import errors
 from cluster.http.admin.api import AdminService, add_admin_routes
 from cluster.http.api import Service
+from cluster.serving import shared_answer
 from configs.slices import CacheOptions, EngineOptions, SpeculationOptions, TenancyOptions, TenantOptions
 from tests.cluster.circle import MAX_RUNNING, MAX_WAITING, TOKENIZER, LocalEngine, Server, local_engine, served
 from tests.cluster.memory import LocalCacheAdmin, MemoryServer
@@ -33,6 +34,12 @@ RECORDS: list[dict[str, Any]] = [
     {"id": "long", "prompt": "word " * 400},
     {"id": "last", "prompt": "A request travels"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _states_of_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests look at states right after what changes them: in this process no answer is given again."""
+    monkeypatch.setattr(shared_answer, "FRESH_S", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 import pytest
+from fastapi import Request
 
 from actors.description import Description
 from cache_service.store.embedded import EmbeddedRedis
@@ -14,6 +15,8 @@ from cluster.http.errors import ApiError
 from cluster.serving.generation import EnginePort
 from cluster.serving.health import HealthService
 from tests.cluster.memory import LocalCacheAdmin
+
+ASKING = Request({"type": "http", "headers": []})
 
 
 def missing(readiness: HealthService) -> str:
@@ -59,12 +62,12 @@ def test_where_there_may_be_no_engine_one_has_to_have_been_there(circle_engine: 
     readiness = HealthService(replicas, 0, wake=lambda: woken.append(True))
     assert missing(readiness) == "0 of 1 engine replicas are there" and woken == [True]
     with pytest.raises(ApiError, match="no engine replica is answering"):
-        asyncio.run(readiness.health())
+        asyncio.run(readiness.health(ASKING))
     engines += asyncio.run(circle_engine.describe())
     assert asyncio.run(readiness.replicas()) == 1
     info = engines.pop().info
     assert asyncio.run(readiness.replicas()) == 0 and woken == [True]
-    assert json.loads(bytes(asyncio.run(readiness.health()).body))["status"] == "idle"
+    assert json.loads(bytes(asyncio.run(readiness.health(ASKING)).body))["status"] == "idle"
     assert asyncio.run(readiness.info()) == info
 
 
