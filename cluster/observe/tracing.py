@@ -146,7 +146,7 @@ class Tracing:
     def _finish(self, asked: _Asked, job: Job, output: StepOutput) -> None:
         """Tells it how a choice ended."""
         asked.reasons.append(str(output.finish_reason))
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason is FinishReason.ERROR and output.fault_field is None:
             from opentelemetry.trace import Status, StatusCode
 
             asked.span.set_status(Status(StatusCode.ERROR))  # without the message: it may hold what the client sent

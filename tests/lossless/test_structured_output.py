@@ -229,7 +229,7 @@ def test_an_output_that_is_none_of_the_grammar_ends_its_request_alone(
     right = Request("1", PROMPTS[1], params)
     outputs = run(engines["llma"], [wrong, right])
     assert [(output.token_ids, output.finish_reason) for output in outputs[0]] == [((), FinishReason.ERROR)]
-    assert "grammar" in (outputs[0][0].error or "")
+    assert "grammar" in (outputs[0][0].error or "") and outputs[0][0].fault_field == "response_format"
     assert right.output_ids.tolist() == plain[1]
 
 
