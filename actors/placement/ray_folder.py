@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,20 @@ _KEPT = 5  # logs of so many Rays that ended badly
 MARK = "RAY_TMPDIR"  # in the environment of all of Ray's processes: by it they are found, orphans too
 _MAX_SOCKET = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path
 _END_S = 10.0
+
+
+# Ends Ray's processes when the process that started them dies, however that is: the pipe that this one reads closes then.
+_WATCHER = """
+read -r _
+found=yes
+while [ "$found" ]; do
+  found=
+  for each in /proc/[0-9]*; do
+    if grep -qsxzF -- "$1" "$each/environ"; then kill -9 "${each#/proc/}"; found=yes; fi
+  done
+  [ -z "$found" ] || sleep 0.2
+done
+"""
 
 
 class RayFolderError(OSError):
@@ -52,16 +66,31 @@ def base_folder() -> Path:
     return base
 
 
-@dataclass(frozen=True, slots=True)
 class RayFolder:
     """A folder of mode 0700 that is locked as long as this process lives."""
 
-    path: Path
-    lock: int
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._handles = [lock]
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def make(cls) -> RayFolder:
         """Make a folder, and remove those of processes that were killed. Raises ``OSError``."""
+        folder = cls._make()
+        read_end, lifeline = os.pipe()  # not inherited, so that only this process keeps it open
+        folder._handles.append(lifeline)
+        try:  # a session of its own: Ctrl-C in the terminal is this process's to handle
+            folder._watcher = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHER, "outrider-ray", f"{MARK}={folder.ray}"], env={"PATH": os.defpath}, stdin=read_end,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(read_end)
+        return folder
+
+    @classmethod
+    def _make(cls) -> RayFolder:
         base = base_folder()
         for stale in _own(base, _PREFIX):
             lock = _locked(stale)
@@ -92,8 +121,10 @@ class RayFolder:
         _kill_processes(self.ray)
         kept = self._set_logs_apart() if keep_logs and self.logs.is_dir() else None
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it was closed before
-            os.close(self.lock)
+        while self._handles:
+            os.close(self._handles.pop())
+        if self._watcher is not None:
+            self._watcher.wait()
         return kept
 
     def _set_logs_apart(self) -> Path:

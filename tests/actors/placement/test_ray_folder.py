@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actors.placement.ray_folder import RayFolder, RayFolderError, base_folder
 from cluster.cli.launch.preflight import LaunchError, check_folder
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
@@ -50,24 +53,28 @@ def test_after_a_failure_the_logs_are_kept_for_this_user_and_only_the_last_ones(
     assert {stat.S_IMODE(path.stat().st_mode) for path in left} == {0o700}
 
 
-def test_that_of_a_process_that_lives_stays_and_that_of_a_dead_one_goes(base: Path) -> None:
+def test_that_of_a_process_that_lives_stays_and_that_of_a_dead_one_goes_with_its_processes(base: Path) -> None:
     code = f"""
-import os, tempfile
+import os, subprocess, tempfile
 tempfile.tempdir = {str(base)!r}
 from actors.placement.ray_folder import RayFolder
-print(RayFolder.make().path, flush=True)
+folder = RayFolder.make()
+child = subprocess.Popen(["sleep", "600"], env={{**os.environ, "RAY_TMPDIR": str(folder.ray)}}, start_new_session=True)
+print(folder.path, child.pid, flush=True)
 input()
-os._exit(9)
+os.abort()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
-        theirs = Path(process.stdout.readline().strip())
+        path, child = process.stdout.readline().split()
         RayFolder.make().end()
-        assert theirs.is_dir()
+        assert Path(path).is_dir() and psutil.pid_exists(int(child))
         process.communicate("\n")
+    assert process.returncode == -signal.SIGABRT
+    eventually(lambda: not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE)
     RayFolder.make().end()
-    assert not theirs.exists()
+    assert not Path(path).exists()
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
