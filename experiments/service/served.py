@@ -193,12 +193,14 @@ def replica_settings(args: argparse.Namespace) -> list[str]:
 
 
 async def until_whole(client: httpx.AsyncClient, replicas: int, timeout_s: float = _BACK_S) -> float | None:
-    """Seconds until ``/health`` says that all replicas are there and none has work; None when that does not come about."""
+    """Return the seconds until all replicas are there and none has work; None when that does not come about."""
     began = time.monotonic()
     while time.monotonic() - began < timeout_s:
         with contextlib.suppress(httpx.TransportError):  # a slow answer is one that does not say so
             health = (await client.get("/health")).json()
-            if health.get("status") == "ok" and health.get("replicas") == replicas and not health["running"] + health["waiting"]:
+            sums = sample_sums((await client.get("/metrics")).text)  # the load, which /health may not tell
+            works = sums.get("vllm:num_requests_running", 1) + sums.get("vllm:num_requests_waiting", 1)
+            if health.get("status") == "ok" and health.get("replicas") == replicas and not works:
                 return round(time.monotonic() - began, 2)
         await asyncio.sleep(0.1)
     return None

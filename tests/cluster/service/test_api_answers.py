@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.serving.shared_answer import FRESH_S
 from tests.cluster.circle import CIRCLE, LAP, Server, read_stream
+from tests.helpers.waiting import eventually
 
 NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}  # a private request reuses nothing
 MESSAGES: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
@@ -122,7 +125,7 @@ def test_tokens_flow_while_the_rest_is_computed(client: OpenAI, api_server: Serv
     stream = client.completions.create(model="circle", prompt="<", max_tokens=600, stream=True, extra_body={"ignore_eos": True})
     first = next(iter(stream))
     assert first.choices[0].finish_reason is None
-    assert api_server.health()["running"] == 1
+    eventually(lambda: api_server.health()["running"] == 1)
     rest = list(stream)
     assert len(rest) > 100
     assert rest[-1].choices[0].finish_reason == "length"
@@ -148,6 +151,7 @@ def test_requests_at_once_give_what_they_give_alone(api_server: Server, client: 
 
 def test_metrics_count_what_clients_got(http: httpx.Client, client: OpenAI) -> None:
     def totals() -> dict[str, float]:
+        time.sleep(FRESH_S)  # until states are asked for anew
         families = text_string_to_metric_families(http.get("/metrics").text)
         found: Counter[str] = Counter()
         for sample in (sample for family in families for sample in family.samples):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from cache_service.namespace import hash_key
+from cluster.serving.shared_answer import FRESH_S
 from decoding.request import SamplingParams
 from tests.cluster.circle import Server, bearer
 from tests.cluster.service.applications import TWIN_RUNNING, Answer, Twins, plain_answers, serving, tiny_config
@@ -140,6 +142,7 @@ def test_conversations_with_a_model_that_keeps_states(family: str, api_server: S
     with serving(api_server, f"states-{family.replace('_', '-')}", config, 8) as served:
         served.becomes(status="ok")
         first, on, beside = asyncio.run(talk(served.url))
+        time.sleep(FRESH_S)  # until states are asked for anew
         metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
     assert first == (answers[0].text, 48, 0)
     assert on == (last.text, 48, len(answers[0].prompt_ids) - 1)  # behind the first prompt; its answer is cut into other tokens

@@ -20,6 +20,7 @@ import cluster.app
 from cluster.serving.engine_replica import EngineReplica
 from cluster.serving.generation import Job
 from cluster.serving.handle_engine import Item
+from cluster.serving.shared_answer import FRESH_S
 from decoding.request import SamplingParams
 from engine.executor import Outcome
 from engine.forward.batch import Work
@@ -84,6 +85,7 @@ def fragile(api_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def failures(of: Application) -> dict[str, float]:
     """What /metrics tells of failed devices, by kind."""
+    time.sleep(FRESH_S)  # until states are asked for anew
     text = httpx.get(f"{of.url}/metrics", timeout=60).text
     return {kind: float(count) for kind, count in re.findall(r'device_failures_total\{error="(\w+)"\} (\S+)', text)}
 

@@ -19,6 +19,7 @@ from ray import serve
 
 from cluster.serving.generation import Job
 from cluster.serving.handle_engine import FIRST_WORD_S, SILENCE_S, HandleEngine
+from cluster.serving.shared_answer import FRESH_S
 from decoding.request import SamplingParams
 from tests.cluster.circle import bearer
 from tests.cluster.service.applications import OPERATOR, Application, Twins, kill
@@ -43,6 +44,7 @@ def ask(twins: Twins, prompt: list[int], tenant: str = "routed", n: int = 1, **m
 
 def served(twins: Twins) -> Counter[str]:
     """Choices that were served to their end, by replica."""
+    time.sleep(FRESH_S)  # until states are asked for anew
     page = httpx.get(f"{twins.admin_url}/metrics", headers=bearer(OPERATOR), timeout=60).raise_for_status().text
     found = Counter[str]()
     for family in text_string_to_metric_families(page):
