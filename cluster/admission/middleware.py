@@ -208,18 +208,17 @@ class AdmissionMiddleware:
 
 
 async def _pieces(receive: Receive, most: int, received: Callable[[int], None]) -> bytes | None:
-    pieces: list[bytes] = []
-    size = 0
+    body = bytearray()  # a list of pieces would take many times what was sent in tiny ones
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        _check_size(size, most)
-        received(len(pieces[-1]))
+        piece = message.get("body", b"")
+        body += piece
+        _check_size(len(body), most)
+        received(len(piece))
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return bytes(body)
 
 
 def _check_size(size: int, most: int) -> None:
