@@ -123,7 +123,9 @@ class Answer(BaseModel):
         """The chunk as a server-sent event. Where usage was asked for, the chunks before it say null, as OpenAI's do."""
         if with_usage and self.usage is None:
             self.usage = None
-        return f"data: {(await self.to_json(pauses)).decode()}\n\n"
+        data = await self.to_json(pauses)
+        await pauses.after(len(data))  # a copy is a piece of its own
+        return f"data: {data.decode()}\n\n"
 
     @property
     def _is_small(self) -> bool:

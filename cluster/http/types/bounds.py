@@ -1,4 +1,7 @@
-"""Table of the bounds of all request fields, read off the types that check them."""
+"""Table of the bounds of all request fields, read off the types that check them.
+
+Bounds of a whole request are ``chat.MAX_ALL_PARTS``, ``openai.MAX_TOLD`` and those of ``cluster.http.checked_bodies``.
+"""
 
 from __future__ import annotations
 
