@@ -85,6 +85,8 @@ def test_metrics_need_no_key_there_and_admin_routes_do(circle_engine: EnginePort
             assert (await client.get("/admin/audit", headers=KEY)).status_code != 401
             for path in ("/v1/models", "/health", "/openapi.json"):
                 assert (await client.get(path)).status_code == 404
+            large = await client.get("/metrics", headers={f"x{number}": "1" for number in range(300)})
+            assert large.status_code == 431, "as on the public's port"
             await stack.enter_async_context(next_one.serving(service))
         check_port("127.0.0.1", port)  # released
 
