@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -226,8 +227,8 @@ class Service:
             "object": "model",
             "created": self._started,
             "owned_by": "outrider",
-            "root": root,
-            "parent": parent,
+            "root": _without_folder(root),
+            "parent": parent and _without_folder(parent),
             "max_model_len": info.max_model_len,
             "weights": info.weights,  # formats of those that are quantized, else their type
             "lossless": info.lossless,  # whatever is asked for
@@ -290,6 +291,11 @@ def add_operator_routes(app: FastAPI, service: Service) -> None:
     app.post("/admin/audit", response_model=None)(service.audit.run)
     app.get("/admin/baseline")(service.baseline.standing)
     app.get("/metrics", response_class=PlainTextResponse, responses=documents.ERRORS)(service.metrics.metrics)
+
+
+def _without_folder(name: str) -> str:
+    """Return the name of a model without the folder that it lies in, which is the operator's."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _told(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
