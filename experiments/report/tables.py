@@ -245,6 +245,36 @@ def step_profile(results: Results) -> Table:
     return table_of("ms", ("strategy", "batch", "", *phases, "step", "around", "tokens per step"), rows, keys=3)
 
 
+def attacks(results: Results) -> Table | None:
+    """``experiments.service attacks``: a calm client's inter-token times beside each form of attack, those that fail first."""
+    sides = ("alone", "polite", "attack")
+    rows = [
+        [
+            Cell(each["form"]), Cell("; ".join(each["fails"]) or "-"), *(figure(each[f"{side}_p95_ms"]) for side in sides),
+            *(_ratio(each[f"to_{side}"]) for side in ("polite", "alone")), figure(each["attack_max_ms"]),
+        ]
+        for each in results.get("attacks", ())
+    ]  # fmt: skip
+    titles = ("attack", "fails", *(f"p95 {side}, ms" for side in sides), "to polite", "to alone", "longest, ms")
+    return table_of("inter-token times of a calm client", titles, rows)
+
+
+def attacks_around(results: Results) -> Table | None:
+    """``experiments.service attacks``: rows of the calm request, memory, and statuses where each shot was fired once."""
+    rows = [[Cell(row["form"]), Cell(f"a calm row in {row['attack']} steps, {row['polite']} beside polite requests")]
+            for row in results.get("rows", ())]  # fmt: skip
+    rows += [[Cell(kind), Cell(f"{of['before_mib']:.0f} MiB before, {of['after_mib']:.0f} after")]
+             for kind, of in results.get("memory", {}).items()]  # fmt: skip
+    for title, statuses in results.get("once", {}).items():
+        rows.append([Cell(title), Cell(", ".join(f"{count} x {label}" for label, count in sorted(statuses.items())))])
+    return table_of("", ("of the attacks", ""), rows)
+
+
+def _ratio(told: Mapping[str, Any]) -> Cell:
+    low, high = told["interval"]
+    return Cell(f"{told['median']:.2f} ({low:.2f}-{high:.2f})", told["median"], low, high)
+
+
 def answer(results: Results) -> Table | None:
     """``outrider simulate --find``: what it found; None where nothing was looked for."""
     lines = results.get("answer")
@@ -268,6 +298,7 @@ _KNOWN: dict[str, tuple[Callable[[Results], Table | None], ...]] = {
     "node-faults": (node_faults,),
     "peers": (peers, goals),
     "rank-faults": (rank_faults,),
+    "service-attacks": (attacks, attacks_around),
     "simulate": (deployments, answer),
     "simulate-forms": (form_map, answer),
     "simulate-papers": (published,),

@@ -7,6 +7,7 @@ import sys
 from experiments.bench.run import run_named
 
 TRIALS = {
+    "attacks": "experiments.service.attacks.run",
     "clients": "experiments.service.clients",
     "disconnects": "experiments.service.disconnects",
     "fairness": "experiments.service.fairness",

@@ -1,0 +1,146 @@
+"""Connections of hostile clients: the bytes that each sends, and how it behaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+STAY_S = 60.0  # for which a client waits for the end of an answer
+_KEPT_BYTES = 8192  # of an answer, its beginning and its end
+_SMALL_BUFFER = 4096  # of the kernel, for clients that never read
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
+T = TypeVar("T")
+_FAULT = re.compile(rb'"type": ?"server_error"')
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server that is attacked."""
+
+    host: str
+    port: int
+    model: str  # its name
+    keys: tuple[str | None, ...] = (None, None)  # of the attackers; None: requests have no key
+    admin_port: int | None = None  # None: no form attacks it
+    context: int = 2048  # tokens of the model
+    vocabulary: int = 4096  # token ids below it are valid
+    size: float = 1.0  # of large bodies and of numbers of connections, relative to the attack as it is measured
+
+    def scaled(self, count: int) -> int:
+        """Return so much of a count as the size says, at least 1."""
+        return max(1, int(count * self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One connection."""
+
+    pieces: tuple[bytes, ...]
+    pause_s: float = 0.0  # between two pieces
+    reads: bool = True  # false: nothing of the answer is taken from the kernel
+    stay_s: float = STAY_S  # after the last piece, then the client leaves
+    on_admin_port: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a shot."""
+
+    statuses: tuple[int, ...] = ()  # of all answers on the connection; empty where none came
+    has_fault: bool = False  # a body tells of a fault of the server
+    has_ended: bool = False  # the server closed the connection
+    text: bytes = b""  # the beginning and the end
+
+    @property
+    def status(self) -> int:
+        """The first one; 0 where none came."""
+        return self.statuses[0] if self.statuses else 0
+
+    @property
+    def label(self) -> str:
+        """The status, with a mark where a stream told of a fault."""
+        fault = "+error" if self.has_fault and self.status < 500 else ""
+        return f"{max(self.statuses, default=0)}{fault}"
+
+
+def head(method: str, path: str, key: str | None, headers: Mapping[str, str] | None = None) -> bytes:
+    """Return a request's head without its last line end; the connection ends with the answer unless ``headers`` say otherwise."""
+    told = {"Host": "localhost", "Connection": "close"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (told | dict(headers or {})).items())]
+    return "\r\n".join((*lines, "")).encode()
+
+
+def get(path: str, key: str | None = None, method: str = "GET", headers: Mapping[str, str] | None = None, **how: Any) -> Shot:
+    """Return a request without a body; ``how`` are fields of the shot."""
+    return Shot((head(method, path, key, headers) + b"\r\n",), **how)
+
+
+def post(
+    path: str, body: Mapping[str, Any] | bytes, key: str | None, headers: Mapping[str, str] | None = None, **how: Any
+) -> Shot:
+    """Return a request with a body, JSON unless it is bytes; ``how`` are fields of the shot."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = {} if isinstance(body, bytes) else {"Content-Type": "application/json"}
+    begun = head("POST", path, key, {**kind, "Content-Length": str(len(data)), **(headers or {})})
+    return Shot((begun + b"\r\n" + data,), **how)
+
+
+async def fire(shot: Shot, target: Target) -> Reply:
+    """Make a connection, send a shot and return what came back until the server or the client closed it."""
+    port = target.admin_port if shot.on_admin_port else target.port
+    if port is None:
+        raise ValueError("the target has no admin port")
+    raw = socket.socket()
+    raw.setblocking(False)
+    if not shot.reads:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+    try:
+        await asyncio.get_running_loop().sock_connect(raw, (target.host, port))
+        reader, writer = await asyncio.open_connection(sock=raw)
+    except OSError:
+        raw.close()
+        return Reply()
+    hearing = asyncio.create_task(_hear(reader, shot, target))
+    try:
+        await _send(writer, shot)
+        return await hearing
+    finally:
+        hearing.cancel()
+        writer.transport.abort()
+
+
+async def _send(writer: asyncio.StreamWriter, shot: Shot) -> None:
+    with contextlib.suppress(OSError):  # the server has closed it: what it said is heard
+        for number, piece in enumerate(shot.pieces):
+            if number and shot.pause_s:
+                await asyncio.sleep(shot.pause_s)
+            writer.write(piece)
+            async with asyncio.timeout(shot.stay_s):
+                await writer.drain()
+
+
+async def _hear(reader: asyncio.StreamReader, shot: Shot, target: Target) -> Reply:
+    statuses: list[int] = []
+    first, last, has_fault, has_ended = b"", b"", False, False
+    stay_s = shot.stay_s + shot.pause_s * len(shot.pieces)
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(stay_s):
+            if not shot.reads:
+                await asyncio.sleep(stay_s)
+            while part := await reader.read(1 << 16):
+                statuses += map(int, _STATUS.findall(part))
+                has_fault = has_fault or _FAULT.search(part) is not None
+                first, last = (first + part)[:_KEPT_BYTES], (last + part)[-_KEPT_BYTES:]
+            has_ended = True
+    return Reply(tuple(statuses), has_fault, has_ended, first if first == last else first + last)
+
+
+def every(values: Sequence[T], count: int) -> list[T]:
+    """Return so many values, the given ones in turns."""
+    return [values[at % len(values)] for at in range(count)]
