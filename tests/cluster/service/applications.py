@@ -179,6 +179,10 @@ class Twins(Application):
         """Of the model."""
         return PreTrainedTokenizerFast.from_pretrained(self.model.path)
 
+    def health(self) -> dict[str, Any]:
+        """Return all that /health tells the operator: the load, too."""
+        return dict(httpx.get(f"{self.url}/health", headers=bearer(OPERATOR), timeout=60).json())
+
     def becomes_whole(self) -> None:
         """Fails unless both replicas serve, in time."""
         self.becomes(status="ok", replicas=2, shared_cache="connected")
