@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.report.cells import Cell, figure, median, repeats, rounded
+from experiments.report.cells import Cell, cell_of, figure, median, repeats, rounded
 from experiments.report.simulation import deployments, form_map, published, validation
 from experiments.report.speeds import Results, draft_models, forms, load, rag, rag_pairs, scaling, strategies, winners
 from experiments.report.values import Table, table_of
@@ -248,14 +248,12 @@ def step_profile(results: Results) -> Table:
 def attacks(results: Results) -> Table | None:
     """``experiments.service attacks``: a calm client's inter-token times beside each form of attack, those that fail first."""
     sides = ("alone", "polite", "attack")
-    rows = [
-        [
-            Cell(each["form"]), Cell("; ".join(each["fails"]) or "-"), *(figure(each[f"{side}_p95_ms"]) for side in sides),
-            *(_ratio(each[f"to_{side}"]) for side in ("polite", "alone")), figure(each["attack_max_ms"]),
-        ]
-        for each in results.get("attacks", ())
-    ]  # fmt: skip
-    titles = ("attack", "fails", *(f"p95 {side}, ms" for side in sides), "to polite", "to alone", "longest, ms")
+    rows = []
+    for each in results.get("attacks", ()):
+        times = [cell_of(each[name]) or Cell("") for name in (*(f"{side}_p95_ms" for side in sides), "attack_max_ms")]
+        ratios = [_ratio(each[f"to_{side}"]) for side in ("polite", "alone")]
+        rows.append([Cell(each["form"]), Cell("; ".join(each["fails"]) or "-"), *times, *ratios])
+    titles = ("attack", "fails", *(f"p95 {side}, ms" for side in sides), "longest, ms", "to polite", "to alone")
     return table_of("inter-token times of a calm client", titles, rows)
 
 

@@ -1,11 +1,13 @@
 """Hostile and clumsy clients beside a calm one: is any answer a 5xx, does memory grow, does the calm one notice?
 
-python -m experiments.service fuzz [--examples 1500] [--seconds 60]
+python -m experiments.service fuzz [--cases 20000] [--seed 0] [--first 0] [--examples 0] [--seconds 20]
 
 ``outrider serve`` runs once, with one key for a calm client, which asks one short question after the other, and one for the rest.
-First the calm one is alone. Then come schemathesis, in an environment of its own, with every field of every route at and beyond
-its bounds and of other types, and connections that send what no client library would: broken, stalled, cut off, contradictory.
-Both give way to all other processes, as if they were on another machine.
+First the calm one is alone. Then come cases that are drawn by a seed (``fuzzing.cases``): schemas, grammars, texts, numbers and
+lists in every field of every route, files, ids of events, hosts, heads and the operator's routes. A case that fails is made
+smaller as long as it fails, and printed with its number: ``--seed 0 --first NUMBER --cases 1`` sends it again. With them come
+connections that send what no client library would: broken, stalled, cut off, contradictory; and with ``--examples`` schemathesis,
+in an environment of its own. All give way to all other processes, as if they were on another machine.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -21,7 +24,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,10 +39,12 @@ from experiments.bench.run import Bench, Results
 from experiments.peers.environments import Environments, MissingPeerError
 from experiments.service import clients
 from experiments.service.asks import Ask
+from experiments.service.attacks.shots import Target
+from experiments.service.fuzzing.run_cases import cases_in_process
 from experiments.service.overload import Outcome, engine_pids, try_once
 from experiments.service.served import Served, apart, conducted, give_way, memory_mib, spread, until_whole
 
-_CALM, _HOSTILE = "outrider-calm", "outrider-hostile"
+_CALM, _HOSTILE, _OPERATOR = "outrider-calm", "outrider-hostile", "outrider-operator"
 _MOST_TOKENS = 32  # of an answer: the cases are many
 _AT_ONCE = 12  # connections
 _STALL_S = 5.0
@@ -50,12 +58,15 @@ def settings(args: argparse.Namespace) -> list[str]:
     return [
         f"model.dtype={args.dtype}", "model.threads=1", f"limits.max_output_tokens={_MOST_TOKENS}",
         f'tenancy.tenants.calm.keys=["{hash_key(_CALM)}"]', f'tenancy.tenants.hostile.keys=["{hash_key(_HOSTILE)}"]',
+        f'tenancy.admin_keys=["{hash_key(_OPERATOR)}"]',
     ]  # fmt: skip
 
 
 async def trial(server: Served, model: str, args: argparse.Namespace, progress: Progress) -> Results:
     """The calm client alone, then beside the others."""
-    bin_ = Environments(args.venvs, {}, True, progress.say).of(clients.CLIENTS["schemathesis"].package).parent
+    bin_ = None
+    if args.examples:
+        bin_ = Environments(args.venvs, {}, True, progress.say).of(clients.CLIENTS["schemathesis"].package).parent
     async with httpx.AsyncClient(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {_CALM}"}) as client:
         await ask_for(client, model, args.warm_up)
         alone = await ask_for(client, model, args.seconds)
@@ -64,7 +75,8 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         ends = asyncio.Event()
         with apart(send_raw, server.url, model, args.seed) as statuses:
             calm = asyncio.create_task(ask_for(client, model, None, ends))
-            printed, code = await fuzz(server.url, bin_, args)
+            drawn = await draw(server.url, model, args)
+            printed, code = await fuzz(server.url, bin_, args) if bin_ is not None else ([], 0)
             memory.append(memory_mib(server))
             ends.set()
             beside = await calm
@@ -77,7 +89,8 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
     same = pids == engine_pids(server)
     generated = sum(int(found) for line in printed for found in _COUNTED.findall(line))
     return {
-        "cases": generated + sum(statuses.values()),
+        "cases": generated + sum(statuses.values()) + args.cases,
+        "drawn": drawn,
         "schemathesis": {"exit_code": code, "printed": printed},
         "connections": dict(sorted(statuses.items())),
         "server_errors": errors,
@@ -89,7 +102,7 @@ async def trial(server: Served, model: str, args: argparse.Namespace, progress: 
         "same_processes": same,
         "health": health["status"],
         "whole_again_s": whole_again_s,
-        "well": not (errors or failed or code) and same and health["status"] == "ok",
+        "well": not (errors or failed or code or drawn["failures"]) and same and health["status"] == "ok",
     }
 
 
@@ -105,6 +118,29 @@ async def ask_for(
         outcomes.append(await try_once(client, model, Ask("greedy", "chat/completions", body)))
         await asyncio.sleep(0.1)
     return outcomes
+
+
+async def draw(url: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the drawn cases in a process of their own; see ``run_cases``."""
+    parts = urlsplit(url)
+    target = Target(str(parts.hostname), int(parts.port or 80), model, (_HOSTILE, _HOSTILE))
+    work = partial(cases_in_process, target, model, (_HOSTILE, _OPERATOR), args.seed, args.first, args.cases)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_draw, args=(work, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = await asyncio.to_thread(ours.recv)
+        return found
+    finally:
+        process.kill()  # where this one is ended before it
+        process.join()
+
+
+def _draw(work: Callable[[], dict[str, Any]], told: Connection) -> None:
+    give_way()
+    told.send(work())
 
 
 async def fuzz(url: str, bin_: Path, args: argparse.Namespace) -> tuple[list[str], int]:
@@ -209,6 +245,7 @@ async def send(url: str, data: bytes, leaving: str) -> int:
         if leaving == "byte by byte":
             for at in range(min(len(sent), 200)):
                 writer.write(sent[at : at + 1])
+                await writer.drain()  # raises where the server has closed it
                 await asyncio.sleep(0.002)
             sent = sent[200:]
         writer.write(sent)
@@ -232,17 +269,25 @@ async def send(url: str, data: bytes, leaving: str) -> int:
 def options(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     add_model(parser, "bfloat16")
-    parser.add_argument("--examples", type=int, default=1500, help="of schemathesis for each operation, at most")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for which the calm client is alone")
+    parser.add_argument("--cases", type=int, default=20_000, help="that are drawn")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of the seed")
+    parser.add_argument("--examples", type=int, default=0, help="of schemathesis for each operation, at most; 0: without it")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which the calm client is alone")
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds of it that are not counted")
     parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "outrider-clients", help="kept between runs")
-    parser.add_argument("--seed", type=int, default=0, help="of the connections")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases and connections")
 
 
 def not_well(results: Results, args: argparse.Namespace) -> list[str]:
     """That an answer was a 5xx, a calm request failed, or a process was replaced."""
-    counts = f"{results['server_errors']} answers were a 5xx, {len(results['failed'])} calm requests failed"
-    return [] if results["well"] else [f"{counts}, health {results['health']}, same processes: {results['same_processes']}"]
+    counts = f"{results['server_errors']} connections got a 5xx, {len(results['failed'])} calm requests failed"
+    found = [
+        f"{each['fault']}, {len(each['numbers'])} of --seed {each['seed']} --first {each['numbers'][0]}: {each['input'][:300]}"
+        for each in results["drawn"]["failures"]
+    ]
+    if not results["well"]:
+        found.append(f"{counts}, health {results['health']}, same processes: {results['same_processes']}")
+    return found
 
 
 BENCH = Bench(
@@ -250,7 +295,7 @@ BENCH = Bench(
     __doc__ or "",
     conducted(trial, settings),
     options,
-    {"examples": 1, "seconds": 1},
+    {"cases": 1, "first": 0, "examples": 0, "seconds": 1},
     wrong=not_well,
     refuses=(MissingPeerError,),
 )

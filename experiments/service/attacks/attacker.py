@@ -21,7 +21,6 @@ _POLL_S = 0.02
 _ARM_S, _STOP_S = 60.0, 20.0  # within which the process answers, or is replaced
 _ONCE_S = 25.0  # for which one shot of a form is waited
 _AGAIN_S = 0.5  # after a 429
-_AT_ONCE = 4  # forms that are tried at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +160,16 @@ async def play(form: Form, shots: Sequence[Shot], target: Target, per_s: float |
     return Load(begun, seconds, dict(statuses))
 
 
-async def once(forms: Sequence[Form], target: Target, most: int = 40) -> dict[str, dict[str, int]]:
+async def once(forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4) -> dict[str, dict[str, int]]:
     """Fire each shot of each form once, those of a form at the same time; by form how many answers had which status.
 
     Args:
         forms: without those of an admin port that the target does not have.
         target: of them.
         most: shots of a form.
+        at_once: forms that are tried at the same time.
     """
-    free, found = asyncio.Semaphore(_AT_ONCE), dict[str, dict[str, int]]()
+    free, found = asyncio.Semaphore(at_once), dict[str, dict[str, int]]()
 
     async def one(form: Form) -> None:
         async with free:

@@ -26,6 +26,7 @@ class Window:
 
     gaps_s: list[float] = field(default_factory=list)  # between two events with text
     firsts_s: list[float] = field(default_factory=list)  # to the first token
+    wholes_s: list[float] = field(default_factory=list)  # of a request, to its last event
     statuses: Counter[str] = field(default_factory=Counter)
     lost: int = 0  # streams without their last event
     others: int = 0  # texts that are not the first one
@@ -66,7 +67,7 @@ class CalmClient:
                     told = _content(line)
                     texts.append(told)
                     times += [time.monotonic()] if told else []
-            ended = ended and not response.read()
+            response.read()  # or the next request is refused
             if response.status != 200:
                 time.sleep(_REFUSED_S)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -83,6 +84,7 @@ class CalmClient:
         found.others += ended and text != self._text
         if times[0] >= counts_from and len(times) > 1:
             found.firsts_s.append(times[1] - times[0])
+            found.wholes_s.append(time.monotonic() - times[0])
         told = times[1:] if ended else [*times, time.monotonic()]  # it broke off: the time until then is a gap
         found.gaps_s += [later - at for at, later in itertools.pairwise(told) if later >= counts_from]
 

@@ -75,10 +75,17 @@ class Turns:
         alone = self._calm.window(self._seconds)
         with self._peak() as peak:
             attack, load = self._beside(form, False, None)
+        idle_s = self._settle()
         polite, polite_load = self._beside(form, True, load.per_s)
+        self._settle()
         pids = engine_pids(self._server)
         sides = {"alone": told(alone), "attack": told(attack), "polite": told(polite)}
-        sides["attack"] |= {"load": load.statuses, "shots_per_s": round(load.per_s, 2), "peak_mib": peak[0]}
+        sides["attack"] |= {
+            "load": load.statuses,
+            "shots_per_s": round(load.per_s, 2),
+            "peak_mib": peak[0],
+            "idle_after_s": idle_s,
+        }
         sides["polite"] |= {"load": polite_load.statuses, "shots_per_s": round(polite_load.per_s, 2)}
         ratio = sides["attack"]["p95_ms"] / sides["polite"]["p95_ms"]
         times = ", ".join(f"{side} {sides[side]['p95_ms']:.1f}" for side in ("alone", "polite", "attack"))
@@ -87,25 +94,25 @@ class Turns:
         return sides | {"same_processes": same}
 
     def _beside(self, form: Form, polite: bool, per_s: float | None) -> tuple[Window, Load]:
-        """Return the calm client's window beside the clients of a form, and what these sent. The server is idle afterwards."""
+        """Return the calm client's window beside the clients of a form, and what these sent."""
         self._attacker.arm(form.title, polite)
         self._attacker.begin(per_s)
         try:
             window = self._calm.window(self._seconds, _WARM_UP_S)
         finally:
             load = self._attacker.stop()
-        self._settle()
         return window, load
 
-    def _settle(self) -> None:
-        """Wait until the server's processes have little to do, for some seconds at most."""
-        until, last = time.monotonic() + _SETTLE_S, None
-        while time.monotonic() < until:
-            now = cpu_s(self._server)
-            if last is not None and now - last < _BUSY * _LOOK_S:
-                return
-            last = now
+    def _settle(self) -> float:
+        """Wait until the server's processes have little to do, for some seconds at most, and return how long that was."""
+        began, last = time.monotonic(), cpu_s(self._server)
+        while time.monotonic() - began < _SETTLE_S:
             time.sleep(_LOOK_S)
+            now = cpu_s(self._server)
+            if now - last < _BUSY * _LOOK_S:
+                break
+            last = now
+        return round(time.monotonic() - began, 2)
 
     def _memory_after(self, before_mib: float) -> float:
         """Return the memory once it is as before, or what it is after some seconds."""
@@ -139,6 +146,7 @@ def told(window: Window) -> dict[str, Any]:
         "p95_ms": p95_ms(window.gaps_s),
         "max_ms": p95_ms(window.gaps_s, 100),
         "ttft_p95_ms": p95_ms(window.firsts_s),
+        "answer_p95_ms": p95_ms(window.wholes_s),
         "answers": len(window.firsts_s),
         "lost": window.lost,
         "others": window.others,

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.service.attacks.calm import TOKENS
+
 PERIOD_S = 0.04  # between two events of a stream at least, while four or more requests emit
+LEAST_MS = 2.0  # a step: events that come faster come in a burst
 NOTHING_MS = 30_000.0  # as long as the calm client waits
 SIDES = ("alone", "polite", "attack")
 _RESAMPLES = 2000
@@ -18,9 +21,10 @@ _COVERED = 0.9  # of the resamples, within an interval
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Bounds of what an attack may do."""
+    """Bounds of what an attack may do. A token that is late once in an answer does not count in the p95 of inter-token times, so
+    that those of whole answers are bounded as well."""
 
-    to_polite: float = 1.5  # p95 of inter-token times beside an attack, relative to that beside polite clients
+    to_polite: float = 1.5  # p95 beside an attack, relative to that beside polite clients
     to_alone: float = 3.0  # likewise, to that without other clients
     memory: float = 1.1  # of all processes after the attacks of a kind, relative to before
     rows: float = 0.5  # steps with a row of the calm request, relative to those beside polite requests
@@ -38,9 +42,9 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     return round(float(low), 3), round(float(high), 3)
 
 
-def ratios(rounds: Sequence[Mapping[str, Any]], to: str, least_ms: float = 0.0) -> dict[str, Any]:
-    """Return the attack's p95 relative to that of another side: median over the rounds, range and interval."""
-    found = [each["attack"]["p95_ms"] / max(each[to]["p95_ms"], least_ms) for each in rounds]
+def ratios(rounds: Sequence[Mapping[str, Any]], to: str, least_ms: float = 0.0, figure: str = "p95_ms") -> dict[str, Any]:
+    """Return a figure beside the attack relative to that of another side: median over the rounds, range and interval."""
+    found = [each["attack"][figure] / max(each[to][figure], least_ms, LEAST_MS) for each in rounds]
     return {
         "median": round(statistics.median(found), 3),
         "range": [round(min(found), 3), round(max(found), 3)],
@@ -57,24 +61,30 @@ def verdict(title: str, emits: bool, rounds: Sequence[Mapping[str, Any]], goals:
         rounds: each with a window of every side.
         goals: see ``Goals``.
     """
-    to_polite, to_alone = ratios(rounds, "polite"), ratios(rounds, "alone", 1e3 * PERIOD_S if emits else 0.0)
+    least_ms = 1e3 * PERIOD_S if emits else 0.0
+    to_polite, to_alone = ratios(rounds, "polite"), ratios(rounds, "alone", least_ms)
+    answers = {
+        side: ratios(rounds, side, TOKENS * least, "answer_p95_ms") for side, least in (("polite", 0.0), ("alone", least_ms))
+    }
     fails = [
-        f"{name}: {told['median']:.2f} times the p95 {side}, at most {goal:g}"
-        for name, told, goal, side in (
-            ("polite", to_polite, goals.to_polite, "beside polite clients"),
-            ("alone", to_alone, goals.to_alone, "alone"),
+        f"{what} {told['median']:.2f} times {side}, at most {goal:g}"
+        for what, side, told, goal in (
+            ("tokens", "polite", to_polite, goals.to_polite),
+            ("tokens", "alone", to_alone, goals.to_alone),
+            ("answers", "polite", answers["polite"], goals.to_polite),
+            ("answers", "alone", answers["alone"], goals.to_alone),
         )
         if told["median"] > goal
     ]
-    for name, words in (("lost", "streams of the calm client were lost"), ("others", "of its texts were other ones")):
+    for name, words in (("lost", "calm streams lost"), ("others", "calm texts are other ones")):
         count = sum(each[side][name] for each in rounds for side in SIDES)
         fails += [f"{count} {words}"] if count else []
     refused = sum(
         count for each in rounds for side in SIDES for status, count in each[side]["statuses"].items() if status != "200"
     )
     faults = sum(_server_errors(each["attack"]["load"]) for each in rounds)
-    fails += [f"{refused} calm requests were not answered with 200"] if refused else []
-    fails += [f"{faults} answers to the attack were a 5xx"] if faults else []
+    fails += [f"{refused} calm requests not answered with 200"] if refused else []
+    fails += [f"{faults} answers to the attack are a 5xx"] if faults else []
     fails += ["a process was replaced"] if not all(each["same_processes"] for each in rounds) else []
     return {
         "form": title,
@@ -85,6 +95,9 @@ def verdict(title: str, emits: bool, rounds: Sequence[Mapping[str, Any]], goals:
         "attack_ttft_p95_ms": statistics.median(turn["attack"]["ttft_p95_ms"] for turn in rounds),
         "to_polite": to_polite,
         "to_alone": to_alone,
+        "answers_to_polite": answers["polite"],
+        "answers_to_alone": answers["alone"],
+        "idle_after_s": max(turn["attack"]["idle_after_s"] for turn in rounds),
         "rounds": len(rounds),
     }  # fmt: skip
 

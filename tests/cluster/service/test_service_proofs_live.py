@@ -7,10 +7,15 @@ import asyncio
 import random
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from experiments.service.asks import KINDS, Answer, ask, make_asks, play
+from experiments.service.attacks.attacker import once
+from experiments.service.attacks.catalog import all_forms
+from experiments.service.attacks.shots import Target
+from experiments.service.attacks.verdicts import is_fault
 from experiments.service.disconnects import leave, until_free
 from experiments.service.overhead import measure
 from experiments.service.overload import at_capacity, open_loop
@@ -77,3 +82,13 @@ def test_the_engines_times_of_a_request_are_told_beside_the_clients(api_server: 
     assert [each.tokens for each in timed] == [60, 60]
     assert all(0 < each.engine_first_s < each.first_s and each.engine_whole_s > each.engine_decode_s > 0 for each in timed)
     assert all(each.first_s < each.whole_s and each.added_first_ms > 0 for each in timed)
+
+
+def test_no_shot_of_an_attack_is_a_fault_of_the_server(api_server: Any) -> None:
+    parts = urlsplit(api_server.url)
+    target = Target(str(parts.hostname), int(parts.port or 0), MODEL, context=400, vocabulary=250, size=0.02)
+    found = asyncio.run(once(all_forms(), target, most=3, at_once=16))
+    assert len(found) == sum(not form.on_admin_port for form in all_forms())
+    assert [(title, statuses) for title, statuses in found.items() if any(map(is_fault, statuses))] == []
+    assert {"200", "400"} <= {label for statuses in found.values() for label in statuses}
+    api_server.becomes_idle()
