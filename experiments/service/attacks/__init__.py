@@ -1,1 +1,1 @@
-"""Attacks on a service: what hostile clients send, and what it does to a calm one."""
+"""Attacks on a service beside a calm client. In: forms of attack. Out: times, rows and memory, beside polite clients'."""

@@ -160,7 +160,9 @@ async def play(form: Form, shots: Sequence[Shot], target: Target, per_s: float |
     return Load(begun, seconds, dict(statuses))
 
 
-async def once(forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4) -> dict[str, dict[str, int]]:
+async def once(
+    forms: Sequence[Form], target: Target, most: int = 40, at_once: int = 4, within_s: float = _ONCE_S
+) -> dict[str, dict[str, int]]:
     """Fire each shot of each form once, those of a form at the same time; by form how many answers had which status.
 
     Args:
@@ -168,13 +170,14 @@ async def once(forms: Sequence[Form], target: Target, most: int = 40, at_once: i
         target: of them.
         most: shots of a form.
         at_once: forms that are tried at the same time.
+        within_s: for which the answer to a shot is waited.
     """
     free, found = asyncio.Semaphore(at_once), dict[str, dict[str, int]]()
 
     async def one(form: Form) -> None:
         async with free:
             shots = (await asyncio.to_thread(form.attack, target))[:most]
-            replies = await asyncio.gather(*(_accepted(shot, target) for shot in shots))
+            replies = await asyncio.gather(*(_accepted(shot, target, within_s) for shot in shots))
             found[form.title] = dict(Counter(reply.label for reply in replies))
 
     reachable = [form for form in forms if target.admin_port is not None or not form.on_admin_port]
@@ -182,11 +185,11 @@ async def once(forms: Sequence[Form], target: Target, most: int = 40, at_once: i
     return {form.title: found[form.title] for form in reachable}
 
 
-async def _accepted(shot: Shot, target: Target) -> Reply:
+async def _accepted(shot: Shot, target: Target, within_s: float) -> Reply:
     """Return the answer to a shot, which is fired again where the server has too much to do."""
     reply = Reply()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_ONCE_S):
+        async with asyncio.timeout(within_s):
             while (reply := await fire(shot, target)).status == 429:
                 await asyncio.sleep(_AGAIN_S)
     return reply

@@ -1,1 +1,1 @@
-"""Cases of the fuzzer: requests by a seed, what became of them, and the smallest that fails likewise."""
+"""Cases of the fuzzer, drawn by a seed. In: a server. Out: statuses, and the smallest input of each failure."""

@@ -87,7 +87,7 @@ def test_the_engines_times_of_a_request_are_told_beside_the_clients(api_server: 
 def test_no_shot_of_an_attack_is_a_fault_of_the_server(api_server: Any) -> None:
     parts = urlsplit(api_server.url)
     target = Target(str(parts.hostname), int(parts.port or 0), MODEL, context=400, vocabulary=250, size=0.02)
-    found = asyncio.run(once(all_forms(), target, most=3, at_once=16))
+    found = asyncio.run(once(all_forms(), target, most=3, at_once=16, within_s=10.0))
     assert len(found) == sum(not form.on_admin_port for form in all_forms())
     assert [(title, statuses) for title, statuses in found.items() if any(map(is_fault, statuses))] == []
     assert {"200", "400"} <= {label for statuses in found.values() for label in statuses}
