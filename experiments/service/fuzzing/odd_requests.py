@@ -54,7 +54,7 @@ def _event_ids(rng: random.Random, server: Server) -> Case:
         told = told[:at] + rng.choice("0f-.g ~") + told[at + rng.randrange(2) :]
     elif how == 1:
         parts[rng.randrange(len(parts))] = rng.choice(
-            ("", "0", "f" * 8, "9" * 13, "0-0-0-0-0", "cmpl-" + "0" * 32, "-1", "f" * 40)
+            ("", "0", "f" * 8, "9" * 13, "0-0-0-0-0", "-".join(["ffffffff"] * 5), "cmpl-" + "0" * 32, "-1", "f" * 40)
         )
         told = ".".join(parts)
     elif how == 2:

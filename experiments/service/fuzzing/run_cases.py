@@ -27,10 +27,10 @@ _MESSAGE = re.compile(rb'"message": ?"((?:[^"\\]|\\.){0,200})')
 
 
 def fault_of(case: Case, reply: Reply) -> str | None:
-    """Return how a case fails: a 5xx that is no overload, the same within a stream, or no answer; None where it does not."""
+    """Return how a case fails: a 5xx, the same within a stream, or no answer; None where it does not."""
     label = reply.label
     asks_for_time = isinstance(case.body, dict) and case.body.get("timeout") is not None
-    if is_fault(label) and not (asks_for_time and b"timeout" in reply.text):
+    if (label.startswith("5") or is_fault(label)) and not (asks_for_time and b"timeout" in reply.text):
         return label
     return "no answer" if case.raw is None and not reply.statuses else None
 
@@ -86,7 +86,7 @@ async def _answer(shot: Shot, target: Target) -> Reply:
     """Return the answer to a shot, which is fired again where the server has too much to do."""
     for _ in range(_TRIES):
         reply = await fire(shot, target)
-        if reply.status != 429:
+        if reply.status not in (429, 503):
             break
         await asyncio.sleep(_AGAIN_S)
     return reply
