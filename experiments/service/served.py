@@ -29,6 +29,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.launch.preflight import SECRET_VARIABLE
+from cluster.serving.shared_answer import FRESH_S
 from configs.schema import find_model
 from experiments.bench.progress import Progress
 from experiments.bench.record import ROOT
@@ -158,7 +159,8 @@ def sample_sums(metrics: str) -> dict[str, float]:
 
 
 def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
-    """The sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``."""
+    """Return the sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``, once /metrics asks the engine anew."""
+    time.sleep(FRESH_S)
     connection.request("GET", "/metrics")
     sums = sample_sums(connection.getresponse().read().decode())
     return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
