@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.serving.shared_answer import FRESH_S
 from decoding.request import PLAIN
 from experiments.bench.scaling.forms import Form
 from experiments.service.served import sample_sums
@@ -102,6 +103,7 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
 
 
 def _counters(host: str, port: int | None) -> dict[str, float]:
+    time.sleep(FRESH_S)  # until /metrics asks the engines anew
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)) as connection:
         connection.request("GET", "/metrics")
         sums = sample_sums(connection.getresponse().read().decode())

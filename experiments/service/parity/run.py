@@ -20,6 +20,7 @@ from typing import Any, get_args
 import httpx
 
 from cluster.cli.launch.serve import EXAMPLE
+from cluster.serving.shared_answer import FRESH_S
 from configs.slices import Dtype
 from decoding.drafters import STRATEGIES
 from decoding.request import PLAIN
@@ -155,6 +156,7 @@ class Asker:
 
     async def counters(self) -> list[int | None]:
         """Tokens drafted and accepted since the start; None where the server does not tell."""
+        await asyncio.sleep(FRESH_S)  # until /metrics asks the engines anew
         response = await self._client.get("/metrics")
         if response.status_code != 200:
             return [None] * len(_COUNTERS)
