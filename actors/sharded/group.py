@@ -169,7 +169,7 @@ class ShardedGroup(Ranks):
                 link.send_bytes(data)
             yield
         except Exception as error:  # the ranks are not in step any more: none can be used
-            self._lose(f"a forward failed: {one_line(error)}")
+            self._lose(f"the ranks are out of step, a forward failed: {one_line(error)}")
             if self._lost.is_set():  # another thread ends the process
                 raise DeviceError(self._fault or one_line(error)) from error
             raise

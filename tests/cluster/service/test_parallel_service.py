@@ -107,7 +107,8 @@ def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Ser
             assert service.ask(client).choices[0].text == service.expected.text
         buffers = shared_buffers(followers)
         service.stream_with(lambda: kill(followers))
-        assert 'outrider:device_failures_total{error="rank_lost"} 1.0' in httpx.get(f"{service.url}/metrics", timeout=60).text
+        told = 'outrider:device_failures_total{error="rank_lost"} 1.0'
+        eventually(lambda: told in httpx.get(f"{service.url}/metrics", timeout=60).text)
         assert service.engines().isdisjoint(leaders) and processes(PART).isdisjoint(followers)
         assert not any(buffer.exists() for buffer in buffers | shared_buffers(processes(PART)))
     eventually(lambda: not processes(PART), 120)
@@ -148,7 +149,8 @@ def test_a_baseline_answers_what_is_served_as_well(kind: str, api_server: Server
         told = standing()
         assert told["results"] == {"compared": 3, "dropped": 0, "failed": 0} and told["texts"]["equal"] == 3
         assert told["figures"]["tokens_per_s"]["pairs"] == 3 and f"{kind} baseline" in told["sentence"]
-        assert 'outrider:baseline_texts_total{texts="equal"} 3.0' in httpx.get(f"{service.url}/metrics", timeout=60).text
+        compared = 'outrider:baseline_texts_total{texts="equal"} 3.0'
+        eventually(lambda: compared in httpx.get(f"{service.url}/metrics", timeout=60).text)
 
 
 @pytest.mark.slow
