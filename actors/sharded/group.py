@@ -94,6 +94,7 @@ class ShardedGroup(Ranks):
         self._ready: dict[int, str] = {}  # devices of ranks that are
         self._all_ready, self._closing, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._fault: str | None = None
+        self._losing = threading.Lock()
         self._began_s: float | None = None  # of the running forward
         self._store: distributed.TCPStore | None = None
         self._watcher = threading.Thread(target=self._watch, name="sharded-watch", daemon=True)
@@ -208,11 +209,15 @@ class ShardedGroup(Ranks):
         return None
 
     def _lose(self, reason: str) -> None:
-        """Ends the group, tells the requests, and ends this process. While the ranks meet, the leader may say why first."""
-        if self._closing.is_set():
-            return
-        self._fault = self._fault or reason
-        self._lost.set()
+        """End the group, tell the requests, and end this process. While the ranks meet, the leader may say why first.
+
+        A second thread that notices returns at once: it must not end the process before the first has told the requests.
+        """
+        with self._losing:
+            if self._closing.is_set() or self._lost.is_set():
+                return
+            self._fault = self._fault or reason
+            self._lost.set()
         logger.error("the group ends: %s", self._fault)
         if not self._all_ready.is_set() and self._closing.wait(RAISE_S):
             return  # it has

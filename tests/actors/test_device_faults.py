@@ -7,7 +7,8 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ import torch
 from actors import replica as replica_module
 from actors.description import DeviceLostError, ReplicaError
 from actors.replica import Replica
+from actors.sharded import group as group_module
+from actors.sharded.group import ShardedGroup
+from actors.sharded.shard import Shard
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.forward.batch import Work
@@ -166,3 +170,23 @@ def test_word_of_a_failed_device_travels() -> None:
     lost = DeviceLostError("engine", "uncorrectable_ecc", "uncorrectable ECC error encountered")
     again = pickle.loads(pickle.dumps(lost))
     assert (again.engine, again.kind, again.reason, str(again)) == (lost.engine, lost.kind, lost.reason, str(lost))
+
+
+def test_a_second_thread_that_notices_a_lost_rank_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came between the first one's notice and its telling, and the process was gone before the requests were told."""
+    told: list[str] = []
+    group = ShardedGroup(Shard("pipeline", 0, 2, "cpu"), cast(Any, SimpleNamespace(close=lambda: None)), cast(Any, None))
+    group._all_ready.set()
+    group.device_failed = lambda error: told.append(f"told: {error.kind}")
+    monkeypatch.setattr(group_module, "end_process", lambda: told.append("ended"))
+
+    def notice_again(*_: object) -> None:
+        other = threading.Thread(target=group._lose, args=("the ranks are out of step, a forward failed",))
+        monkeypatch.setattr(group_module, "logger", logging.getLogger("of the second"))
+        other.start()
+        other.join()
+        assert not told
+
+    monkeypatch.setattr(group_module, "logger", SimpleNamespace(error=notice_again))
+    group._lose("rank 1 is gone: EOFError")
+    assert told == ["told: rank_lost", "ended"]

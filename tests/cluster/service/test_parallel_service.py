@@ -107,9 +107,8 @@ def test_a_killed_rank_that_held_a_part_costs_a_pause(mode: str, api_server: Ser
             assert service.ask(client).choices[0].text == service.expected.text
         buffers = shared_buffers(followers)
         service.stream_with(lambda: kill(followers))
-        if mode == "tensor":  # of a pipeline the leader may end before it has told
-            told = 'outrider:device_failures_total{error="rank_lost"} 1.0'
-            eventually(lambda: told in httpx.get(f"{service.url}/metrics", timeout=60).text)
+        told = 'outrider:device_failures_total{error="rank_lost"} 1.0'
+        eventually(lambda: told in httpx.get(f"{service.url}/metrics", timeout=60).text)
         assert service.engines().isdisjoint(leaders) and processes(PART).isdisjoint(followers)
         assert not any(buffer.exists() for buffer in buffers | shared_buffers(processes(PART)))
     eventually(lambda: not processes(PART), 120)
