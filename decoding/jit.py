@@ -87,7 +87,7 @@ def compiled_callback(signature: Any) -> Callable[[Callable[..., None]], Any]:
 
 
 def _with_cache(made: Any, function: Callable[..., object]) -> Any:
-    """What numba made of a function, with a place on disk where there is one."""
+    """Give a compiled function a cache on disk, where there is a folder for it, and return it."""
     folder = cache_folder() / f"native-{_version(_sources(Path(function.__code__.co_filename)))}"
     _take_over(folder)
     if _writable(folder):

@@ -104,12 +104,12 @@ class RayFolder:
 
     @property
     def ray(self) -> Path:
-        """Of Ray alone."""
+        """Return the folder of Ray alone."""
         return self.path / _RAY
 
     @property
     def logs(self) -> Path:
-        """Of Ray's processes and of replicas."""
+        """Return the folder of the logs of Ray's processes and of replicas."""
         return self.ray / SESSION / "logs"
 
     def end(self, keep_logs: bool = False) -> Path | None:
@@ -153,12 +153,10 @@ def _locked(path: Path) -> int | None:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):  # another process has it, or it has just gone
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(handle), os.stat(path)):
             return handle
-    except OSError:
-        pass
     os.close(handle)
     return None
 

@@ -101,7 +101,7 @@ def _load() -> str | None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """The folder of compiled modules, for one process at a time. A module that is not as it was when it was loaded is removed."""
+    """Lock the folder of compiled modules for this process, and remove a module that is not as it was when it was loaded."""
     made = folder / _MODULE
     with alone(folder / "alone"):
         try:

@@ -174,7 +174,7 @@ class RedisStore:
 
     @translated
     def time_s(self) -> float:
-        """The clock of Redis: seconds since 1970."""
+        """Return the time by the clock of Redis: seconds since 1970."""
         return int(self._run("EVAL", scripts.TIME, 1, f"{self._tag}:time")) / 1e6
 
     @translated

@@ -325,7 +325,7 @@ class AdmissionController:
             raise too_many(message, "queue_full", self._retry_s(caller.tenant))
 
     def _retry_s(self, tenant: str | None) -> float:
-        """As long as a tenant's requests were held of late: those that are held now have ended by then, at the same pace.
+        """Return the seconds that a tenant's latest requests were held: at that pace, those that are held now have ended by then.
 
         Example: its last 64 were held for 7.4 s on average: come back in 7.4 s.
         """

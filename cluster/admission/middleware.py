@@ -71,7 +71,7 @@ class HostMiddleware:
 
 
 def _is_foreign(headers: Headers, own: Set[str]) -> bool:
-    """Whether a browser says that a page of another site sends this. What is no browser says nothing."""
+    """Return whether a browser says that a page of another site sends this. Other clients say nothing."""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is None or site == "same-origin":
         return site == "cross-site"
@@ -79,7 +79,7 @@ def _is_foreign(headers: Headers, own: Set[str]) -> bool:
 
 
 def _name_of(host: str) -> str | None:
-    """The name, or the IP address, in a Host header; None where that is malformed.
+    """Return the name, or the IP address, in a Host header; None where that is malformed.
 
     Example: ``LOCALHOST.:80`` is ``localhost``, ``[::1]:80`` is ``::1``; ``[::1]x``, ``localhost:`` and ``a@b`` are malformed.
     """

@@ -221,7 +221,7 @@ class Planner:
         return tuple(found)
 
     def _checked_grammar(self, body: ChatCompletionRequest | CompletionRequest, fault: Fault) -> str:
-        """The grammar of an answer that is bound. Raises ``RequestError``, naming the field: the model cannot follow it."""
+        """Return the grammar of an answer. Raises ``RequestError`` with the field where the model cannot follow it."""
         grammar = self._grammar(body)
         assert grammar is not None, body.bound_by
         if reason := fault(grammar):

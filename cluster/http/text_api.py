@@ -66,7 +66,7 @@ class TextService:
         return _json(await self.threads.run(self._tokenized, body, info.max_model_len))
 
     async def detokenize(self, body: DetokenizeRequest, authorization: Authorization = None) -> Response:
-        """The text of some tokens, special ones included, as ``Detokenized``."""
+        """Return the text of some tokens, special ones included, as ``Detokenized``."""
         self.tenancy.tenant_of(authorization)
         info = await self.model(body.model)
         return _json(await self.threads.run(self._detokenized, body.tokens, info.vocab_size))
@@ -120,6 +120,6 @@ def _json(content: bytes) -> Response:
 
 
 def _json_list(ids: list[int], shown: Callable[[list[int]], list[Any]]) -> bytes:
-    """What is shown of ids as JSON, made in pieces, since objects take many times the memory of their JSON."""
+    """Return the JSON of a list made from ids, in pieces, since objects take many times the memory of their JSON."""
     pieces = (to_json(shown(ids[start : start + _PIECE]))[1:-1] for start in range(0, len(ids), _PIECE))
     return b"[%b]" % b",".join(pieces)

@@ -56,5 +56,5 @@ class TextThreads:
 
     @functools.cached_property
     def token_lengths(self) -> dict[int, int]:
-        """The lengths of all tokens, as the vocabulary spells them."""
+        """Return the lengths of all tokens, as the vocabulary spells them."""
         return {token: len(text) for text, token in self.tokenizer.get_vocab().items()}

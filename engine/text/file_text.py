@@ -133,7 +133,7 @@ def _plain(content: bytes) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of the reading process: no secret and no address of the server's is among them."""
+    """Return the environment of the reading process: without secrets and addresses of the server."""
     kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(each)]  # not the current one
     return kept | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})

@@ -185,7 +185,7 @@ def _checked(grammar: str, size: int) -> str:
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: Collection[int]) -> Vocabulary:
-    """The vocabulary of a model with so many logits. Raises ``ValueError``: the library does not read such a tokenizer."""
+    """Return the vocabulary of a model with so many logits. Raises ``ValueError``: the library does not read such a tokenizer."""
     if not tokenizer.is_fast:
         raise ValueError("it is not one of the library tokenizers")
     backend = copy(tokenizer.backend_tokenizer)

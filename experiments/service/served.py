@@ -158,11 +158,16 @@ def sample_sums(metrics: str) -> dict[str, float]:
     return sums
 
 
-def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
-    """Return the sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``, once /metrics asks the engine anew."""
+def fresh_sums(connection: http.client.HTTPConnection) -> dict[str, float]:
+    """Return what ``sample_sums`` makes of ``/metrics``, once that asks the engines anew."""
     time.sleep(FRESH_S)
     connection.request("GET", "/metrics")
-    sums = sample_sums(connection.getresponse().read().decode())
+    return sample_sums(connection.getresponse().read().decode())
+
+
+def engine_seconds(connection: http.client.HTTPConnection) -> dict[str, float]:
+    """Return the sums of the engine's histograms of seconds, of ``ENGINE_SECONDS``."""
+    sums = fresh_sums(connection)
     return {name: sums.get(f"{name}_sum", 0.0) for name in ENGINE_SECONDS}
 
 

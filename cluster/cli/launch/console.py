@@ -62,7 +62,7 @@ class Progress:
             self._moving = None
 
     def from_a_handler(self, text: str) -> None:
-        """A line of a signal's handler, which may interrupt any other, and what that one imports."""
+        """Print a line from a signal's handler, which may interrupt any other line, or an import for it."""
         clear = "\r\x1b[2K" if self._moving is not None else ""
         os.write(2, f"{clear}{self._line(text, {})}\n".encode())
 

@@ -67,7 +67,7 @@ class LogprobWriter:
         self._length = 0  # characters that the tokens before gave
 
     def write(self, entries: Sequence[TokenLogprob], count: int | None = None) -> dict[str, Any]:
-        """The ``logprobs`` object for the next tokens of the choice, with all or ``count`` of their alternatives.
+        """Return the ``logprobs`` object for the next tokens of the choice, with all or ``count`` of their alternatives.
 
         What is an object for each token is written already, see ``cluster.http.answers.pieces``.
         """
@@ -81,7 +81,7 @@ class LogprobWriter:
         }
 
     def begin_prompt(self, first: int) -> dict[str, Any]:
-        """The beginning of a completion's ``logprobs`` object where its text begins with the prompt.
+        """Return the beginning of a completion's ``logprobs`` object where its text begins with the prompt.
 
         Args:
             first: token of the prompt; it has no log-probability. The other ones are written as those of the choice.

@@ -114,7 +114,7 @@ class Answer(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     async def to_json(self, pauses: Pauses) -> bytes:
-        """The fields that were set; what has lists is written in pieces, and may hold JSON that was written already."""
+        """Return the JSON of the fields that were set, lists in pieces; they may hold JSON that was written already."""
         if self._is_small:
             return self.model_dump_json(exclude_unset=True).encode()
         return await written(self, pauses)
@@ -129,7 +129,7 @@ class Answer(BaseModel):
 
     @property
     def _is_small(self) -> bool:
-        """Whether it is a chunk of one choice without lists."""
+        """Return whether this is a chunk of one choice without lists."""
         if len(self.choices) > 1 or self.prompt_token_ids is not None or self.prompt_logprobs is not None:
             return False
         fields = ("logprobs", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation")
@@ -175,7 +175,7 @@ class AnswerBuilder:
     async def whole(
         self, pieces: Sequence[Sequence[str | Thought | Call | Arguments]], reasons: list[Any], usage: Usage
     ) -> bytes:
-        """The answer that is not streamed, by choice, as JSON."""
+        """Return the JSON of the answer that is not streamed, by choice."""
         choices = []
         for index, (parts, reason) in enumerate(zip(pieces, reasons, strict=True)):
             choice = Choice(index=index, logprobs=self._extras.logprobs(index), finish_reason=reason)
@@ -203,7 +203,7 @@ class AnswerBuilder:
         return self._object([self._chunk(index, "", Delta(role="assistant", content="", refusal=None))])
 
     def piece(self, index: int, part: str | Thought) -> Answer:
-        """A chunk with text, with log-probabilities and steps of tokens that were heard: their text may be held back."""
+        """Return a chunk with text, with log-probabilities and steps of tokens that were heard: their text may be held back."""
         if isinstance(part, Thought):
             choice = self._chunk(index, "", Delta(reasoning=part.text, reasoning_content=part.text))
         else:
@@ -265,7 +265,7 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def reported_step(report: StepReport) -> bytes:
-    """A step as it is told, written."""
+    """Return the JSON of a step's report."""
     pairs = zip(report.pieces, report.sources, strict=True)
     tokens = [ReportedToken(text=text, source=source) for text, source in pairs]
     return to_json(ReportedStep(tokens=tokens, drafted=report.drafted, accepted=report.accepted))

@@ -51,7 +51,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 
 def are_token_ids(value: Any) -> bool:
-    """Whether a value is a list of token ids, with one at least. Other threads go on meanwhile, unlike with compiled checks."""
+    """Return whether a value is a list of one or more token ids. Other threads go on meanwhile, unlike with compiled checks."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value)
 
 

@@ -218,7 +218,7 @@ def _check_schemas(offered: Sequence[Offered]) -> None:
 
 
 def faulty_tool(tools: Sequence[Tool], choice: str | NamedTool | None, fault: Callable[[str], str]) -> str | None:
-    """The field of the first tool whose schema has a fault by itself; None where only all of them together have one.
+    """Return the field of the first tool whose schema has a fault by itself; None where only all of them together have one.
 
     Args:
         tools: of the request.
@@ -229,13 +229,13 @@ def faulty_tool(tools: Sequence[Tool], choice: str | NamedTool | None, fault: Ca
 
 
 def _binding(choice: str | NamedTool | None) -> tuple[str | None, bool]:
-    """The function that has to be called, if it is a certain one, and whether any has to be."""
+    """Return the function that has to be called, if it is a certain one, and whether any has to be."""
     named = choice.function.name if isinstance(choice, NamedTool) else None
     return named, named is not None or choice == "required"
 
 
 def _bound(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[tuple[str, Offered]]:
-    """The tools that may be called, with the schemas that are enforced and their fields."""
+    """Return the tools that may be called, with the schemas that are enforced and their fields."""
     named, required = _binding(choice)
     return [
         (

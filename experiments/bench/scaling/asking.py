@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.serving.shared_answer import FRESH_S
 from decoding.request import PLAIN
 from experiments.bench.scaling.forms import Form
-from experiments.service.served import sample_sums
+from experiments.service.served import fresh_sums
 
 TIMEOUT_S = 600.0
 _DECODE = "vllm:request_decode_time_seconds_sum"
@@ -103,8 +102,6 @@ def ask(url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int)
 
 
 def _counters(host: str, port: int | None) -> dict[str, float]:
-    time.sleep(FRESH_S)  # until /metrics asks the engines anew
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)) as connection:
-        connection.request("GET", "/metrics")
-        sums = sample_sums(connection.getresponse().read().decode())
+        sums = fresh_sums(connection)
     return {name: sums.get(sample, 0.0) for name, sample in _COUNTERS.items()}
