@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from cache_service.keeper.snapshot import decode_snapshot
 from cache_service.namespace import hash_key
 from cluster.app import application
+from cluster.serving.shared_answer import FRESH_S
 from configs.schema import Config
 from configs.slices import EngineOptions, ModelOptions, SpeculationOptions
 from decoding.request import Request, SamplingParams
@@ -138,6 +140,7 @@ class Application(Server):
             health = self.health()
             return health.items() >= state.items() and health.get("ranks", {}).items() >= (ranks or {}).items()
 
+        time.sleep(FRESH_S)  # until states are asked for anew: those of before may be of a replica that was just killed
         eventually(is_so, 120.0)
 
     def engines(self) -> set[int]:
