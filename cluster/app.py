@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -61,6 +62,7 @@ INGRESS_ONGOING = 100_000  # the ingress holds what engines queue, and answers /
 GRAIN = 0.001  # of a resource
 _POLL_S = 0.25
 HEALTH_PERIOD_S = 3.0
+SWITCH_S = 1e-4  # after which a thread that works on a text lets the event loop go on: an event needs several turns
 HEALTH_TIMEOUT_S = 5.0  # Serve replaces a replica that misses three in a row
 
 
@@ -76,6 +78,7 @@ class Ingress:
         baseline: DeploymentHandle[Any] | None = None,
     ) -> None:
         use_bounded_receive()
+        sys.setswitchinterval(SWITCH_S)
         admin, server = None if cache is None else HandleCacheAdmin(cache), config.server
         # The leader of a group is a rank like the others: it is missed after as long a silence, where that is not longer.
         patience_s = min(config.parallelism.rank_timeout_s, DESCRIBE_TIMEOUT_S)

@@ -1,7 +1,8 @@
 """Bodies are parsed and checked in threads, in turns by API key, so that the event loop goes on however large a body is.
 
 Compiled code holds the interpreter while it parses and checks. Numbers and objects come back to Python one by one, where another
-thread may take over; of strings, lists and objects a body may hold as many as take some milliseconds.
+thread may take over; of strings, lists and objects a body may hold as many as take some milliseconds, and of the names of an
+object as many as take that long to be refused one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from fastapi.routing import APIRoute
 from cluster.http.errors import ApiError
 from cluster.http.text_threads import SHORT, TextThreads
 
-MAX_STRINGS, MAX_NESTED = 1 << 18, 1 << 16  # names and texts, objects and lists: more than a body within all other bounds has
+# Names and texts, objects and lists: more than a body within all other bounds has.
+MAX_STRINGS, MAX_NESTED = 1 << 17, 1 << 15
+MAX_NAMES = 1 << 12  # of one object
+_PIECE_CHARS = 1 << 16  # that are counted at once
 
 
 def checking_route(threads: TextThreads) -> type[APIRoute]:
@@ -68,6 +72,8 @@ class _CheckedBody(Request):
 
     def _check(self, body: bytes) -> Any:
         self.parsed = parse(body)
+        if len(body) > SHORT:
+            check_names(self.parsed)
         value, self.errors = self._field.validate(self.parsed, {}, loc=("body",))
         return value
 
@@ -91,17 +97,39 @@ def _float(digits: str) -> float:
 
 def _check_counts(text: str) -> None:
     """Refuse JSON with too many parts, before it is parsed. Raises ``ApiError`` (400)."""
-    bare = text.replace("\\\\", "").replace('\\"', "") if "\\" in text else text
-    strings = bare.count('"') // 2
-    if strings > MAX_STRINGS:
-        raise _too_many(strings, "names and texts", MAX_STRINGS)
-    outside = "".join(bare.split('"')[::2])
-    nested = outside.count("{") + outside.count("[")
-    if nested > MAX_NESTED:
-        raise _too_many(nested, "objects and lists", MAX_NESTED)
+    quotes = nested = 0
+    escape = ""  # a backslash at the end of a piece, whose character is in the next one
+    for start in range(0, len(text), _PIECE_CHARS):
+        piece = escape + text[start : start + _PIECE_CHARS]
+        if "\\" in piece:
+            piece = piece.replace("\\\\", "")
+            escape = "\\" if piece.endswith("\\") else ""
+            piece = piece.removesuffix(escape).replace('\\"', "")
+        else:
+            escape = ""
+        between = piece.split('"')
+        outside = between[quotes % 2 :: 2]
+        nested += sum(each.count("{") + each.count("[") for each in outside)
+        quotes += len(between) - 1
+        if quotes // 2 > MAX_STRINGS:
+            raise _too_many("names and texts", MAX_STRINGS)
+        if nested > MAX_NESTED:
+            raise _too_many("objects and lists", MAX_NESTED)
 
 
-def _too_many(count: int, kind: str, most: int) -> ApiError:
-    return ApiError(
-        400, f"the body holds {count} {kind}, and at most {most} may be: send less in one request", code="invalid_value"
-    )
+def check_names(value: Any) -> None:
+    """Refuse objects with too many names, each of which would be refused by itself. Raises ``ApiError`` (400)."""
+    waiting: list[tuple[Any, str | None]] = [(value, None)]  # with the field of the body that it is in
+    while waiting:
+        value, field = waiting.pop()
+        if isinstance(value, dict):
+            if len(value) > MAX_NAMES:
+                raise _too_many("names in one object", MAX_NAMES, field)
+            waiting += [(each, field or name) for name, each in value.items() if isinstance(each, dict | list)]
+        elif isinstance(value, list):
+            waiting += [(each, field) for each in value if isinstance(each, dict | list)]
+
+
+def _too_many(kind: str, most: int, field: str | None = None) -> ApiError:
+    message = f"{field or 'the body'} holds more than {most} {kind}: send less in one request"
+    return ApiError(400, message, param=field, code="invalid_value")

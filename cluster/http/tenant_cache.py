@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -14,7 +14,8 @@ from cluster.admission.tenancy import Tenancy
 from cluster.http.documents import ERRORS, Authorization
 from cluster.http.errors import ApiError
 from cluster.observe.audit import Forget, keeps_nothing
-from cluster.serving.cache_port import CacheAdminPort, answered
+from cluster.serving.cache_port import CacheAdminPort, TenantStats, answered
+from cluster.serving.shared_answer import SharedAnswer
 from configs.slices import CacheOptions
 from engine.loading.model_info import ModelInfo
 
@@ -51,16 +52,23 @@ class TenantCacheService:
     model: Callable[[], Awaitable[ModelInfo]]  # what is served
     options: CacheOptions
     forget: Forget = keeps_nothing  # of what is kept for audits
+    _stats: dict[str, SharedAnswer[Sequence[TenantStats]]] = field(default_factory=dict)  # by tenant
 
     async def get(self, authorization: Authorization = None) -> TenantCache:
-        """How much is kept. Raises ``ApiError``: 401 for a wrong key, 503 where Redis does not answer."""
+        """Return how much is kept. Redis is asked once in half a second for a tenant.
+
+        Raises:
+            ApiError: 401 for a wrong key, 503 where Redis does not answer.
+        """
         caller = self.tenancy.caller_of(authorization)
-        tenant, own = caller.tenant, caller.options.cache_mib
-        if tenant is None or self.port is None:
+        tenant, port, own = caller.tenant, self.port, caller.options.cache_mib
+        if tenant is None or port is None:
             return TenantCache(tenant=tenant)
         width = token_width((await self.model()).vocab_size)
+        if tenant not in self._stats:  # vouched: it may have come with the file of keys, since the start
+            self._stats[tenant] = SharedAnswer(lambda: port.stats(tenant, vouched=True))
         with answered():
-            stats = await self.port.stats(tenant, vouched=True)  # it may have come with the file of keys, since the start
+            stats = await self._stats[tenant]()
         return TenantCache(
             tenant=tenant,
             texts=sum(each.texts for each in stats),
@@ -86,6 +94,7 @@ class TenantCacheService:
             raise ApiError(404, message, code="cache_disabled")
         with answered():
             await self.port.delete_tenant(tenant, vouched=True)
+        self._stats.pop(tenant, None)
         logger.info("tenant %s deleted all its texts", tenant)
         return Deleted(tenant=tenant, deleted=True)
 

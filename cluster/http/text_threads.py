@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Bytes of bodies: work on larger ones does not hold up work on smaller ones.
 SHORT = 1 << 14
+_LONG_NICE = 10  # as processes that read files: a long text takes a core from nobody's tokens
 HUGE = 1 << 20  # one at a time: a tokenizer takes up to 200 bytes of memory for each
 
 P = ParamSpec("P")
@@ -36,8 +37,8 @@ class TextThreads:
         """
         self.tokenizer: Any = tokenizer
         tokenizer.encode("a")  # turns off a truncation that the tokenizer's file may ask for: nothing is set while threads use it
-        self._short, self._long = Turns("short-texts", refuse=refuse), Turns("long-texts", refuse=refuse)
-        self._huge = Turns("huge-texts", 1, refuse)
+        self._short, self._long = Turns("short-texts", refuse=refuse), Turns("long-texts", refuse=refuse, nice=_LONG_NICE)
+        self._huge = Turns("huge-texts", 1, refuse, _LONG_NICE)
         self.readers = Turns("file-readers", refuse=refuse)  # each waits for a process that reads a file
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +38,11 @@ _NOBODY = Sender()
 SENDER: ContextVar[Sender] = ContextVar("the sender of the request that is being answered", default=_NOBODY)
 
 
+def _give_way(nice: int) -> None:
+    """Lower the priority of this thread alone: on Linux each has its own."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
+
+
 class Turns:
     """A pool of threads. A key has one of them at a time, the keys of a tenant all but one where there are several.
 
@@ -42,14 +50,18 @@ class Turns:
     nobody waits for the result any more. For one event loop.
     """
 
-    def __init__(self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error) -> None:
+    def __init__(
+        self, name: str, places: int = PLACES, refuse: Callable[[ApiError], ApiError] = lambda error: error, nice: int = 0
+    ) -> None:
         """
         Args:
             name: of its threads.
             places: how many there are.
             refuse: counts the error.
+            nice: by so much they give way to other threads and processes.
         """
-        self._places, self._threads, self._refuse = places, ThreadPoolExecutor(places, thread_name_prefix=name), refuse
+        self._places, self._refuse = places, refuse
+        self._threads = ThreadPoolExecutor(places, name, functools.partial(_give_way, nice))
         self._working: set[tuple[str | None, str]] = set()
         self._waiting: dict[str | None, dict[str, deque[asyncio.Future[None]]]] = {}  # tenants, then keys, next ones first
         self._waiting_bytes: Counter[tuple[str | None, str]] = Counter()

@@ -10,6 +10,7 @@ from experiments.service.attacks.shots import Shot, Target, every, get, head, po
 
 _PIECE = 1 << 16
 _MIB = 1 << 20
+_FIRST_TOKENS = 60  # of the answer to the first request of a pipeline
 
 
 def _headers(target: Target, size: int, **how: Any) -> Shot:
@@ -33,7 +34,7 @@ def _chunked(target: Target, size: int, line: bytes, end: bytes = b"") -> Shot:
 def _pipeline(path: str, size: int, key: bool = False) -> Shots:
     def shots(target: Target) -> list[Shot]:
         one = head("GET", path, target.keys[0] if key else None, {"Connection": "keep-alive"}) + b"\r\n"
-        slow = post(CHAT, {"model": target.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60},
+        slow = post(CHAT, {"model": target.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": _FIRST_TOKENS},
                     target.keys[0], {"Connection": "keep-alive"})  # fmt: skip
         return [Shot((slow.pieces[0], one * (target.scaled(size) // len(one) + 1)), stay_s=4.0)]
 
@@ -43,6 +44,7 @@ def _pipeline(path: str, size: int, key: bool = False) -> Shots:
 def heads() -> list[Form]:
     """Return attacks by heads of requests, and by what is sent in their place."""
     kind, polite = "heads", gets("/version", "/v1/models")
+    first = chats(max_tokens=_FIRST_TOKENS)  # as the first request of a pipeline
     url, extension = b"GET /", b"1;" + b"e" * 500 + b"\r\n{\r\n"
     value = head("GET", "/version", None) + b"X-Long: "
     drops = [head("GET", "/version", None)[at : at + 1] for at in range(60)]
@@ -59,8 +61,8 @@ def heads() -> list[Form]:
             2,
         ),
         Form(kind, "chunks of one byte", same(lambda target: _chunked(target, 2 * _MIB, b"1\r\n \r\n")), polite, 2),
-        Form(kind, "pipelines of 540 kB", _pipeline("/version", 540_000), polite, 5),
-        Form(kind, "pipelines with a key", _pipeline("/v1/models", 540_000, key=True), polite, 5),
+        Form(kind, "pipelines of 540 kB", _pipeline("/version", 540_000), first, 5, emits=True),
+        Form(kind, "pipelines with a key", _pipeline("/v1/models", 540_000, key=True), first, 5, emits=True),
         Form(kind, "a byte every 100 ms", same(lambda target: Shot(tuple(drops), 0.1, stay_s=3.0)), polite, 100),
     ]
 

@@ -188,6 +188,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "prompts": (COMPLETIONS, TEXT | {"prompt": [[70] * 100] * 128, "max_tokens": CONTEXT}, "max_tokens"),
     "detokenize": ("/detokenize", {"tokens": [70] * 100_000}, None),
     "biases": (COMPLETIONS, TEXT | {"logit_bias": {str(number): 1 for number in range(100_000)}}, "logit_bias"),
+    "nested names": (CHATS, CHAT | {"metadata": {"a": [{str(number): 1 for number in range(9000)}]}}, "metadata"),
     "stops": (COMPLETIONS, TEXT | {"stop": ["a"] * 50_000}, "stop"),
     "names": (COMPLETIONS, {str(number): 1 for number in range(300_000)}, None),
     "texts": (COMPLETIONS, TEXT | {"stop": [""] * 300_000}, None),
@@ -215,7 +216,7 @@ def test_a_large_body_is_checked_in_a_thread(circle_engine: LocalEngine, name: s
     if field is not None:
         check_error(answer, 400, param=field)
     elif name in ("names", "texts", "objects", "lists"):
-        check_error(answer, 400, "at most")
+        check_error(answer, 400, "more than")
     else:
         assert answer.status_code == 200, answer.text[:300]
 
