@@ -16,6 +16,7 @@ from cache_service.namespace import hash_key
 from cluster.admission.tenancy import Tenancy
 from cluster.http.errors import install
 from cluster.http.tenant_cache import TenantCacheService, add_tenant_cache_routes
+from cluster.serving import shared_answer
 from configs.slices import CacheOptions, TenancyOptions, TenantOptions
 from tests.cluster.circle import bearer, check_error, client_of
 from tests.cluster.memory import LocalCacheAdmin, MemoryServer
@@ -65,6 +66,24 @@ def test_each_tenant_is_told_of_its_own_texts(memory_server: MemoryServer, calle
     own = {"tenant": "umbrella", "texts": 0, "tokens": 0, "bytes": 0, "quota_bytes": 1 << 19}
     assert caller.get("/v1/cache", headers=UMBRELLA).json() == told | own
     assert caller.get("/v1/cache").json() == NOTHING
+
+
+def test_redis_is_asked_once_in_a_while_for_a_tenant(memory_server: MemoryServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_answer, "FRESH_S", 1e9)
+    port, asked = LocalCacheAdmin(memory_server.redis.url), list[str | None]()
+
+    async def stats(tenant: str | None = None, vouched: bool = False) -> Any:
+        asked.append(tenant)
+        return await LocalCacheAdmin.stats(port, tenant, vouched)
+
+    monkeypatch.setattr(port, "stats", stats)
+    memory_server.add("acme", "chatcmpl-1", [5, 6, 7])
+    with client_of(application(port)) as caller:
+        for headers in (ACME, ACME, UMBRELLA, UMBRELLA):
+            caller.get("/v1/cache", headers=headers).raise_for_status()
+        assert asked == ["acme", "umbrella"]
+        caller.delete("/v1/cache", headers=ACME).raise_for_status()
+        assert caller.get("/v1/cache", headers=ACME).json()["texts"] == 0
 
 
 def test_a_tenant_deletes_its_own_texts_alone(memory_server: MemoryServer, caller: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -91,6 +92,18 @@ def test_a_tenant_with_many_keys_leaves_a_place_to_another_tenant() -> None:
 
     assert PLACES == 3
     run(story)
+
+
+def test_threads_give_way_to_others_by_as_much_as_is_said() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def story() -> tuple[int, int]:
+        return await Turns("nice", 1, nice=3).run(priority), await Turns("usual", 1).run(priority)
+
+    own = priority()
+    assert asyncio.run(story()) == (min(19, own + 3), own)
+    assert priority() == own
 
 
 def test_keys_take_turns_where_all_places_are_taken() -> None:
