@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -15,16 +14,20 @@ from engine.forward.batch import Work
 from engine.forward.rope import LengthRope
 from engine.loading.model_info import ModelInfo
 from engine.scheduling.scheduler import Scheduler, Share
-from engine.text.grammar import MASK_S
 from engine.text.outputs import Outputs
+
+MASK_RESTS = 20.0
+LONG_S = 0.05
+PROBATION_S = 60.0
 
 
 class StepPlanner:
     """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills.
 
     Requests with a grammar whose masks took too long in their last step (``Grammar.slow_s``) are not drafted for. One of them
-    takes part in a step, in turns, and where there are other requests none in the next ones, so that all slow masks together
-    take about ``MASK_S`` of a step.
+    takes part in a step, in turns, and where there are other requests none for ``MASK_RESTS`` times as long as its masks took, so
+    that slow masks hold up other requests seldom, however long each takes. After masks of ``LONG_S`` all requests of the account
+    that have a grammar are treated so for ``PROBATION_S``: the next one may be as slow, and nothing ends a mask that has begun.
     """
 
     def __init__(
@@ -32,16 +35,17 @@ class StepPlanner:
     ) -> None:
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
         self._propose_s: float | None = None  # of the last step
-        self._slow: Request | None = None  # whose slow masks the last step computed
+        self._bound: list[Request] = []  # those with a grammar of the last step
+        self._slow_until_s: dict[str, float] = {}  # by account, all of whose requests with a grammar count as slow
         self._last_slow = -1  # arrival of the last one that had its turn
-        self._rest = 0  # steps until slow masks are computed again
+        self._rest_until_s = 0.0  # when slow masks are computed again
 
     def plan(self, width: int) -> list[Work]:
         """The work of the next step, which ``width`` ranks will share; empty when there is nothing to do."""
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
-        left_out = self._left_out([share.request for share in shares])
-        drafted = [share for share in shares if share.draft_rows > 0 and not _is_slow(share.request)]
+        left_out = self._left_out([share.request for share in shares], now)
+        drafted = [share for share in shares if share.draft_rows > 0 and not self._is_slow(share.request)]
         drafts = self._draft(drafted, _load(shares, self._propose_s), now)
         rows = sum(-(-(len(tree.tokens) - 1) // width) for tree in drafts.values())
         works = []
@@ -57,21 +61,30 @@ class StepPlanner:
             # A root alone: every rule is the target's own choice.
             rule = None if tree is None or len(tree) == 1 else tree.rule
             works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
+        self._bound = [work.request for work in works if work.request.grammar is not None]
         return works
 
-    def _left_out(self, requests: Sequence[Request]) -> set[str]:
+    def _left_out(self, requests: Sequence[Request], now_s: float) -> set[str]:
         """Ids of the requests with slow masks that do not take part in a step of these requests."""
-        slow = [request for request in requests if _is_slow(request)]
-        if self._slow is not None and self._slow.grammar is not None:  # what its masks took is known by now
-            self._rest = math.ceil(self._slow.grammar.slow_s / MASK_S)
-        self._slow = None
-        if self._rest > 0 and len(slow) < len(requests):
-            self._rest -= 1
-        elif slow:
+        took_s = 0.0  # by slow masks of the last step
+        for request in self._bound:
+            if request.grammar is not None and request.grammar.slow_s > 0.0:
+                took_s += request.grammar.slow_s
+                if request.grammar.slow_s > LONG_S:
+                    self._slow_until_s[request.account] = now_s + PROBATION_S
+        if took_s > 0.0:
+            self._rest_until_s = now_s + MASK_RESTS * took_s
+        self._slow_until_s = {account: until_s for account, until_s in self._slow_until_s.items() if until_s > now_s}
+        slow = [request for request in requests if self._is_slow(request)]
+        chosen = None
+        if slow and (now_s >= self._rest_until_s or len(slow) == len(requests)):
             last = self._last_slow
-            self._slow = min(slow, key=lambda request: (request.arrival <= last, request.arrival))
-            self._last_slow = self._slow.arrival
-        return {request.request_id for request in slow if request is not self._slow}
+            chosen = min(slow, key=lambda request: (request.arrival <= last, request.arrival))
+            self._last_slow = chosen.arrival
+        return {request.request_id for request in slow if request is not chosen}
+
+    def _is_slow(self, request: Request) -> bool:
+        return request.grammar is not None and (request.grammar.slow_s > 0.0 or request.account in self._slow_until_s)
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
         """Trees by request."""
@@ -95,10 +108,6 @@ class StepPlanner:
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts
-
-
-def _is_slow(request: Request) -> bool:
-    return request.grammar is not None and request.grammar.slow_s > 0.0
 
 
 def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:

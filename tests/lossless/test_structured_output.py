@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.engine import Engine
 from engine.errors import RequestError
 from engine.executor import Outcome
 from engine.forward.batch import Work
+from engine.planner import LONG_S
 from engine.text.grammar import (
     MASK_S,
     MAX_DEBT_S,
@@ -266,6 +268,33 @@ def test_slow_masks_wait_for_others_and_change_no_token(
     assert all(len(step.keys() & slow) <= 1 for step in beside)
     assert any(not step.keys() & slow for step in beside)
     assert all(step[one] == 1 for step in beside for one in step.keys() & slow)
+
+
+def test_after_long_masks_the_account_s_next_requests_wait_for_others_from_their_first_step(
+    engines: dict[str, Engine], tokenizer: PreTrainedTokenizerFast, blanks: Biases, plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine = engines["llma"]
+    planner, steps = engine._planner, list[list[str]]()
+    plan = planner.plan
+
+    def noted(width: int) -> list[Work]:
+        works = plan(width)
+        steps.append([work.request.request_id for work in works])
+        return works
+
+    monkeypatch.setattr(planner, "plan", noted)
+    monkeypatch.setattr(planner, "_slow_until_s", {})
+    wanted = requests(cases(blanks), tokenizer)[:4]
+    for request in wanted[:2]:
+        request.account = "long"
+    run(engine, [ticking(engine, wanted[0], LONG_S), wanted[3]])
+    assert "long" in planner._slow_until_s
+    steps.clear()
+    monkeypatch.setattr(planner, "_rest_until_s", time.perf_counter() + 0.05)
+    run(engine, wanted[1:3])
+    assert wanted[1].output_ids.tolist() == plain[1] and wanted[2].output_ids.tolist() == plain[2]
+    assert wanted[1].request_id not in steps[0] and wanted[2].request_id in steps[0]
 
 
 def test_masks_beyond_their_time_end_their_request_alone(

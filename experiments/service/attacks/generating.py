@@ -131,7 +131,8 @@ def grammars() -> list[Form]:
         Form(compiles, "deep choices", _bound(*(deep_schema(at) for at in (50, 120, 180)), field="json"), integer),
         Form(
             compiles, "counted repetitions",
-            _bound(*(f"((a|b){{0,{at}}}c){{0,{at}}}(a|b|c)*a.{{{at}}}" for at in (90, 300, 900)), field="regex"), integer,
+            _bound(*(f"((a|b){{0,{at}}}c){{0,{at}}}(a|b|c)*a.{{{at}}}" for at in (90, 300, 900)), field="regex"),
+            _bound("(a|b|c){300}", field="regex"),
         ),
     ]  # fmt: skip
 
