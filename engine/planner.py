@@ -20,24 +20,23 @@ from engine.text.outputs import Outputs
 
 
 class StepPlanner:
-    """Schedules, then has those that decode drafted for, and gives the rows that are left to prefills.
+    """Schedules requests, has draft trees proposed for those that decode, and gives the remaining rows to prefills.
 
-    Requests with a grammar whose masks took too long in their last step (``Grammar.slow_s``) are not drafted for. One of them
-    takes part in a step, in turns, and where there are other requests none in the next ones, so that all slow masks together
-    take about ``MASK_S`` of a step.
+    Requests whose grammar masks took too long in their last step (``Grammar.slow_s``) get no drafts and take turns, one per step.
+    After each turn they pause while other requests run, so that slow masks take about ``MASK_S`` per step on average.
     """
 
     def __init__(
         self, scheduler: Scheduler, drafter: Drafter, info: ModelInfo, outputs: Outputs, rope: LengthRope | None = None
     ) -> None:
         self._scheduler, self._drafter, self._info, self._outputs, self._rope = scheduler, drafter, info, outputs, rope
-        self._propose_s: float | None = None  # of the last step
-        self._slow: Request | None = None  # whose slow masks the last step computed
-        self._last_slow = -1  # arrival of the last one that had its turn
-        self._rest = 0  # steps until slow masks are computed again
+        self._propose_s: float | None = None  # seconds of drafting in the last step
+        self._slow: Request | None = None  # slow request that took part in the last step
+        self._last_slow = -1  # arrival number of the last slow request that had its turn
+        self._rest = 0  # steps until a slow request may take part again
 
     def plan(self, width: int) -> list[Work]:
-        """The work of the next step, which ``width`` ranks will share; empty when there is nothing to do."""
+        """Return the work of the next step, which ``width`` ranks will share; empty if there is nothing to do."""
         self._drafter.ranks = width
         shares, now = self._scheduler.schedule(width), time.perf_counter()
         left_out = self._left_out([share.request for share in shares])
@@ -54,15 +53,15 @@ class StepPlanner:
             tree = None
             if share.end == request.num_tokens:
                 tree = drafts.get(request.request_id) or DraftTree.chain(request.root, ())
-            # A root alone: every rule is the target's own choice.
+            # With a root alone, every rule gives the target's own choice.
             rule = None if tree is None or len(tree) == 1 else tree.rule
             works.append(Work(request, request.num_computed, share.end, tree, self._outputs.end_tokens(request), rule))
         return works
 
     def _left_out(self, requests: Sequence[Request]) -> set[str]:
-        """Ids of the requests with slow masks that do not take part in a step of these requests."""
+        """Return the ids of slow requests that skip this step."""
         slow = [request for request in requests if _is_slow(request)]
-        if self._slow is not None and self._slow.grammar is not None:  # what its masks took is known by now
+        if self._slow is not None and self._slow.grammar is not None:  # the time of its masks is known by now
             self._rest = math.ceil(self._slow.grammar.slow_s / MASK_S)
         self._slow = None
         if self._rest > 0 and len(slow) < len(requests):
@@ -74,7 +73,7 @@ class StepPlanner:
         return {request.request_id for request in slow if request is not self._slow}
 
     def _draft(self, shares: Sequence[Share], load: StepLoad, began_s: float) -> dict[str, DraftTree]:
-        """Trees by request."""
+        """Return the draft trees by request id, clipped to rows, context and grammar."""
         trees = self._drafter.propose([share.request for share in shares], [share.draft_rows for share in shares], load)
         propose_s = self._propose_s = time.perf_counter() - began_s
         drafts: dict[str, DraftTree] = {}
@@ -91,7 +90,7 @@ class StepPlanner:
                 share.draft_rows + 1, min(request.remaining - 1, room), self._info.vocab_size, room
             )
             kept.rule = tree.rule
-            if kept.rule is None and request.grammar is not None:  # a rule counts on all that was drawn
+            if kept.rule is None and request.grammar is not None:  # a rule needs all drafted tokens
                 request.grammar.catch_up(request.output_ids)
                 drafts[request.request_id] = permitted(kept, request.grammar)
         return drafts
@@ -102,7 +101,7 @@ def _is_slow(request: Request) -> bool:
 
 
 def _load(shares: Sequence[Share], propose_s: float | None) -> StepLoad:
-    """What a step computes before anything is drafted; it took so long to draft for the one before."""
+    """Return the load of a step before drafting; ``propose_s`` are the seconds of drafting for the step before."""
     rows = context = prefill_rows = 0
     for share in shares:
         request = share.request
