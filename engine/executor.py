@@ -286,7 +286,7 @@ class LocalExecutor:
 
 
 def _roots(works: Sequence[Work], starts: Sequence[int | None], logits: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the [vocab] logits of roots that are read, by row, copied to the host at once; empty if ``logits`` is there already.
+    """Return the [vocab] logits of roots that are read, by row, copied to the host at once; empty if ``logits`` is on the CPU.
 
     Args:
         starts: rows of the roots in the step's [m, vocab] logits, None for works without a tree.
