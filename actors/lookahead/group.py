@@ -100,7 +100,7 @@ class Group(Ranks):
             self._spawn(member)
 
     def executor(self, runner: ModelRunner) -> Executor:
-        """See ``Ranks``. If threads are pinned, the calling thread is pinned until ``start``."""
+        """See ``Ranks``. Pins the calling thread until ``start``, if pinning is enabled, so that it measures real step times."""
         if self._cores:
             pin_thread(self._cores)
         self._executor = LookaheadParallelExecutor(LocalExecutor(runner), self._parallelism, self._chunk)
