@@ -82,11 +82,11 @@ class Failure(Message):
 
 @dataclass(frozen=True, slots=True)
 class Away(Message):
-    """Reply of a rank that has requests of its own or follows another leader."""
+    """Reply of a rank that is busy or follows another leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
     """Sign of life, sent also during computation."""
 
-    busy: bool  # the rank has requests of its own and follows no leader
+    busy: bool  # the rank has own requests and follows no leader

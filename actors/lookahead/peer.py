@@ -20,13 +20,9 @@ class Peer:
     """Listener to the beats of one replica's ``RankServer``, in a thread that reconnects when they end."""
 
     def __init__(self, address: Address, secret: bytes, timeout_s: float, changed: Callable[[], None]) -> None:
-        """Start the thread.
+        """Start the thread. ``changed`` is called when the peer appears, disappears, becomes busy or becomes free.
 
-        Args:
-            address: of its ``RankServer``.
-            secret: shared by the replicas.
-            timeout_s: without a sign of life for this long the peer counts as absent.
-            changed: called when the peer appears, disappears, becomes busy or becomes free.
+        A peer without a sign of life for ``timeout_s`` counts as absent.
         """
         self.address, self._secret, self._timeout_s, self._changed = address, secret, timeout_s, changed
         self._busy: bool | None = None  # None: absent
@@ -42,7 +38,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Return whether the peer last reported requests of its own."""
+        """Return whether the peer last reported own requests."""
         return self._busy is True
 
     def dial(self) -> Link:

@@ -118,18 +118,11 @@ class RankServer:
         prepare: Callable[[], None] | None = None,
         device_failed: Callable[[DeviceError], object] | None = None,
     ) -> None:
-        """Listen on a free port and start the threads.
+        """Listen on a free port and start the threads. Raises ``OSError`` if the address is not available.
 
         Args:
-            executor: over the model of this process.
-            secret: shared by the leader and its ranks.
-            options: parallelism options of the group.
-            host: address to listen on.
             prepare: called once in each computing thread, before it computes.
             device_failed: called in a new thread if the device failed for good.
-
-        Raises:
-            OSError: the address is not available.
         """
         self._rank, self._secret, self._options, self._prepare = Rank(executor), secret, options, prepare
         self._model_device, self._device_failed = executor.runner.model.device, device_failed

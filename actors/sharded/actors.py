@@ -64,8 +64,7 @@ class RankActors:
 def actor_group(mode: ShardMode, model: ModelOptions, parallelism: ParallelismOptions, start_timeout_s: float) -> ShardedGroup:
     """Return a group of this actor and new ones in the other bundles of its placement group, all on one node.
 
-    Raises:
-        GroupError: no such placement group exists.
+    Raises GroupError if it is not in a placement group with a bundle for each rank.
     """
     leader = Shard(mode, 0, int(parallelism.world_size), device_of(model))
     terms = Terms(secrets.token_bytes(32), start_timeout_s, parallelism.step_timeout_s)

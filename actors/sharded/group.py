@@ -50,11 +50,7 @@ class Housing(Protocol):
     """Owner of the followers' processes or Ray actors, which have begun to load the model."""
 
     def addresses(self, timeout_s: float) -> Sequence[Address]:
-        """Return the addresses of ranks 1, 2, ... once they have loaded the model.
-
-        Raises:
-            GroupError: a rank failed (with its reason) or was not ready in time.
-        """
+        """Return the addresses of ranks 1, 2, ... once they have loaded the model. Raises GroupError if one fails or is late."""
 
     def close(self) -> None:
         """Kill the followers, whatever they are doing. Idempotent."""
@@ -68,8 +64,7 @@ def device_of(model: ModelOptions) -> Literal["cpu", "cuda"]:
 def whole_model(model: ModelOptions) -> ModelOptions:
     """Return the options with which ranks load a model that they split: on the CPU, with dequantized weights.
 
-    Raises:
-        ModelLoadError: no such model exists, or it has recurrent layers, which cannot be split.
+    Raises ModelLoadError if no such model exists, or if it has recurrent layers, which cannot be split.
     """
     refuse_role(load_config(model.path), "parallelism.mode tensor or pipeline", "set parallelism.mode to none or lookahead")
     # The whole model may not fit one device, and block-quantized weights cannot be split.
@@ -82,13 +77,7 @@ class ShardedGroup(Ranks):
     world_size = 1  # all ranks compute the same trees
 
     def __init__(self, shard: Shard, housing: Housing, terms: Terms) -> None:
-        """Store the parts of the group.
-
-        Args:
-            shard: the leader's, rank 0.
-            housing: holds the followers, which load the model while the leader loads its own.
-            terms: the same as the followers'.
-        """
+        """Store the parts. ``housing`` loads the model in the followers; ``shard`` is the leader's, rank 0."""
         assert shard.rank == 0 and shard.world_size > 1, shard
         self._shard, self.housing, self._terms = shard, housing, terms
         self._links: list[Link] = []

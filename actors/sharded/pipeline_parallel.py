@@ -27,8 +27,7 @@ def bounds(layers: int, world_size: int) -> list[range]:
 
     Example: 10 layers on 4 ranks are 0-1, 2-3, 4-6 and 7-9.
 
-    Raises:
-        GroupError: the model has fewer layers than ranks.
+    Raises GroupError if the model has fewer layers than ranks.
     """
     if layers < world_size:
         raise GroupError(f"{layers} layers cannot be partitioned among {world_size} ranks: lower world_size")
@@ -40,8 +39,7 @@ def bounds(layers: int, world_size: int) -> list[range]:
 def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
     """Reduce a whole model to a rank's layers, in place, and hook up sending and receiving. Call it after ``meet``.
 
-    Raises:
-        GroupError: the model has fewer layers than ranks, or an unknown structure.
+    Raises GroupError if the model has fewer layers than ranks, or an unknown structure.
     """
     whole = kv_shape(model)
     own = bounds(whole.layers, shard.world_size)[shard.rank]

@@ -99,15 +99,10 @@ def process_group(
     this process ends: give it one of its own.
 
     Args:
-        mode: tensor or pipeline.
         world_size: ranks, including this process.
         model: loaded by all ranks; its device and threads apply to each rank.
         parallelism: timeouts.
         load: loads the whole model in the other processes; by default from ``model``.
-        start_timeout_s: until all ranks are ready.
-
-    Raises:
-        GroupError: the processes cannot be started.
     """
     leader = Shard(mode, 0, world_size, device_of(model))
     terms = Terms(secrets.token_bytes(32), start_timeout_s, (parallelism or ParallelismOptions()).step_timeout_s)

@@ -56,16 +56,7 @@ class ShardServer:
     """Server that accepts one leader, once, and follows it."""
 
     def __init__(self, model: PreTrainedModel, shard: Shard, terms: Terms) -> None:
-        """Listen on a free loopback port.
-
-        Args:
-            model: whole, on the CPU; this rank keeps a part of it.
-            shard: of this rank.
-            terms: of the group.
-
-        Raises:
-            OSError: no port is available.
-        """
+        """Listen on a free loopback port. ``model`` is whole and on the CPU; this rank keeps its part."""
         self._model, self._shard, self._terms = model, shard, terms
         self._began_s: float | None = None  # start time of the running forward
         self._met: Join | None = None

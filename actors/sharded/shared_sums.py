@@ -43,8 +43,7 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"  # environment variable from which torch takes 
 def settle(deepspeed: Any, rank: int, world_size: int) -> None:
     """Choose shared memory or gloo for all ranks, as rank 0 finds possible. All ranks call it, after ``meet``.
 
-    Raises:
-        RuntimeError: rank 0 loaded the module, and this rank cannot.
+    Raises RuntimeError if rank 0 loaded the module and this rank cannot.
     """
     through_memory = torch.zeros(1)
     if rank == 0:

@@ -40,8 +40,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
     MLP, keeps the KV of 2 heads, and sums [rows, hidden] after the attention's and the MLP's last layer; the logits are summed,
     too.
 
-    Raises:
-        GroupError: DeepSpeed is missing, or cannot split this model.
+    Raises GroupError if DeepSpeed is missing or cannot split this model.
     """
     whole = kv_shape(model)
     name = type(model).__name__
@@ -62,7 +61,7 @@ def take_part(model: PreTrainedModel, shard: Shard) -> ModelPart:
                 dtype=model.dtype,
                 replace_with_kernel_inject=False,
             )
-    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:  # raised by DeepSpeed for unsupported models
+    except (AssertionError, ValueError, TypeError, AttributeError, NotImplementedError) as error:  # unsupported model
         raise GroupError(
             f"DeepSpeed cannot split {name} ({one_line(error)}): choose parallelism.mode pipeline or lookahead"
         ) from error
@@ -91,14 +90,7 @@ class _RowSum(torch.nn.Module):
     """Slice of a linear layer along its input, followed by an all-reduce."""
 
     def __init__(self, linear: torch.nn.Linear, bias: torch.nn.Parameter | None, group: Any, columns: slice | None) -> None:
-        """Store the layer.
-
-        Args:
-            linear: the slice, without a bias.
-            bias: of the whole layer.
-            group: of the ranks.
-            columns: columns of the slice, if ``forward`` gets the whole input.
-        """
+        """Store the slice without its bias. ``columns`` are the slice's columns if ``forward`` gets the whole input."""
         super().__init__()
         from deepspeed import comm
 
